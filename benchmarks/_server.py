@@ -70,7 +70,6 @@ class Server:
 # `serve-vllm` would make a token where there is none, and TRL sends none
 _WITHOUT_TOKEN = """
 import sys
-from grpo_async.processes.machine import free_ports
 from grpo_async.config.loader import load_config
 from grpo_async.servers.vllm.command import serve_vllm
 serve_vllm(load_config(sys.argv[1]), int(sys.argv[3]))

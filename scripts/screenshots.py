@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_async.utils.concurrency import in_thread
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -37,7 +39,9 @@ def inspector(runs: Path) -> Iterator[str]:
     with subprocess.Popen(command, cwd=runs.resolve().parent, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            yield next(line for line in process.stderr if "#token=" in line).split()[-1]
+            address = next(line for line in process.stderr if "#token=" in line).split()[-1]
+            in_thread(process.stderr.read, name="inspector's stderr")  # a full pipe would stop the inspector
+            yield address
         finally:
             process.terminate()
 

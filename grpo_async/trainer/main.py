@@ -6,6 +6,7 @@ Rank 0 leads (trainer.lead), the others follow its commands (training.ranks.foll
 from __future__ import annotations
 
 import os
+import random
 import time
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -15,6 +16,7 @@ from grpo_async.processes.entry import run_process
 from grpo_async.run_directory import attempt_number
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.tracking.timeline_file import ATTEMPT
+from grpo_async.utils.seeds import seed_of
 
 
 def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
@@ -35,6 +37,7 @@ def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlC
 def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline) -> None:
     control.send("phase", name="loading the model")
     began = time.time()
+    import numpy as np
     import torch  # here, so that a broken installation is reported like any other failure
     import torch.distributed as dist
 
@@ -46,6 +49,10 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
 
     timeline.add("importing", "run", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
+    seed = seed_of(config.run.seed, assignment.resume_step, assignment.rank)  # for the user's code
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     join_process_group(assignment, config)
     try:
         if assignment.resume_step is not None:

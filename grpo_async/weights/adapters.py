@@ -44,9 +44,16 @@ class BaseWeights:
 
     @cached_property
     def _handles(self) -> dict[str, Any]:
-        """The open file of each tensor. Raises ConfigError when there are none, or one is broken."""
-        files = [open_weights(file, "pt") for file in find_weights(self._path)]
-        return {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+        """The open file of each tensor. Raises ConfigError when there are none, one is broken, or two hold the same
+        tensor."""
+        handles: dict[str, Any] = {}
+        for file in find_weights(self._path):
+            handle = open_weights(file, "pt")
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                if name in handles:
+                    raise ConfigError(f"model.path: {name} is in two files of {file.parent}; copy the model again")
+                handles[name] = handle
+        return handles
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
@@ -96,6 +103,7 @@ class BaseWeights:
         """
         factors = {spec.name: spec for spec in specs}
         problems = [f"{name} is missing" for name in shapes if name not in self.specs and name not in optional]
+        problems += [f"{spec.name} is sent twice" for spec in specs if factors[spec.name] is not spec]
         for weight in dict.fromkeys(spec.name.rpartition(".")[0] for spec in specs):
             served = self.specs.get(weight)
             pair = [factors.pop(weight + side, None) for side in (LEFT, RIGHT)]

@@ -394,11 +394,14 @@ class IpcBackend(Backend):
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         group, number = self._group, self._turn
         whole = self._buffers[number]
-        assert whole is not None
+        if whole is None:
+            raise GroupClosedError("this end of the weight group is closed")
         assert whole.data_ptr() == bucket.data_ptr(), "only the bucket that `buffer` returned last can be sent"
         if self._known[number] is not whole:
             handles = [self._share(whole) for _ in range(1, group.world_size)]  # one for each worker
-            self._open().set(f"buffer {number}", _Handles.dump_json(handles).decode())
+            store, key = self._open(), f"buffer {number}"
+            store.set(key, _Handles.dump_json(handles).decode())
+            store.get(key)  # `set` has no answer: the store might get it after the workers' question
             self._known[number] = whole
         self._finish_copies()  # the bucket is packed before it is announced
         group.confirm(timeout_s=timeout_s)
@@ -415,9 +418,12 @@ class IpcBackend(Backend):
         if handles != self._handles[number]:
             self._known[number] = None  # the one before, if any, is unmapped first
             try:
-                self._known[number] = self._map(_Handles.validate_json(handles)[group.rank - 1])
+                own = _Handles.validate_json(handles)[group.rank - 1 :]
             except ValidationError as error:
                 raise RuntimeError(f"these are no handles of the trainer: {problems_of(error)}") from error
+            if not own:
+                raise RuntimeError(f"these are no handles of the trainer: none for rank {group.rank}")
+            self._known[number] = self._map(own[0])
             self._handles[number] = handles
         mapped = self._known[number]
         if mapped is None or mapped.numel() < num_bytes:

@@ -1,12 +1,14 @@
-"""A push of adapters alone is of one base and no other. What it serves: tests/servers/contract.py."""
+"""A push of adapters alone is of one base and no other. What it serves by either engine: tests/servers/contract.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError, WeightPushError
@@ -16,14 +18,31 @@ from grpo_async.training.parameters import AdapterParameters, choose_parameters
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights
 from grpo_async.weights.buckets import ParameterSpec
 from tests.servers.embedded_support import live, load
-from tests.support.adapter_push import adapted_policy, push
+from tests.support.adapter_push import adapted_policy, merged, push
 from tests.support.tiny_model import build_tiny_model
-
-SEQUENCES = [[5, 9, 200, 31, 7, 7, 8, 100, 3], list(range(40, 80))]
 
 
 def _served(server: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in server.engine.parameters().items()}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_adapter_push_changes_projections_alone_and_as_a_merged_push_does_to_the_last_bit(
+    tmp_path: Path, tied: bool
+) -> None:
+    folder = build_tiny_model(tmp_path, tie_word_embeddings=tied)
+    policy, section = adapted_policy(folder)
+    with live(load(folder), model_path=str(folder)) as server:
+        found = [_served(server)]
+        for version, kind in enumerate((section, merged(section), section), start=1):
+            push(server.url, None, policy, kind, version)
+            found.append(_served(server))
+    before, *after = found
+    for served in after:
+        assert {name for name in before if not torch.equal(before[name], served[name])} == {
+            name for name in before if "proj" in name
+        }
+        assert all(torch.equal(served[name], tensor) for name, tensor in after[0].items())
 
 
 def test_a_server_with_another_base_or_none_is_refused(tmp_path: Path) -> None:
@@ -67,8 +86,19 @@ def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
     ):
         assert "needs two float32 factors" in base.problems(wrong, shapes, [])[0], wrong
     assert f"{WEIGHT}.middle is no factor" in base.problems([left, right, _spec(f"{WEIGHT}.middle", 4)], shapes, [])[0]
+    twice = [left, _spec(WEIGHT + LEFT, 64, 4), right]
+    assert f"{WEIGHT}{LEFT} is sent twice" in base.problems(twice, shapes, [])
     # the base itself has to be what is served
     assert base.problems([], {**shapes, "more": [3]}, []) == ["more is missing"]
+
+
+def test_a_base_with_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"w": torch.zeros(2)}, tmp_path / name)
+    index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"w is in two files of .*; copy the model again"):
+        BaseWeights(str(tmp_path)).digest  # noqa: B018 - a property that reads
 
 
 def test_a_base_that_the_trainer_has_rounded_is_refused(tiny_model: Path) -> None:

@@ -69,6 +69,27 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
     }
 
 
+def save_and_load_with_a_parameter_without_gradient(model: str, run: str) -> dict[str, Any]:
+    """As one that the chosen data never reach."""
+    policy, optimizer = build(model)
+    step, left_out = optimizer.step, optimizer.param_groups[0]["params"][-1]
+
+    def step_without(*arguments: Any) -> Any:
+        left_out.grad = None
+        return step(*arguments)
+
+    optimizer.step = step_without  # type: ignore[method-assign]
+    one_step(policy, optimizer, random_samples())
+    optimizer.step = step  # type: ignore[method-assign]
+    run_dir, writer = _writer(run)
+    writer.begin(1, policy, optimizer, _state(1))
+    writer.wait()
+    dist.barrier()  # rank 0 has renamed it
+    saved, (policy, optimizer) = fingerprint(policy), build(model)
+    checkpoint.load_tensors(run_dir, 1, policy, optimizer)
+    return {"saved": saved, "loaded": fingerprint(policy)}
+
+
 def save_adapters_and_go_on(model: str, run: str) -> dict[str, Any]:
     """Two steps, a checkpoint and a third step; and the third step again by what the checkpoint and the model's folder hold."""
     run_dir, writer = _writer(run)

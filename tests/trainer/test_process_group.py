@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +71,22 @@ def test_the_process_group_is_gone_however_a_rank_ends(
             _run(config, tmp_path)
     assert states == [True]
     assert not dist.is_initialized()
+
+
+def test_random_numbers_of_the_users_code_follow_the_seed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws: list[tuple[float, ...]] = []
+
+    def leads(*_: Any) -> None:
+        draws.append((random.random(), float(np.random.random()), float(torch.rand(()))))
+
+    monkeypatch.setattr(lead_module, "lead", leads)
+    for seed in (0, 0, 1):
+        _run(side_config(tmp_path, tiny_model, run={"seed": seed}), tmp_path)
+    first, again, other = draws
+    assert first == again
+    assert not set(first) & set(other)
 
 
 def test_the_process_group_is_gone_when_the_model_cannot_be_loaded(tmp_path: Path) -> None:

@@ -116,6 +116,13 @@ def test_a_reference_that_follows_the_policy_is_their_mixture_and_goes_on_where_
     assert result["again"] == result["first"]  # to the last bit
 
 
+@pytest.mark.slow
+def test_a_checkpoint_loads_although_a_parameter_never_had_a_gradient(tiny_model: Path, tmp_path: Path) -> None:
+    job = "save_and_load_with_a_parameter_without_gradient"
+    result = run_on_ranks(job, 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    assert result["loaded"] == result["saved"]
+
+
 def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

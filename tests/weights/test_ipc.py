@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights import backends
-from grpo_async.weights.backends import GlooBackend, Handle, IpcBackend, Rendezvous, join_group
+from grpo_async.weights.backends import GlooBackend, GroupClosedError, Handle, IpcBackend, Rendezvous, join_group
 from grpo_async.weights.buckets import pack
 
 TIMEOUT_S = 60.0
@@ -56,6 +56,21 @@ class _Files(IpcBackend):
         self.events.append("release")
 
 
+class _LateStore:
+    """Each `set` takes effect later: it has no answer. What the same client asks next waits for it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._setting = threading.Timer(0.3, self._store.set, (key, value))
+        self._setting.start()
+
+    def get(self, key: str) -> Any:
+        self._setting.join()
+        return self._store.get(key)
+
+
 def _group_of_two() -> tuple[Any, Any]:
     """Trainer and worker."""
     rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=TIMEOUT_S)
@@ -68,6 +83,7 @@ def test_buckets_cross_through_two_buffers_that_are_shared_once(tmp_path: Path) 
     # buffers 0, 1 of 1000 bytes; the fifth bucket is larger than the buffer whose turn it is, which is made anew
     sizes = [1000, 1000, 900, 10, 5000, 1000]
     trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
+    trainer._store = _LateStore(trainer._store)  # type: ignore[assignment]
     data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
 
     def receive() -> list[torch.Tensor]:
@@ -108,8 +124,20 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
     assert received.tolist() == list(range(8))  # a copy, not the buffer
 
 
+def test_a_trainer_whose_end_is_closed_while_it_packs_says_so(tmp_path: Path) -> None:
+    trainer = _Files(_group_of_two()[0], tmp_path)
+    packed = trainer.buffer(8)
+    trainer.close()
+    with pytest.raises(GroupClosedError):
+        trainer.send(packed, timeout_s=TIMEOUT_S)
+
+
 def test_a_worker_refuses_handles_and_sizes_that_it_does_not_expect(tmp_path: Path) -> None:
-    for num_bytes, handles, message in ((8, "[{}]", "no handles of the trainer"), (9, None, "less than the 9 bytes")):
+    for num_bytes, handles, message in (
+        (8, "[{}]", "no handles of the trainer"),
+        (8, "[]", "no handles of the trainer: none for rank 1"),
+        (9, None, "less than the 9 bytes"),
+    ):
         trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
         receiving = in_thread(worker.receive(num_bytes, timeout_s=TIMEOUT_S), name="receive")
         if handles is None:
