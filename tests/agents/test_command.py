@@ -180,9 +180,10 @@ def test_a_cancelled_run_ends_the_whole_tree(mark: str) -> None:
 def test_the_launcher_that_is_killed_takes_the_command_with_it(mark: str) -> None:
     async def run() -> None:
         code = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+        before = psutil.Process().children()  # other tests of this process may have left some
         running = asyncio.ensure_future(_run([*PYTHON, code]))
         await until(lambda: len(_marked(mark)) == 2)
-        (launcher,) = psutil.Process().children()
+        (launcher,) = set(psutil.Process().children()) - {*before}
         launcher.kill()
         with pytest.raises(AgentError, match="launcher was killed"):
             await running
