@@ -1,8 +1,8 @@
 """Rank 0 from the first connection to the summary; the other ranks follow its commands (training.ranks).
 
-    lead      connect -> restore -> wait for a server -> make what the Leader works with
-    Leader    push the first weights -> check -> evaluate -> train -> save, export, push -> evaluate -> summary
-    a step    take groups -> plan -> pack -> step -> close groups -> push weights -> log -> checkpoint
+    lead_ranks  connect -> restore -> wait for a server -> make what the Leader works with
+    Leader      push the first weights -> check -> evaluate -> train -> save, export, push -> evaluate -> summary
+    a step      take groups -> plan -> pack -> step -> close groups -> push weights -> log -> checkpoint
 
 Version = finished optimizer steps.
 """

@@ -62,7 +62,7 @@ def test_the_process_group_is_gone_however_a_rank_ends(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(lead_module, "lead", leads)
+    monkeypatch.setattr(lead_module, "lead_ranks", leads)
     config = side_config(tmp_path, tiny_model)
     if error is None:
         _run(config, tmp_path)
@@ -81,7 +81,7 @@ def test_random_numbers_of_the_users_code_follow_the_seed(
     def leads(*_: Any) -> None:
         draws.append((random.random(), float(np.random.random()), float(torch.rand(()))))
 
-    monkeypatch.setattr(lead_module, "lead", leads)
+    monkeypatch.setattr(lead_module, "lead_ranks", leads)
     for seed in (0, 0, 1):
         _run(side_config(tmp_path, tiny_model, run={"seed": seed}), tmp_path)
     first, again, other = draws
@@ -128,7 +128,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         context.step(command, command.pack())
         seen["seed"] = torch.initial_seed()
 
-    monkeypatch.setattr(lead_module, "lead", leads)
+    monkeypatch.setattr(lead_module, "lead_ranks", leads)
     model = {"path": str(tiny_model), "dtype": master, "compute_dtype": compute}
     _run(side_config(tmp_path, tiny_model, model=model, inference={"dtype": wire}), tmp_path)
     assert seen == {
@@ -149,6 +149,6 @@ def test_the_exported_tokenizer_has_the_configured_template(
     template.write_text("{{ messages[0]['content'] }}!")
     model = {"path": str(tiny_model), "chat_template": str(template)}
     built: list[TrainerContext] = []
-    monkeypatch.setattr(lead_module, "lead", lambda place, control, context, renderer: built.append(context))
+    monkeypatch.setattr(lead_module, "lead_ranks", lambda place, control, context, renderer: built.append(context))
     _run(side_config(tmp_path, tiny_model, model=model), tmp_path)
     assert built[0].tokenizer.chat_template == "{{ messages[0]['content'] }}!"
