@@ -45,6 +45,9 @@ class AgentResult:
 class Agent(ABC):
     """Makes rollouts by calling the model through a session."""
 
+    start_timeout_s: float = 0.0
+    """The longest that a run may take to start, before its `timeout_s` begins."""
+
     @abstractmethod
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
         """One rollout. When this ends, however it ends, nothing of the agent runs anymore (a thread excepted, which cannot be

@@ -28,7 +28,7 @@ from grpo_async.agents.calls import AgentRefusal, Call, refuse
 from grpo_async.agents.history import Answer
 from grpo_async.config.sections import SAMPLING
 from grpo_async.utils.strict_json import arguments_text
-from grpo_async.utils.text import text_of_parts
+from grpo_async.utils.text import num_equal, text_of_parts
 from grpo_async.utils.validation import problems_of
 
 Made = TypeVar("Made")
@@ -122,14 +122,20 @@ class Exchange(ABC):
         )
 
     def _read(self, name: str, read: Callable[[Mapping[str, Any], str], Made]) -> list[Made]:
-        """What `read` makes of each object of a list, and of its name for errors; empty where the field is not set."""
+        """What `read` makes of each object of a list, and of its name for errors; empty where the field is not set. The beginning
+        that equals that of the list before is not read again, and its older objects replace the new ones: one copy is alive."""
         found = self._json.get(name) or []
         if not isinstance(found, list):
             raise refuse(f"{name} is not a list of objects", param=name)
-        for place, item in enumerate(found):
+        given, made = self._kept.get((type(self), name), ([], []))
+        length = num_equal(found, given)
+        for place, item in enumerate(found[length:], length):
             if not isinstance(item, Mapping):
                 raise refuse(f"{name}[{place}] is not an object", param=name)
-        return [read(item, f"{name}[{place}]") for place, item in enumerate(found)]
+        found[:length] = given[:length]
+        made = [*made[:length], *(read(item, f"{name}[{place}]") for place, item in enumerate(found[length:], length))]
+        self._kept[type(self), name] = found, made
+        return made
 
     @abstractmethod
     def _messages(self) -> list[Mapping[str, Any]]:
@@ -363,7 +369,7 @@ class Messages(Exchange):
             "content": blocks,
             "stop_reason": reasons[reply.finish_reason] if reply.generation.stop_reason is None else "stop_sequence",
             "stop_sequence": reply.generation.stop_reason,
-            "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.ids)},
+            "usage": {"input_tokens": reply.request.num_tokens, "output_tokens": len(reply.ids)},
         }
 
     def events(self, answer: Mapping[str, Any]) -> Iterator[Event]:
@@ -503,5 +509,5 @@ def _function_tool(tool: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
 
 
 def _usage(reply: Answer, prompt: str, sampled: str) -> dict[str, Any]:
-    counts = {prompt: len(reply.prompt_ids), sampled: len(reply.ids)}
+    counts = {prompt: reply.request.num_tokens, sampled: len(reply.ids)}
     return {**counts, "total_tokens": sum(counts.values())}

@@ -31,7 +31,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxResult, SandboxStatus, has_loopback
 from grpo_async.sandbox import startup_notes as sandbox_notes
-from grpo_async.sandbox.execution import Job, execute, find_interpreter
+from grpo_async.sandbox.execution import START_TIMEOUT_S, Job, execute, find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.text import clipped
@@ -63,6 +63,8 @@ class CommandAgent(Agent):
     Raises:
         ConfigError: the sandbox of this machine cannot hold what an agent needs.
     """
+
+    start_timeout_s = START_TIMEOUT_S
 
     def __init__(self, command: Sequence[str], section: AgentSection) -> None:
         self._name = command[0]
@@ -97,8 +99,10 @@ class CommandAgent(Agent):
         run = self._run if self._sandbox is None else self._run_in_sandbox
         try:
             result = await run(stdin, session)
-        except SandboxError as error:
-            raise AgentError(f"the agent's command ({self._name}) could not be started: {error}") from error
+        except (SandboxError, OSError) as error:
+            is_out = isinstance(error.__cause__ or error, OSError)  # of processes or descriptors
+            hint = "; lower rollout.agent.max_concurrent" if is_out else ""
+            raise AgentError(f"the agent's command ({self._name}) could not be started: {error}{hint}") from error
         if problem := self._problem_of(result):
             said = result.stderr.strip()[-_MAX_SHOWN:]
             end = f"its stderr ends: {said}" if said else "its stderr is empty"
@@ -137,12 +141,13 @@ class CommandAgent(Agent):
 
     def _problem_of(self, result: SandboxResult) -> str:
         """What went wrong; "" where nothing did."""
-        timeout_s = self._section.timeout_s
+        timeout_s, memory_mb = self._section.timeout_s, self._limits.memory_mb
+        limit = "" if memory_mb == _NO_LIMIT else f" (rollout.agent.memory_mb = {memory_mb})"
         problems = {
             SandboxStatus.OK: "",
             SandboxStatus.TIMEOUT: f"did not end within rollout.agent.timeout_s = {timeout_s:g} s and was killed",
             SandboxStatus.OUTPUT: f"wrote more than {_MAX_STDOUT} characters to stdout and was killed",
-            SandboxStatus.MEMORY: f"ran out of memory (rollout.agent.memory_mb = {self._section.memory_mb})",
+            SandboxStatus.MEMORY: f"ran out of memory{limit}",
             SandboxStatus.CPU: f"took more than {timeout_s:g} s of CPU time and was killed",
         }
         return problems.get(result.status, f"({self._name}) {describe_exit(result.exit_code or 0)}")

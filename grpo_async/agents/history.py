@@ -59,6 +59,7 @@ class Request:
     key: bytes
     parent: Answer | None
     ids: array[int]  # of int32
+    num_tokens: int  # of `context`
     messages: Sequence[TaggedMessage]
 
     @property
@@ -107,10 +108,6 @@ class Answer:
     @property
     def ids(self) -> array[int]:
         return self.generation.token_ids
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return self.request.context
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -199,10 +196,11 @@ class History:
             rest = _rest(answer, call.messages, length)
             ids = None if rest is None else self._renderer.suffix_ids(answer, rest)
             if rest is not None and ids is not None:
-                return Request(key=keys[-1], parent=answer, ids=array("i", ids), messages=rest)
+                num_tokens = answer.request.num_tokens + len(answer.ids) + len(ids)
+                return Request(key=keys[-1], parent=answer, ids=array("i", ids), num_tokens=num_tokens, messages=rest)
         messages = _tagged(call.messages)
         prompt_ids = array("i", self._renderer.prompt_ids(messages, call.tools))
-        return Request(key=keys[-1], parent=None, ids=prompt_ids, messages=messages)
+        return Request(key=keys[-1], parent=None, ids=prompt_ids, num_tokens=len(prompt_ids), messages=messages)
 
     def _keys(self, items: list[Any]) -> list[bytes]:
         """[1 + num_messages]: of each beginning of `items`, the tools and the messages of a call.

@@ -181,8 +181,10 @@ class Environment:
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
         self._running: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()  # held as long as a call runs
+        turn = asyncio.Lock()  # of tools, before their time counts; a call that was given up still holds `_lock`
         self.tools = [
-            Tool(getattr(instance, name), spec, self, failures=kind.failures) for name, spec in kind.specs.items()
+            Tool(getattr(instance, name), spec, self, failures=kind.failures, turn=turn)
+            for name, spec in kind.specs.items()
         ]
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:

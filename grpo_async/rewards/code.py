@@ -214,7 +214,7 @@ def _say_refused(why: str) -> None:
 
 
 def _work(row: RowTests) -> dict[str, Any]:
-    names, provided = names_of(row.text, row.entry_point)
+    names, provided = names_of("\n".join(row.sources), row.entry_point)
     return {
         "is_script": row.kind is RowKind.SCRIPT,
         "tests": list(row.tests),

@@ -42,8 +42,9 @@ class RowTests:
     setup: str = ""  # runs before the tests, in their process
 
     @property
-    def text(self) -> str:
-        return "\n".join([self.setup, *self.tests])
+    def sources(self) -> list[str]:
+        """Setup and tests, without the calls that are made here of arguments and expected results."""
+        return [self.setup, *(test for test in self.tests if not test.startswith(CHECK_CALL))]
 
 
 @functools.lru_cache(maxsize=256)  # all completions of a group have the same tests
@@ -60,7 +61,7 @@ def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, t
     Raises:
         ValueError: which of several builtins the code defines is not clear.
     """
-    free = {name for name in _free_names(text) if not name.startswith("_")}
+    free = {name for name in _free_names(text) if not name.startswith("__")}
     modules = _used_as_modules(text) & free
     provided = {name: (_ALIASES.get(name, name), "") for name in modules if name != entry_point}
     provided |= {name: (_helpers()[name], name) for name in free & _helpers().keys() - {entry_point}}
@@ -182,14 +183,14 @@ def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None)
 
 
 def _check(row: RowTests) -> None:
-    for text in [row.setup, *row.tests]:
+    for text in row.sources:
         try:
             ast.parse(text)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the tests are no Python: {error}; in {clipped(repr(text), 200)}") from error
     if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
         raise ValueError("the script defines `check` and never calls it; name its argument in the column `entry_point`")
-    names_of(row.text, row.entry_point)
+    names_of("\n".join(row.sources), row.entry_point)
 
 
 def _only_defines_check(tree: ast.Module) -> bool:

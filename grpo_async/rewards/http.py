@@ -44,7 +44,7 @@ class RemoteRewardError(GrpoAsyncError):
     """A reward model behind HTTP could not be reached, refused a request, or answered with something unusable."""
 
 
-class RemoteSettings(StrictModel):
+class RemoteSettings(StrictModel, strict=True):
     """`arguments` of a remote reward."""
 
     url: str

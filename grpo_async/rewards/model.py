@@ -28,7 +28,7 @@ class RewardModelError(GrpoAsyncError):
     """A reward model cannot be loaded, or is not one."""
 
 
-class RewardModelSettings(StrictModel):
+class RewardModelSettings(StrictModel, strict=True):
     """`model` of the section and its `arguments`."""
 
     model: str

@@ -148,7 +148,7 @@ class AgentProducer:
         section = self._host.section
         # the agent may change what it gets
         row: dict[str, Any] = copy.deepcopy({"prompt": prompt.as_given(), **prompt.columns})
-        limit = asyncio.timeout(section.timeout_s + _OWN_LIMIT_FIRST_S)
+        limit = asyncio.timeout(self._host.agent.start_timeout_s + section.timeout_s + _OWN_LIMIT_FIRST_S)
         try:
             async with limit:
                 result = await self._host.agent.run(row, session)

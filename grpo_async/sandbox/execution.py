@@ -381,23 +381,28 @@ class _Output:
     last text that is kept, and there is no limit."""
 
     def __init__(self, max_chars: int, *, keeps_end: bool = False) -> None:
-        self.text = ""
+        self._parts: list[str] = []
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._max_chars, self._keeps_end = max_chars, keeps_end
 
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
     async def read(self, stream: asyncio.StreamReader) -> None:
+        room = self._max_chars
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         data = b"-"
         while data:
             data = await stream.read(CHUNK)  # until the process is dead, which has wall_s
             text = decoder.decode(data, final=not data)
             if self._keeps_end:
-                self.text = (self.text + text)[-self._max_chars :]
+                self._parts = [(self.text + text)[-self._max_chars :]]
                 continue
-            room = self._max_chars - len(self.text)
-            self.text += text[:room]
+            self._parts.append(text[:room])
             if len(text) > room and not self.over.done():
                 self.over.set_result(None)
+            room -= len(self._parts[-1])
 
 
 class _Report:

@@ -15,6 +15,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
 from grpo_async.config.sections import ToolSection
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 _MAX_THREADS = 64
 ASYNC_LOOP = UserLoop("async tools")
 """One for all of them and for async methods of environments: an HTTP client or a lock that two share belongs to one loop."""
+
+
+_ALONGSIDE = nullcontext()
 
 
 class _Caller(Protocol):
@@ -66,6 +70,7 @@ class Tool:
         caller: runs the calls.
         fixed: arguments of every call that the model does not see.
         failures: where tracebacks go; shared by the instances of an environment.
+        turn: held during a call; calls of tools that share it wait for each other.
     """
 
     def __init__(
@@ -76,8 +81,10 @@ class Tool:
         *,
         fixed: Mapping[str, Any] | None = None,
         failures: FailureLog | None = None,
+        turn: AbstractAsyncContextManager[None] = _ALONGSIDE,
     ) -> None:
         self.function = function
+        self.turn = turn
         self._spec = spec
         self._caller = caller
         self._fixed = dict(fixed or {})
@@ -199,7 +206,10 @@ class ToolExecutor:
     async def _execute_one(self, call: ToolCall) -> ToolCallRecord:
         started = time.monotonic()
         try:
-            outcome: str | ToolError = await self._tool_for(call).call(call.arguments)
+            tool = self._tool_for(call)
+            async with tool.turn:  # the call before has a limit
+                started = time.monotonic()
+                outcome: str | ToolError = await tool.call(call.arguments)
         except ToolError as error:
             outcome = error
         return self._record(call, outcome, time.monotonic() - started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -133,12 +134,25 @@ def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float |
         ("print('[1]')", {}, r"the agent's result is \[1\] \(list\)"),
         ('print(\'{"reward": "high"}\')', {}, r"`reward` of the agent's result is 'high' \(str\)"),
         ("print('x' * (2 << 20), flush=True); import time; time.sleep(99)", {}, "wrote more than 1048576 characters"),
-        ("print(len(bytearray(1 << 29)))", {"memory_mb": 128}, r"MemoryError"),
+        ("print(len(bytearray(1 << 29)))", {"memory_mb": 128}, r"memory \(rollout\.agent\.memory_mb = 128\); its"),
+        ("raise MemoryError", {}, r"ran out of memory; its stderr ends: "),
     ],
 )  # fmt: skip
 def test_a_command_that_fails_says_why(code: str, section: dict[str, Any], told: str) -> None:
     with pytest.raises(AgentError, match=told):
         asyncio.run(asyncio.wait_for(_run([*PYTHON, code], **section), 15.0))  # less than the other cases' timeout_s
+
+
+def test_a_machine_without_room_for_another_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(AgentError, match=r"Too many open files; lower rollout\.agent\.max_concurrent"):
+        asyncio.run(_run(["true"]))
+    monkeypatch.setattr("os.pipe", refuse)
+    with pytest.raises(AgentError, match=r"Too many open files; lower rollout\.agent\.max_concurrent"):
+        asyncio.run(_run(["true"]))
 
 
 @pytest.mark.parametrize(

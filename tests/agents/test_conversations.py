@@ -167,13 +167,14 @@ class Conversation:
         if held.grows and self.family == "qwen2_5" and reply.ids:
             self._check_growth(reply)
             self.num_grown += 1
-        self.answered.append([*reply.prompt_ids, *reply.ids])
+        self.answered.append([*reply.request.context, *reply.ids])
+        assert reply.request.num_tokens + len(reply.ids) == len(self.answered[-1])
         kept = self._as_clients_keep_it(read(answer))
         self.histories.append(replace(held, messages=[*held.messages, kept], grows=bool(reply.ids)))
 
     def _check_growth(self, reply: Answer) -> None:
         """The context begins with all ids of an earlier answer, and has one more assistant's turn, the one to be written."""
-        ids = list(reply.prompt_ids)
+        ids = list(reply.request.context)
         whole = [[*served.request.token_ids, *served.ids] for served in self.policy.served if served.is_whole]
         known = max(len(each) for each in [*whole, *self.answered] if ids[: len(each)] == each)
         header = text_ids(self.policy.chat, "<|im_start|>assistant")

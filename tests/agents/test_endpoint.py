@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from grpo_async.agents.apis import ChatCompletion
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -227,6 +229,20 @@ def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() ->
     assert [message.content for message in completion.completion_messages()] == ["an answer"]
     assert not completion.branches
     assert completion.num_sampled_tokens == len(policy.served[0].ids)
+
+
+def test_of_a_history_that_grows_only_the_new_messages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr("grpo_async.agents.apis._chat_message", lambda item, where: read.append(where) or dict(item))
+    kept: dict[Any, Any] = {}
+    first = ChatCompletion({"messages": [user("a"), user("b")]}, "m", kept)
+    body = {"messages": [user("a"), user("b"), user("c")]}
+    grown = ChatCompletion(body, "m", kept)
+    other = ChatCompletion({"messages": [user("a"), user("d")]}, "m", kept)
+    assert read == ["messages[0]", "messages[1]", "messages[2]", "messages[1]"]
+    assert grown.call.messages == body["messages"]
+    assert all(map(is_, grown.call.messages, first.call.messages))
+    assert other.call.messages == [user("a"), user("d")]
 
 
 def test_a_key_is_of_one_rollout_until_it_ends() -> None:

@@ -277,6 +277,8 @@ def test_what_verifiers_cannot_load_or_play_is_told() -> None:
     ) as raised:
         load_environment_agent(_section(TASKSET, taskset={"num_taskz": 3}), max_concurrent=1)
     assert "pydantic" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.arguments\.taskset: is 'gsm8k'; it must be the settings"):
+        load_environment_agent(_section(TASKSET, taskset="gsm8k"), max_concurrent=1)
     with pytest.raises(AgentError, match=r"no column `task`.*agents.environments:tasks"):
         _play(_section(TASKSET), ROW)
 

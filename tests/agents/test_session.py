@@ -75,7 +75,7 @@ def test_a_context_that_fills_the_model_length_ends_with_length_and_the_rollout_
         assert not session.is_out_of_budget
         reply = await ask(session, user("q"))
         assert reply.finish_reason == "stop"
-        assert len(reply.prompt_ids) + len(reply.ids) <= 80
+        assert reply.request.num_tokens + len(reply.ids) <= 80
         assert session.completion(RolloutStatus.FINISHED).truncated  # a limit of the run has cut it
 
     _with(policy, agent, max_model_len=80)

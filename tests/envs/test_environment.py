@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +194,19 @@ def test_after_a_time_out_the_instance_is_broken_and_refuses_every_call(method: 
         assert "can no longer be used" in (await call(environment, "wait")).result
 
     with_one("Gated", use, timeout_s=0.3)
+
+
+def test_the_wait_for_the_call_before_is_no_part_of_a_calls_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: sum(event.startswith("end") for event in samples.events))
+    monkeypatch.setattr("grpo_async.tools.tool.time", clock)
+
+    async def use(environment: Environment) -> None:
+        samples.gate.set()
+        calls = [ToolCall(tool_call_id="", name="wait", arguments={"number": n}) for n in range(3)]
+        records = await ToolExecutor(environment.tools, max_result_chars=200).execute(calls)
+        assert [record.duration_s for record in records] == [1, 1, 1]
+
+    with_one("Gated", use)
 
 
 @pytest.mark.parametrize("second", ["wait", "wait_async"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,6 +37,7 @@ def test_the_share_of_the_asserts_that_hold() -> None:
     assert _scores([f"Here:\n```python\n{ADD}```", ADD, "def add(a, b):\n    return 5"], TWO) == [0.5, 0.5, 0.5]
     assert _score(ADD, TWO, all_or_nothing=True) == 0.0
     assert _score(ADD, TWO, all_or_nothing=True, max_tests=1) == 1.0
+    assert _score(ADD.replace("add", "_add"), ["assert _add(1, 2) == 3"]) == 1.0
 
 
 def test_code_that_does_not_run_scores_nothing() -> None:
@@ -102,6 +105,14 @@ def test_calls_are_made_from_json() -> None:
     assert _score("class Solution:\n    def add(self, a, b):\n        return a + b", tests) == 1.0
     functional = [{"input": "1\n[2]", "output": "[1, 2]", "testtype": "functional"}]
     assert _score("class Solution:\n    def f(self, a, b):\n        return (a, *b)", functional, entry_point="f") == 1.0
+
+
+def test_what_is_made_of_inputs_is_not_parsed_for_every_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = Mock(wraps=ast.parse)
+    with monkeypatch.context() as patch:
+        patch.setattr(ast, "parse", parse)
+        read_row({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, setup="import math")
+    assert {call.args[0].strip() for call in parse.mock_calls} == {"import math"}
 
 
 def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:

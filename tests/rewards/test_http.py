@@ -190,6 +190,7 @@ def test_classify_sends_one_conversation_in_a_request_with_arguments_as_text(ser
         ({"format": "openai"}, "rewards.0.arguments.format: "),
         ({"token_env": "SURELY_NOT_SET"}, "the environment variable SURELY_NOT_SET is not set"),
         ({"batch_size": 0}, "rewards.0.arguments.batch_size: "),
+        ({"batch_size": "32"}, "rewards.0.arguments.batch_size: "),
         ({"batchsize": 4}, "rewards.0.arguments.batchsize: there is no such setting"),
     ],
 )

@@ -108,6 +108,8 @@ def test_what_is_no_reward_model_is_said_before_the_start_or_at_the_first_call(
         startup_notes(model_reward, {"settings": {"model": str(tiny_model)}})
     with pytest.raises(ConfigError, match=r"rewards\.0\.arguments\.device"):
         load_rewards([RewardSection(model=str(judge), arguments={"device": "gpu"})])
+    with pytest.raises(ConfigError, match=r"rewards\.0\.arguments\.batch_size"):
+        load_rewards([RewardSection(model=str(judge), arguments={"batch_size": "2"})])
     with pytest.raises(ConfigError, match=r"batchsize: there is no such setting; the settings are \['batch_size'"):
         load_rewards([RewardSection(model=str(judge), arguments={"batchsize": 2})])
     assert "a process of its own" in startup_notes(model_reward, {"settings": {"model": str(judge)}})[0]

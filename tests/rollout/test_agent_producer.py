@@ -153,6 +153,15 @@ def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.Monk
     completions, _ = _produce(run, section={"timeout_s": 0.3})
     assert {each.error for each in completions} == {"the agent did not finish within rollout.agent.timeout_s = 0.3 s"}
 
+    async def start_late(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        await _ask(session)
+        await asyncio.sleep(0.4)
+        return AgentResult()
+
+    monkeypatch.setattr(ScriptedAgent, "start_timeout_s", 20.0)
+    completions, _ = _produce(start_late, section={"timeout_s": 0.3})
+    assert {each.status for each in completions} == {RolloutStatus.FINISHED}
+
 
 def test_no_more_agents_run_at_once_than_the_limit() -> None:
     running: list[int] = []

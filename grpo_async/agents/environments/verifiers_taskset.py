@@ -57,8 +57,13 @@ class VerifiersEnvironment:
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        taskset = arguments.get("taskset", {})
+        if not isinstance(taskset, Mapping):
+            raise ConfigError(
+                f"rollout.agent.arguments.taskset: is {taskset!r}; it must be the settings of the taskset"
+            )
         try:
-            config = resolve_env_config({**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}})
+            config = resolve_env_config({**arguments, "taskset": {**taskset, "id": name}})
             self._env = load_environment(_with_our_defaults(config, name))
         except ValidationError as error:
             raise ConfigError(
