@@ -32,7 +32,7 @@ def _run(folder: Path, reward: str, *more: str) -> Run:
 def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_path: Path) -> None:
     run = _run(tmp_path, "user_rewards:blocks_the_event_loop")
     printed = run.fail()
-    for part in (STILL, "is waiting for the samples of step", "being scored", "is serving for"):
+    for part in (STILL, "is waiting for the samples of step", "being scored", "has been serving for"):
         assert part in printed
     assert run.metrics(), "there was a run before it stood still"
     assert "thread rollout:" in run.logs()
