@@ -131,9 +131,11 @@ def gather(
                 raise RunError(f"{sender.name} cannot take part: {plain(str(message['reason']))}")
             members[sender.rank] = sender
             missing = [rank for rank in missing if rank != sender.rank]
-            say(f"{sender.name} is here{f'; still missing: {_nodes(missing)}' if missing else ''}")
+            say(f"{sender.name} has joined{f'; still missing: {_nodes(missing)}' if missing else ''}")
         if gone := launchers.silent(list(members)):
-            raise RunError(f"{members[gone[0]].name} is gone again: its launcher, the machine or the network failed")
+            raise RunError(
+                f"{members[gone[0]].name} was lost while others were joining: its launcher, the machine or the network failed"
+            )
         if not missing:
             break
     else:
@@ -194,7 +196,7 @@ def join(
         token, run = _read_run(PrefixStore(PREFIX, store), run_dir, where, ends_at)
         launchers = LauncherStore(store, token, rank=node.rank, count=node.count)
         if not launchers.claim():
-            raise ConfigError(f"node {node.rank} is here already; each machine needs its own --node-rank")
+            raise ConfigError(f"node {node.rank} has joined already; each machine needs its own --node-rank")
         own = NodeInfo(rank=node.rank, host=socket.gethostname())
         try:
             _compare(config, run_dir.logs / run["attempt"], run["versions"])

@@ -77,8 +77,8 @@ class LoraSection(StrictModel):
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Linear layers that get adapters, by the ends of their names; all-linear = every one but the head."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Of what the adapters are given, in the forward pass of an update alone: not in log-probabilities before it, not in scores,
-    and not on servers. So policy and sampler differ by it."""
+    """Dropout on the adapters' input, in the forward pass of an update only: not in log-probabilities before it, not in scores, and
+    not on servers. So policy and sampler differ by it."""
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules that are fully trained in addition to the adapters, by the ends of their names, such as [embed_tokens,
     lm_head]; of tied ones, name both. They are pushed and exported with the rest (peft's setting of this name)."""
@@ -429,8 +429,9 @@ class RewardSection(StrictModel):
     """Extra keyword arguments of every call."""
     run_in: Literal["thread", "process"] = "thread"
     """process: in a pool of worker processes that are killed on timeout. For CPU-heavy functions, patterns that may backtrack, and
-    functions that use signals. thread, because it may share objects with environments, tools and its own earlier calls (as in TRL),
-    and loads a model once; one that holds the interpreter there ends the run after launch.heartbeat_timeout_s."""
+    functions that use signals. thread is the default, because a function may share objects with environments, tools and its own
+    earlier calls (as in TRL), and loads a model once; a function that holds the interpreter there ends the run after
+    launch.heartbeat_timeout_s."""
     timeout_s: Seconds = 60.0
     """Time limit of one call; then the group fails."""
 

@@ -2,8 +2,8 @@
 
 config -> checks -> plan -> run directory -> supervisor { inference server, torchrun { trainer ranks } } -> summary
 
-User faults are raised (ConfigError) before anything is started. What goes wrong later is printed to stderr here,
-because only here is it known when the live panel is gone, and becomes exit code 1.
+User faults are raised (ConfigError) before anything is started. What goes wrong later is reported by `lifecycle` once the
+dashboard is closed, and becomes exit code 1.
 """
 
 from __future__ import annotations

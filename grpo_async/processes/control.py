@@ -1,6 +1,6 @@
 """The channel between the launcher and trainer rank 0: a unix socket in a private folder, one JSON object per line.
 
-    trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "evaluation" | "summary", ...}
+    trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "example" | "evaluation" | "summary", ...}
                           {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see trainer.connections
                           {"kind": "note" | "warning", "text": "..."}
                           {"kind": "server_serving", "index": 0, "incarnation": 1}

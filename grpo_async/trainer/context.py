@@ -136,8 +136,8 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
 
 
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
-    """The policy without its adapters, or a separate model: in the compute dtype, for gathered weights are in no other; one that
-    moves in that of the policy, which small moves need."""
+    """The policy without its adapters, or a separate model: a frozen one in the compute dtype, since FSDP gathers in it anyway; one
+    that is synced in the policy's dtype, so that small updates are not rounded away."""
     if config.reference_is_policy:
         return Reference(policy, without_adapters=True)
     model, wanted = config.model, config.loss.reference

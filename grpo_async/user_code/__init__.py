@@ -1,1 +1,1 @@
-"""Runs what users bring (rewards, tools, environments, rollout functions): found by name, off the event loop, with a time limit."""
+"""Runs what users bring (rewards, tools, environments, rollout functions, agents) off the event loop, with a time limit."""

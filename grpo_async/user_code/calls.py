@@ -7,7 +7,8 @@
 
 What the function raises leaves its thread or loop as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an
 event loop ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep)
-blocks its own loop and not the run's: rewards share one, tools and environments another, rollout functions a third.
+blocks its own loop and not the run's. There is a loop for rewards, one for tools and environments, one for rollout functions,
+and one for agents.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def test_other_versions_another_folder_and_a_rank_that_is_taken_are_refused(
         monkeypatch.setattr(rendezvous, "versions", lambda: {**found, "torch": "1.0"})
         with pytest.raises(ConfigError, match=r"other versions .*torch .* -> 1\.0"):
             run.join(1)
-        with pytest.raises(ConfigError, match="node 1 is here already"):
+        with pytest.raises(ConfigError, match="node 1 has joined already"):
             run.join(1)
 
 
