@@ -98,4 +98,6 @@ class BadResponseError(InferenceError):
 
 def message_of(error: BaseException) -> str:
     """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
-    return str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, GrpoAsyncError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from grpo_async import __version__
 from grpo_async.cluster.nodes import cannot_listen
-from grpo_async.cluster.store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
+from grpo_async.cluster.store import HEARTBEAT_S, PREFIX, STORE_TIMEOUT_S, ForgedError, LauncherStore, read_signed
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences
@@ -30,7 +30,6 @@ from grpo_async.utils.safe_text import plain
 
 _RUN = "run"
 _CONNECT_TIMEOUT_S = 10.0
-_STORE_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 10.0  # for the others to read that the run is over
 
 
@@ -191,7 +190,7 @@ def join(
     address, own_address = _reach(config, node, ends_at, say)
     node = node.model_copy(update={"address": address, "own_address": own_address})
     try:
-        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
         store = TCPStore(address, node.port, timeout=timeout, wait_for_workers=False, is_master=False)
         token, run = _read_run(PrefixStore(PREFIX, store), run_dir, where, ends_at)
         launchers = LauncherStore(store, token, rank=node.rank, count=node.count)

@@ -32,7 +32,7 @@ HEARTBEAT_S = 0.5
 """Between two exchanges of a machine, which are short."""
 HEARTBEAT_TIMEOUT_S = 60.0
 """After which a machine without a heartbeat is gone."""
-_STORE_TIMEOUT_S = 30.0
+STORE_TIMEOUT_S = 30.0
 PREFIX = "launchers"
 _MAX_TEXT = 20_000  # characters of one value
 
@@ -72,7 +72,7 @@ class LauncherStore:
         Raises:
             OSError: the address cannot be bound.
         """
-        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
         store = listening_store(address, port, count, timeout, wait_for_workers=False)
         return cls(store, token, rank=0, count=count)
 

@@ -22,7 +22,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.sections import EvaluationSection
 from grpo_async.data import LoadedData, make_prompt
-from grpo_async.errors import ConfigError, FatalRolloutError, RunError
+from grpo_async.errors import ConfigError, FatalRolloutError, RunError, message_of
 from grpo_async.evaluation.metrics import EvaluationResult, evaluation_result
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import (
@@ -155,7 +155,7 @@ class Evaluator:
         except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
             self._errors.note("evaluation", error)
             self._keep(task, _unscored(group.record), GroupStatus.FAILED)
-            message = str(error) or type(error).__name__
+            message = message_of(error)
             failed = [_failed(f"{group.name}-r{index}", message) for index in range(group.size)]
             return _unscored(replace(group.record, completions=failed))
         self._keep(task, scored, GroupStatus.EVALUATED)

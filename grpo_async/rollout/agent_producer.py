@@ -22,7 +22,7 @@ from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.session import AgentSession
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.sections import AgentSection
-from grpo_async.errors import FatalRolloutError, RunError
+from grpo_async.errors import FatalRolloutError, RunError, message_of
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
@@ -158,7 +158,7 @@ class AgentProducer:
                 self._errors.count("agent out of tokens")
                 return session.completion(RolloutStatus.TRUNCATED, reward_columns={"result": None})
             self._errors.note("rollout", error)
-            message = str(error) or type(error).__name__
+            message = message_of(error)
             if limit.expired():
                 message = f"the agent did not finish within rollout.agent.timeout_s = {section.timeout_s:g} s"
             if session.last_error is not None:

@@ -37,6 +37,7 @@ import numpy as np
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment, Environments
+from grpo_async.errors import message_of
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import (
@@ -334,7 +335,7 @@ class ConversationProducer:
                     }
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
             self._errors.note("rollout", error)
-            message = str(error) or type(error).__name__
+            message = message_of(error)
             if limit.expired():  # not where a library's own time limit passed
                 message = f"no answer within rollout.rollout_timeout_s = {self._rollout_timeout_s:g} s"
             completion = RolloutCompletion(

@@ -130,16 +130,16 @@ def test_an_agent_that_fails_fails_its_rollout_alone() -> None:
     async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
         await _ask(session)
         if number == 0:
-            raise ZeroDivisionError
+            raise KeyError("city")
         return AgentResult(reward=1.0)
 
     completions, errors = _produce(run, size=3)
     assert [each.status for each in completions] == [
         RolloutStatus.FAILED, RolloutStatus.FINISHED, RolloutStatus.FINISHED,
     ]  # fmt: skip
-    assert completions[0].error == "ZeroDivisionError"
+    assert completions[0].error == "KeyError: 'city'"
     assert completions[0].num_sampled_tokens > 0  # what led to it
-    assert errors.counts == {"rollout: ZeroDivisionError": 1}
+    assert errors.counts == {"rollout: KeyError": 1}
 
 
 def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
