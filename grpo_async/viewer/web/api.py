@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import orjson
@@ -36,7 +37,9 @@ from grpo_async.utils.validation import problems_of
 from grpo_async.viewer.format import call_tree, flag_names
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
 from grpo_async.viewer.runs import modified_at
+from grpo_async.viewer.timeline import load_events
 from grpo_async.viewer.token_text import TokenTexts
+from grpo_async.viewer.trace import write_trace
 from grpo_async.viewer.web import overview
 from grpo_async.viewer.web.guard import REPORT_PATH, Guard
 from grpo_async.viewer.web.sources import DEADLINE_S, Library, NotFoundError, Source
@@ -342,6 +345,21 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
         except (GrpoAsyncError, TimeoutError, ValidationError) as error:
             return error_answer(error)
 
+    async def timeline(request: Request) -> Response:
+        """The trace of a run, as `grpo-async trace` would write it now."""
+
+        def trace() -> bytes:
+            run = library.source(RequestParameters.model_validate(dict(request.query_params)).run).run
+            with TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json.gz"
+                write_trace(load_events(run.events).events, path, title=run.root.name)
+                return path.read_bytes()
+
+        try:
+            return Response(await library.ask(trace), media_type="application/gzip")
+        except (GrpoAsyncError, TimeoutError, ValidationError) as error:
+            return error_answer(error)
+
     async def view(request: Request) -> Response:
         try:
             answer = _VIEWS.get(request.path_params["view"])
@@ -361,6 +379,7 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
         Route("/favicon.ico", file("icon.svg", "image/svg+xml"), methods=["GET"]),
         Route("/api/runs", runs, methods=["GET"]),
         Route(REPORT_PATH, report, methods=["GET"]),
+        Route("/api/trace", timeline, methods=["GET"]),
         Route("/api/help", lambda _: Json({"sections": HELP}), methods=["GET"]),
         Route("/api/{view}", view, methods=["GET"]),
         Mount("/static", StaticFiles(directory=STATIC)),

@@ -1,6 +1,6 @@
 /* One run as a whole: whether it learns and why not, its main curves, a held-out prompt before and after. It follows a running run. */
 
-import { address, get, reportAddress } from "./api.js";
+import { address, get, reportAddress, traceAddress } from "./api.js";
 import { arrange, badge, copyLink, h, heading, hint, link, panel, part, spacer, statistics } from "./dom.js";
 import { pair } from "./change_view.js";
 import { Plots } from "./plots.js";
@@ -15,6 +15,7 @@ export async function runView({ main, parameters, signal }) {
       hint(outcome),
       spacer(),
       h("a", { class: "button", href: reportAddress(run), target: "_blank", rel: "noopener" }, "Report"),
+      h("a", { class: "button", href: traceAddress(run), download: `${run}.trace.json.gz`, title: "Open the file at ui.perfetto.dev" }, "Timeline"),
       copyLink(),
     ),
     h("p", { class: `verdict lined filled said ${verdict.level}`, "data-verdict": verdict.key }, verdict.text),
