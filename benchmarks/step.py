@@ -222,7 +222,7 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
     from grpo_async.batching.minibatch import token_weights
     from grpo_async.batching.pack import split_by_rank
     from grpo_async.batching.plan import plan_batch
-    from grpo_async.training.ranks import CommandChannel, StepCommand
+    from grpo_async.training.ranks import CommandChannel, PackCommand
 
     torch.set_num_threads(1)
     report = Report("step", options)
@@ -250,15 +250,15 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
                 lap()
                 parts = split_by_rank(samples, weights, plan, trainer_version=0)
                 lap()
-                commands = [StepCommand(minibatches=[part], lr=0.0) for part in parts]
+                commands = [PackCommand([part]) for part in parts]
                 channel.send(commands)
                 command = commands[0]
             else:
                 received = channel.receive()
-                assert isinstance(received, StepCommand)
+                assert isinstance(received, PackCommand)
                 command = received
             lap()
-            command.pack()
+            command.minibatches[0].pack()
             lap()
     if not is_leader:
         return 0

@@ -3,6 +3,7 @@
 Consumes ScoredGroups by `add`, hands them out by `take`, those that were started first before the others.
 Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
 an older one is dropped whole, counted as stale, and its place given back.
+`reserve` says early what the next `take` will hand out, so that it can be packed while a step trains. It stays queued until then.
 
 Each step also sees the scored groups that were filtered or dropped since the step before: `note` keeps them until `take_noted`, and
 says which step that will be, so that metrics and rollout store agree.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
@@ -79,6 +80,7 @@ class SampleBuffer:
         self._step = next_step
         self._last_step = last_step
         self._groups: list[ScoredGroup] = []
+        self._reserved: set[int] = set()  # group ids
         self._noted: list[ScoredGroup] = []
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
@@ -105,7 +107,7 @@ class SampleBuffer:
     def queued(self) -> list[ScoredGroup]:
         """What is queued, in the order of the group ids; it stays there."""
         with self._condition:
-            return sorted(self._groups, key=lambda scored: scored.group.group_id)
+            return self._in_order()
 
     @property
     def step(self) -> int | None:
@@ -130,6 +132,18 @@ class SampleBuffer:
             self._step += 1
             noted, self._noted = self._noted, []
             return noted
+
+    def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
+        """What the `take` of the same arguments will hand out, unless a group that arrives meanwhile comes before one of them and
+        would be too stale for the step after. They stay queued. [] where too few of them are queued yet.
+        """
+        with self._condition:
+            usable = [group for group in self._in_order() if not self.is_stale(group.oldest_version, trainer_version)]
+            reserved = usable[:num_groups]
+            if len(reserved) < num_groups or not any(group.samples for group in reserved):
+                reserved = []
+            self._reserved = {group.group.group_id for group in reserved}
+            return reserved
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
         """Block until `num_groups` groups, at least one of them with samples, can be handed out; sorted by group id. After `end`:
@@ -170,14 +184,14 @@ class SampleBuffer:
         last_change = last_heartbeat = time.monotonic()
         while True:
             with self._condition:
-                popped = self._pop_now(limit)
+                popped = self._pop_now(limit, trainer_version)
                 if popped or self._has_ended:
                     return popped
                 left = last_change + watch.timeout_s - time.monotonic()
                 if not self._woken:
                     self._condition.wait(timeout=max(0.0, min(left, watch.heartbeat_s)))
                 woken, self._woken = self._woken, False
-                popped = [] if woken else self._pop_now(limit)
+                popped = [] if woken else self._pop_now(limit, trainer_version)
             if popped:
                 return popped
             if woken:
@@ -197,15 +211,31 @@ class SampleBuffer:
                 watch.heartbeat()
                 last_heartbeat = now
 
-    def _pop_now(self, limit: int) -> list[ScoredGroup]:
-        """Up to `limit` groups without waiting, those that were started first; call it with the lock held."""
+    def _in_order(self) -> list[ScoredGroup]:
+        """What was started first comes first: what waits longer would be the next to go stale."""
+        return sorted(self._groups, key=lambda scored: scored.group.group_id)
+
+    def _pop_now(self, limit: int, trainer_version: int) -> list[ScoredGroup]:
+        """Up to `limit` groups without waiting: those reserved, else those that were started first. Call it with the lock held."""
         if self._failure is not None:
             raise self._failure
         if self._interrupted:
             raise BufferInterrupted
-        self._groups.sort(key=lambda scored: scored.group.group_id)  # what waits longer would be the next to go stale
-        popped, self._groups = self._groups[:limit], self._groups[limit:]
+        groups = self._in_order()
+        if self._reserved and not self._is_last_chance_of_any(groups[:limit], trainer_version):
+            groups.sort(
+                key=lambda group: not (self._is_reserved(group) or self.is_stale(group.oldest_version, trainer_version))
+            )
+        popped, self._groups = groups[:limit], groups[limit:]
         return popped
+
+    def _is_reserved(self, scored: ScoredGroup) -> bool:
+        return scored.group.group_id in self._reserved
+
+    def _is_last_chance_of_any(self, groups: Sequence[ScoredGroup], version: int) -> bool:
+        """Whether one of them that is not reserved can be used by the step after `version` and by none later."""
+        unreserved = [group.oldest_version for group in groups if not self._is_reserved(group)]
+        return any(self.is_stale(oldest, version + 1) and not self.is_stale(oldest, version) for oldest in unreserved)
 
     def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
         fresh = []

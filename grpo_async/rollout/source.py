@@ -120,6 +120,12 @@ class RolloutSource:
         self._noted = self._buffer.take_noted()
         return self._worker.scorer.advantages.over_step(groups)
 
+    def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
+        """What the next `take` will give, as it will give it; see SampleBuffer.reserve."""
+        return self._worker.scorer.advantages.over_step(
+            self._buffer.reserve(num_groups, trainer_version=trainer_version)
+        )
+
     def describe(self) -> str:
         """What there is and what the oldest of it waits for. From any thread, also when the rollout thread hangs."""
         running = "" if self._evaluation is None or self._evaluation.done() else "; an evaluation is running"

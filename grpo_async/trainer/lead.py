@@ -2,7 +2,7 @@
 
     lead_ranks  connect -> restore -> wait for a server -> make what the Leader works with
     Leader      push the first weights -> check -> evaluate -> train -> save, export, push -> evaluate -> summary
-    a step      take groups -> plan -> pack -> step -> close groups -> push weights -> log -> checkpoint
+    a step      take groups -> [pack] -> step, and pack the next -> close groups -> push weights -> log -> checkpoint
 
 Version = finished optimizer steps.
 """
@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_async.batching.minibatch import Minibatch, split_groups, token_weights
-from grpo_async.batching.pack import RankSamples, split_by_rank
-from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.minibatch import Minibatch
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.chat.renderer import ChatRenderer
@@ -46,6 +44,7 @@ from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
+from grpo_async.trainer.packed_step import PackedStep, divide_step
 from grpo_async.trainer.rollout_side import build_rollout_side
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
@@ -72,7 +71,6 @@ from grpo_async.training.ranks import (
 from grpo_async.training.schedule import lr_factors
 from grpo_async.training.step import StepResult
 from grpo_async.training.timing import Activity, peak_bytes
-from grpo_async.training.token_statistics import TokenPlan
 from grpo_async.user_code.threads import call_when_set
 from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.seeds import seed_of
@@ -255,6 +253,7 @@ class Leader:
         self._bad_steps = bad_steps if bad_steps < _MAX_NONFINITE_STEPS else 0
         is_half = self._config.model.compute_dtype == "float16"
         self._loss_scale = LossScale(counters) if is_half else None
+        self._next: PackedStep | None = None  # packed while the step before it was trained
         self._push_is_held = False  # by an evaluation: it follows as soon as that is over
         self._pushed_version = -1
         self._saved_step = state.step if state else None
@@ -460,15 +459,17 @@ class Leader:
                 self._is_complete = groups is not None
                 return step - 1
             metrics = self._source.group_metrics(groups)
-            minibatches = split_groups(groups, config.training.minibatches)
             self._sync.sleep_servers()
             with self.activity.during(f"training step {step}", "train", "training", step=step):
-                result, statistics = self._train(minibatches, step)
+                packed, self._next = self._next, None
+                if packed is None or not packed.is_of(groups):
+                    packed = self._pack(groups, step)
+                result, statistics = self._train(packed, step)
             self.version = step
             with self._timeline.span("close groups", "trainer", step=step):
                 empty = [group for group in groups if not group.samples]
                 self._source.close_groups(empty, GroupStatus.FILTERED, step=step)
-                trained = self._close_groups(minibatches, result, statistics, step)
+                trained = self._close_groups(packed.minibatches, result, statistics, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.num_steps
             if (is_due or self._push_is_held) and self._evaluations.holds_push:
                 self._push_is_held = True
@@ -537,59 +538,55 @@ class Leader:
         except RunError:
             logger.exception("the steps since the last checkpoint could not be saved")  # the cause propagates
 
-    def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
+    def _pack(self, groups: Sequence[ScoredGroup], step: int) -> PackedStep:
+        """Divide the groups of a step among the ranks, each of which packs its own."""
+        config, context, began = self._config, self._context, time.time()
+        has_stats = config.record.rollouts.token_stats
+        packed, commands = divide_step(
+            groups,
+            config,
+            num_ranks=context.num_ranks,
+            trainer_version=step - 1,
+            is_stored=lambda group_id: has_stats and self._store.stores(group_id, GroupStatus.TRAINED),
+        )
+        context.channel.send(commands)
+        context.pack(commands[0])
+        num_rows = sum(len(group.samples) for group in groups)
+        self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
+        return packed
+
+    def _pack_next(self, step: int) -> None:
+        """Called while the device computes the step before: pack this one, if its groups are there."""
+        config, groups = self._config, list[ScoredGroup]()
+        if step <= config.num_steps:
+            groups = self._source.reserve(config.rollout.groups_per_step, trainer_version=step - 1)
+        if groups:
+            self._next = self._pack(groups, step)
+        else:
+            self.heartbeat()
+
+    def _train(self, packed: PackedStep, step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
         """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
         config, context = self._config, self._context
-        lr = config.optimizer.lr * self._lr_factor(step - 1)
-        parts: list[list[RankSamples]] = []  # [num_minibatches][num_ranks]
-        tokens = TokenPlan(context.num_ranks)
-        began = time.time()
-        num_tokens = num_computed = num_rows = 0
-        for minibatch in minibatches:
-            samples = minibatch.samples
-            plan = plan_batch(
-                [len(sample.token_ids) for sample in samples],
-                num_ranks=context.num_ranks,
-                micro_batch_tokens=config.training.micro_batch_tokens,
-                pack=config.training.pack,
-            )
-            weights = token_weights(
-                samples,
-                plan,
-                reduction=config.loss.reduction_in_use,
-                max_completion_tokens=config.rollout.max_completion_tokens,
-                num_masked=minibatch.num_masked,
-            )
-            parts.append(split_by_rank(samples, weights, plan, trainer_version=step - 1))
-            num_rows += len(samples)
-            num_tokens += sum(len(sample.token_ids) for sample in samples)
-            num_computed += plan.num_computed_tokens
-            ids = {sample.group_id for sample in samples} if config.record.rollouts.token_stats else set()
-            stored = {group_id for group_id in ids if self._store.stores(group_id, GroupStatus.TRAINED)}
-            tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
-        moves = config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0
         commands = [
             StepCommand(
-                minibatches=mine,
-                lr=lr,
+                lr=config.optimizer.lr * self._lr_factor(step - 1),
                 seed=seed_of(config.run.seed, step, rank),
-                token_room=tokens.room,
+                token_room=packed.tokens.room,
                 loss_scale=scale,
-                moves_reference=moves,
+                moves_reference=config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0,
             )
-            for rank, mine in enumerate(zip(*parts, strict=True))
+            for rank in range(context.num_ranks)
         ]
         context.channel.send(commands)
-        packed = commands[0].pack()
-        self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
-        result = context.step(commands[0], packed)
+        result = context.step(commands[0], meanwhile=lambda: self._pack_next(step + 1))
         if self._loss_scale is not None:
             result.metrics["training/loss_scale"] = scale
             self._loss_scale.update(result.updates)
-        result.metrics["training/padding_fraction"] = 1.0 - num_tokens / num_computed
+        result.metrics["training/padding_fraction"] = packed.padding_fraction
         collected = result.token_statistics
-        return result, {} if collected is None else tokens.by_rollout(collected, result.trained)
+        return result, {} if collected is None else packed.tokens.by_rollout(collected, result.trained)
 
     def _close_groups(
         self, minibatches: Sequence[Minibatch], result: StepResult, statistics: Mapping[str, TokenStats], step: int

@@ -36,11 +36,17 @@ from grpo_async.weights.verify import TrainerScores
 
 
 @dataclass(frozen=True, slots=True)
-class StepCommand:
-    """Pack this rank's samples and train on them, one minibatch after another: an optimizer update for each minibatch, and all over
-    again `training.num_iterations` times."""
+class PackCommand:
+    """Pack this rank's samples of the next step; they take the place of those packed before."""
 
     minibatches: Sequence[RankSamples]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommand:
+    """Train on what was packed, one minibatch after another: an optimizer update for each minibatch, and all over again
+    `training.num_iterations` times. During it one more command comes: to pack the step after it, or WaitCommand."""
+
     lr: float
     seed: int = 0
     """Of what this rank draws (dropout): another one for each step, so a resume needs no state of a generator."""
@@ -51,13 +57,10 @@ class StepCommand:
     moves_reference: bool = False
     """Whether it is followed by Reference.mix."""
 
-    def pack(self) -> list[list[MicroBatch]]:
-        return [samples.pack() for samples in self.minibatches]
-
 
 @dataclass(frozen=True, slots=True)
 class WaitCommand:
-    """Rank 0 is alive and waits for samples; do nothing."""
+    """Rank 0 is alive and has nothing to do for the others, as while it waits for samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,9 @@ class StopCommand:
     """The run is over."""
 
 
-Command = StepCommand | WaitCommand | GatherCommand | ScoreCommand | SaveCommand | ExportCommand | StopCommand
+Command = (
+    PackCommand | StepCommand | WaitCommand | GatherCommand | ScoreCommand | SaveCommand | ExportCommand | StopCommand
+)
 
 
 class CommandChannel:
@@ -181,6 +186,8 @@ class TrainerContext:
     device: torch.device
     num_ranks: int
     timeline: Timeline = NO_TIMELINE
+    packed: Sequence[Sequence[MicroBatch]] = ()
+    """This rank's micro-batches of the next step, on the CPU. [num_minibatches][num_micro_batches]"""
     peaks: Sequence[int] | None = None
     """Most memory that each rank had held when its first step was done, in bytes; known to rank 0, empty on the others."""
 
@@ -212,14 +219,18 @@ class TrainerContext:
             heartbeat=heartbeat,
         )
 
-    def step(self, command: StepCommand, minibatches: Sequence[Sequence[MicroBatch]]) -> StepResult:
-        """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
+    def pack(self, command: PackCommand) -> None:
+        self.packed = [samples.pack() for samples in command.minibatches]
+
+    def step(self, command: StepCommand, *, meanwhile: Callable[[], None]) -> StepResult:
+        """This rank's part of one training step on what is packed, an update for each minibatch (see StepCommand). `meanwhile` is
+        called while the device computes (see train_step). A collective."""
         torch.manual_seed(command.seed)
         tokens = TokenCollector(command.token_room, self.device) if command.token_room else None
         result = train_step(
             self.policy,
             self.optimizer,
-            minibatches,
+            self.packed,
             objective=self.objective,
             reference=self.reference,
             lr=command.lr,
@@ -229,6 +240,7 @@ class TrainerContext:
             tokens=tokens,
             timeline=self.timeline,
             loss_scale=command.loss_scale,
+            meanwhile=meanwhile,
         )
         if command.moves_reference:
             assert self.reference is not None
@@ -256,22 +268,25 @@ class TrainerContext:
 
 def follow(context: TrainerContext) -> None:
     """Ranks 1..N-1: do rank 0's commands until it says stop."""
-    while True:
-        command = context.channel.receive()
-        match command:
-            case WaitCommand():
-                continue
-            case StepCommand():
-                context.step(command, command.pack())
-            case GatherCommand():
-                for _ in context.parameters.buckets(command.bucket_bytes):
-                    pass  # only rank 0 sends
-            case ScoreCommand():
-                context.score(command.sequences, command.rounding)
-            case SaveCommand():
-                context.save(command.step)
-            case ExportCommand():
-                context.export()
-            case StopCommand():
-                context.checkpoints.wait()
-                return
+    while not isinstance(command := context.channel.receive(), StopCommand):
+        _do(command, context)
+    context.checkpoints.wait()
+
+
+def _do(command: Command, context: TrainerContext) -> None:
+    match command:
+        case PackCommand():
+            context.pack(command)
+        case StepCommand():
+            context.step(command, meanwhile=lambda: _do(context.channel.receive(), context))
+        case GatherCommand():
+            for _ in context.parameters.buckets(command.bucket_bytes):
+                pass  # only rank 0 sends
+        case ScoreCommand():
+            context.score(command.sequences, command.rounding)
+        case SaveCommand():
+            context.save(command.step)
+        case ExportCommand():
+            context.export()
+        case WaitCommand() | StopCommand():
+            return

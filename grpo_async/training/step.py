@@ -12,7 +12,7 @@ gradients divided by it where they are clipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,6 +69,7 @@ def train_step(
     tokens: TokenCollector | None = None,
     timeline: Timeline = NO_TIMELINE,
     loss_scale: float = 1.0,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
 
@@ -81,6 +82,8 @@ def train_step(
         tokens: collects the statistics of this rank's tokens in the first pass, where they are stored.
         timeline: gets the parts of the step. On a GPU the host runs ahead of them, and waits in "clip gradients".
         loss_scale: a power of two; see `training.loss_scale`.
+        meanwhile: called when the last backward pass has been given to the device, before the host waits for it: what else the
+            host has to do costs a GPU no time there.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
@@ -124,8 +127,11 @@ def train_step(
                 sums.add(terms)
                 if collector is not None:
                     collector.add(terms)
-            if collector is not None and index == len(minibatches) - 1:
+            is_last = index == len(minibatches) - 1
+            if is_last and collector is not None:
                 collector.begin_copy()  # before the transfer of this update, which so waits for both
+            if is_last and iteration == num_iterations - 1:
+                meanwhile()
             with timeline.span("clip gradients", "trainer"):
                 metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
             with timeline.span("optimizer", "trainer"):

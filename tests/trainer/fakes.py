@@ -24,6 +24,9 @@ from grpo_async.training.step import StepResult
 class FakeSource:
     """The leader's source without `take`: it has nothing to tell."""
 
+    def reserve(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
+        return []
+
     def close_groups(self, *_: Any, **__: Any) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -80,7 +83,8 @@ def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> 
     default = {
         "num_ranks": 1,
         "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
-        "step": lambda *_: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
+        "pack": lambda command: None,
+        "step": lambda *_, **__: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
         "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
         "timeline": NO_TIMELINE,
         "device": torch.device("cpu"),

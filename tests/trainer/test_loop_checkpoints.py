@@ -38,7 +38,9 @@ class _Stub(FakeSource):
     def leader(self, state: CheckpointState | None = None) -> Leader:
         return make_leader(self, self, self.lines, state=state)
 
-    def step(self, *_: Any) -> StepResult:
+    def pack(self, command: Any) -> None: ...
+
+    def step(self, *_: Any, **__: Any) -> StepResult:
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
 
     def send(self, commands: Sequence[Any]) -> None:
@@ -75,7 +77,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     scales: list[float] = []
 
     class Overflowing(_Stub):
-        def step(self, *arguments: Any) -> StepResult:
+        def step(self, *arguments: Any, **more: Any) -> StepResult:
             scales.append(arguments[0].loss_scale)
             is_fine = arguments[0].loss_scale <= 1024.0
             return StepResult(
@@ -94,7 +96,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     assert stub.states[1].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 4}
 
     class Broken(Overflowing):
-        def step(self, *arguments: Any) -> StepResult:
+        def step(self, *arguments: Any, **more: Any) -> StepResult:
             return StepResult(loss=0.5, grad_norm=float("inf"), num_tokens=4, updates=(False,), metrics={})
 
     stub = Broken(steps=9, every=20)

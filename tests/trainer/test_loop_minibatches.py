@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.ranks import StepCommand
+from grpo_async.training.ranks import PackCommand, StepCommand
 from grpo_async.training.step import StepResult
 from grpo_async.utils.seeds import seed_of
 from tests.support.records import make_scored
@@ -30,8 +30,9 @@ class _Source(FakeSource):
         self.closed.append(([group.group.group_id for group in groups], status))
 
 
-def _one_step(updates: tuple[bool, ...]) -> tuple[_Source, list[StepCommand], dict[str, float]]:
-    """A step of three minibatches on two ranks, with the outcome `updates`."""
+def _one_step(updates: tuple[bool, ...]) -> tuple[_Source, list[list[Any]], dict[str, float]]:
+    """A step of three minibatches on two ranks, with the outcome `updates`: the source, what the ranks were sent to pack and to
+    train, and the metrics."""
     config = loop_config(
         rollout={"groups_per_step": 4, "group_size": 2},
         training={"max_steps": 1, "minibatches": 3},
@@ -41,24 +42,30 @@ def _one_step(updates: tuple[bool, ...]) -> tuple[_Source, list[StepCommand], di
     sent: list[list[Any]] = []
     metrics = {"training/skipped_updates": float(updates.count(False))}
     result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4 * sum(updates), updates=updates, metrics=metrics)
-    context = fake_context(config, [], num_ranks=2, channel=SimpleNamespace(send=sent.append), step=lambda *_: result)
+    context = fake_context(
+        config,
+        [],
+        num_ranks=2,
+        channel=SimpleNamespace(send=sent.append),
+        step=lambda *_, **__: result,
+        pack=lambda command: None,
+    )
     source = _Source()
     lines: list[dict[str, float]] = []
     assert make_leader(context, source, lines).train() == 1
-    (commands,) = [parts for parts in sent if isinstance(parts[0], StepCommand)]
-    return source, commands, lines[0]
+    return source, [parts for parts in sent if isinstance(parts[0], (PackCommand, StepCommand))], lines[0]
 
 
 def test_each_rank_gets_its_part_of_each_minibatch() -> None:
     """Groups 0, 2 and 3 have two samples of two trained tokens each: a minibatch of its own for each, a sample for each rank."""
-    _, commands, _ = _one_step((True, True, True))
+    _, (packs, commands), _ = _one_step((True, True, True))
     assert [command.lr for command in commands] == [0.5, 0.5]
     assert [command.token_room for command in commands] == [6, 6]
     assert [command.seed for command in commands] == [seed_of(0, 1, 0), seed_of(0, 1, 1)]
-    for command in commands:
-        tokens = [[batch.num_trained_tokens for batch in minibatch] for minibatch in command.pack()]
-        assert tokens == [[2], [2], [2]]
-        assert {batch.minibatch_tokens for minibatch in command.pack() for batch in minibatch} == {4}
+    for command in packs:
+        packed = [samples.pack() for samples in command.minibatches]
+        assert [[batch.num_trained_tokens for batch in minibatch] for minibatch in packed] == [[2], [2], [2]]
+        assert {batch.minibatch_tokens for minibatch in packed for batch in minibatch} == {4}
 
 
 @pytest.mark.parametrize(
@@ -75,3 +82,37 @@ def test_the_groups_of_a_skipped_update_are_failed_and_the_others_trained(
     source, _, line = _one_step(updates)
     assert source.closed == [([1], GroupStatus.FILTERED), *closed]
     assert line["training/skipped_updates"] == updates.count(False)
+
+
+@pytest.mark.parametrize(
+    ("taken", "packed"),
+    [
+        pytest.param([2, 3], [[0, 1], [2, 3], "step", "step"], id="what was reserved: it is packed already"),
+        pytest.param([2, 4], [[0, 1], [2, 3], "step", [2, 4], "step"], id="another group: packed again"),
+    ],
+)
+def test_the_next_step_is_packed_while_a_step_trains(taken: list[int], packed: list[Any]) -> None:
+    """`packed`: what the ranks were told to pack, and the end of each step. The version of the tokens of a group is its id."""
+    seen: list[Any] = []
+    steps = iter([[0, 1], taken])
+
+    class Source(FakeSource):
+        def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
+            return [make_scored(index, version=index) for index in next(steps)]
+
+        def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
+            assert trainer_version == 1  # nothing is reserved for a third step
+            return [make_scored(index, version=index) for index in (2, 3)]
+
+    def pack(command: PackCommand) -> None:
+        seen.append(sorted({*command.minibatches[0].policy_versions.tolist()} - {-1}))
+
+    def step(command: StepCommand, *, meanwhile: Any) -> StepResult:
+        meanwhile()
+        seen.append("step")
+        return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
+
+    config = loop_config(rollout={"groups_per_step": 2, "group_size": 2}, training={"max_steps": 2})
+    context = fake_context(config, [], pack=pack, step=step)
+    assert make_leader(context, Source(), []).train() == 2
+    assert seen == packed

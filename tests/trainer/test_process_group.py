@@ -22,7 +22,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.main import run_rank
-from grpo_async.training.ranks import StepCommand, TrainerContext
+from grpo_async.training.ranks import PackCommand, StepCommand, TrainerContext
 from tests.launcher.support import make_config
 from tests.support.records import make_sample
 from tests.trainer.sides import side_config
@@ -124,8 +124,8 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         context.policy._hidden = note_figures  # type: ignore[method-assign]
         samples = [make_sample()]
         plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
-        command = StepCommand(minibatches=split_by_rank(samples, [1.0], plan, trainer_version=0)[:1], lr=1e-3, seed=7)
-        context.step(command, command.pack())
+        context.pack(PackCommand(split_by_rank(samples, [1.0], plan, trainer_version=0)[:1]))
+        context.step(StepCommand(lr=1e-3, seed=7), meanwhile=lambda: None)
         seen["seed"] = torch.initial_seed()
 
     monkeypatch.setattr(lead_module, "lead_ranks", leads)

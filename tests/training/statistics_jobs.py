@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_async.batching.minibatch import split_groups
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.records import RolloutSample, ScoredGroup, TokenStats
 from grpo_async.run_directory import RunDir
@@ -20,7 +19,7 @@ from grpo_async.training.ranks import CommandChannel, StopCommand, TrainerContex
 from grpo_async.training.reference import Reference
 from tests.support.rank_jobs import fingerprint, random_samples
 from tests.support.records import make_scored
-from tests.trainer.fakes import loop_config, make_leader
+from tests.trainer.fakes import FakeSource, loop_config, make_leader
 from tests.training.shard_jobs import build
 
 MODULE = "tests.training.statistics_jobs"
@@ -109,12 +108,12 @@ def train(
             follow(context)
             fingerprint(context.policy)
             continue
-        leader = make_leader(context, None, [], stores=lambda group_id: kept is None or group_id in kept)
+        leader = make_leader(context, FakeSource(), [], stores=lambda group_id: kept is None or group_id in kept)
         groups = make_groups(num_groups)
         for index in poisoned:
             samples = [replace(sample, advantage=float("nan")) for sample in groups[index].samples]
             groups[index] = replace(groups[index], samples=samples)
-        result, statistics = leader._train(split_groups(groups, minibatches), TRAINER_VERSION + 1)
+        result, statistics = leader._train(leader._pack(groups, TRAINER_VERSION + 1), TRAINER_VERSION + 1)
         context.channel.send([StopCommand()] * context.num_ranks)
         assert context.peaks is not None
         assert len(context.peaks) == dist.get_world_size()

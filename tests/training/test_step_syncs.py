@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_async.batching.minibatch import split_groups
 from grpo_async.training.ranks import StopCommand, follow
 from tests.support.ranks import run_on_ranks
 from tests.trainer.fakes import make_leader
@@ -71,10 +71,13 @@ def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[st
             if dist.get_rank() > 0:
                 follow(context)
                 continue
-            leader = make_leader(context, None, [], stores=lambda _, keeps=loss == "everything": keeps)
+            groups = make_groups(6)
+            source = SimpleNamespace(reserve=lambda *_, groups=groups, **__: groups)
+            leader = make_leader(context, source, [], stores=lambda _, keeps=loss == "everything": keeps)
+            packed = leader._pack(groups, 4)
             reads, collectives = Counter[str](), Counter[str]()
             with counted(torch.Tensor, READS, reads), counted(dist, COLLECTIVES, collectives):
-                result, statistics = leader._train(split_groups(make_groups(6), config.training.minibatches), 4)
+                result, statistics = leader._train(packed, 4)
             context.channel.send([StopCommand()] * context.num_ranks)
             found[f"{loss}, {cut}"] = {
                 "reads": {
@@ -82,6 +85,7 @@ def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[st
                 },
                 "collectives": dict(collectives),
                 "updates": len(result.updates),
+                "packed_next": [len(batches) for batches in context.packed],
                 "samples": len(statistics),
             }
     return found
@@ -96,10 +100,10 @@ def test_an_update_reads_the_device_once_and_shares_its_metrics_in_one_collectiv
     assert len(results) == len(LOSSES) * len(CUTS)
     for name, found in results.items():
         updates = 2 if "two updates" in name else 1
-        assert found["updates"] == updates
+        assert found["updates"] == len(found["packed_next"]) == updates
         assert found["reads"] == {"metrics.gather: tolist": updates}, name
         own = found["collectives"]
-        assert own.pop("ranks.send: scatter_object_list") == 1, "the command"
+        assert own.pop("ranks.send: scatter_object_list") == 2, "the step, and what to pack meanwhile"
         # once a step: the statistics of tokens where they are stored, and after the first step the peaks of memory
         assert own.pop("ranks.gather: gather") == 1 + name.startswith("everything")
         assert found["samples"] == (12 if name.startswith("everything") else 0)
