@@ -4,13 +4,15 @@ Every answer over rollouts takes `run` (a name of /api/runs; left out: the first
 only). A page that shows rows names its `until`, so what a run writes meanwhile moves nothing; /api/pulse says how much there is by
 now.
 
+Errors, as `error_answer` answers them for all:
+
 400 the query or a parameter is wrong (with the position of the mistake) | 404 no such run, group or rollout
 503 the store cannot be read, or all threads hang | 504 the deadline has passed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +21,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Mount, Route
@@ -291,8 +294,8 @@ class Json(Response):
         return orjson.dumps(content, default=dict, option=options)  # a row is a mapping, and no dict
 
 
-def error_answer(error: Exception) -> Json:
-    """The answer to a request that failed; every error of ours has a status."""
+def error_answer(request: Request, error: Exception) -> Json:
+    """The answer to a request that failed, for all endpoints."""
     match error:
         case QueryError():
             where = {"position": error.position, "length": error.length, "suggestions": list(error.suggestions)}
@@ -308,6 +311,9 @@ def error_answer(error: Exception) -> Json:
             return Json({"error": late}, status_code=504)
         case RunError() | ThreadsExhaustedError():
             return Json({"error": str(error)}, status_code=503)
+        case HTTPException():
+            problem = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
+            return Json({"error": problem}, status_code=error.status_code, headers=error.headers)
     raise error
 
 
@@ -320,7 +326,16 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
         opening: what the page opens with; None: all groups.
     """
 
-    async def runs(_: Request) -> Response:
+    def endpoint(answer: Callable[[RequestParameters], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """`answer` is called in a thread, where it also renders the response: rows with tokens take long to encode."""
+
+        async def answer_in_thread(request: Request) -> Response:
+            parameters = RequestParameters.model_validate(dict(request.query_params))
+            return await library.ask(lambda: answer(parameters))
+
+        return answer_in_thread
+
+    def runs(_: RequestParameters) -> Json:
         """All runs and their evaluations, and what queries may say."""
 
         def described(name: str) -> dict[str, Any]:
@@ -328,64 +343,43 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
             evaluations = [{"name": f"{name}@{step}", "step": step} for step in run.evaluation_steps()]
             return {"name": name, "evaluations": evaluations, "updated_at": modified_at(run)}
 
-        found = await library.ask(lambda: list(map(described, library.names)))
+        found = list(map(described, library.names))
         folder = None if library.folder is None else str(library.folder)
         return Json({"runs": found, "folder": folder, "opening": opening or InitialView(), "names": NAMES})
 
-    async def report(request: Request) -> Response:
+    def report(parameters: RequestParameters) -> HTMLResponse:
         """The report of one run or several, as `grpo-async report` would write it now."""
+        sources = _together(library.source(parameters.run), parameters)
+        return HTMLResponse(render_report([source.run for source in sources]))
 
-        def page() -> str:
-            parameters = RequestParameters.model_validate(dict(request.query_params))
-            sources = _together(library.source(parameters.run), parameters)
-            return render_report([source.run for source in sources])
+    def trace(parameters: RequestParameters) -> Response:
+        """The timeline of a run, as `grpo-async trace` would write it now."""
+        run = library.source(parameters.run).run
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json.gz"
+            write_trace(load_events(run.events).events, path, title=run.root.name)
+            return Response(path.read_bytes(), media_type="application/gzip")
 
-        try:
-            return HTMLResponse(await library.ask(page))
-        except (GrpoAsyncError, TimeoutError, ValidationError) as error:
-            return error_answer(error)
-
-    async def timeline(request: Request) -> Response:
-        """The trace of a run, as `grpo-async trace` would write it now."""
-
-        def trace() -> bytes:
-            run = library.source(RequestParameters.model_validate(dict(request.query_params)).run).run
-            with TemporaryDirectory() as folder:
-                path = Path(folder) / "trace.json.gz"
-                write_trace(load_events(run.events).events, path, title=run.root.name)
-                return path.read_bytes()
-
-        try:
-            return Response(await library.ask(trace), media_type="application/gzip")
-        except (GrpoAsyncError, TimeoutError, ValidationError) as error:
-            return error_answer(error)
-
-    async def view(request: Request) -> Response:
-        try:
-            answer = _VIEWS.get(request.path_params["view"])
-            if answer is None:
-                return _missing(request)
-            parameters = RequestParameters.model_validate(dict(request.query_params))
-
-            return Json(await library.ask(lambda: answer(library.source(parameters.run), parameters)))
-        except (GrpoAsyncError, TimeoutError, ValidationError) as error:
-            return error_answer(error)
+    def view(name: str) -> Callable[[RequestParameters], Json]:
+        return lambda parameters: Json(_VIEWS[name](library.source(parameters.run), parameters))
 
     def file(name: str, media_type: str) -> Callable[[Request], Response]:
         return lambda _: FileResponse(STATIC / "web" / name, media_type=media_type)
 
+    answers: dict[str, Callable[[RequestParameters], Response]] = {
+        "/api/runs": runs,
+        REPORT_PATH: report,
+        "/api/trace": trace,
+        "/api/help": lambda _: Json({"sections": HELP}),
+        **{f"/api/{name}": view(name) for name in _VIEWS},
+    }
     routes = [
         Route("/", file("index.html", "text/html"), methods=["GET"]),
         Route("/favicon.ico", file("icon.svg", "image/svg+xml"), methods=["GET"]),
-        Route("/api/runs", runs, methods=["GET"]),
-        Route(REPORT_PATH, report, methods=["GET"]),
-        Route("/api/trace", timeline, methods=["GET"]),
-        Route("/api/help", lambda _: Json({"sections": HELP}), methods=["GET"]),
-        Route("/api/{view}", view, methods=["GET"]),
+        *(Route(path, endpoint(answer), methods=["GET"]) for path, answer in answers.items()),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    return Guard(Starlette(routes=routes, exception_handlers={404: _missing}), token=token, host=host)
-
-
-def _missing(request: Request, _: Exception | None = None) -> Response:
-    return Json({"error": f"there is nothing at {request.url.path}"}, status_code=404)
+    failures = (GrpoAsyncError, TimeoutError, ValidationError, HTTPException)
+    return Guard(
+        Starlette(routes=routes, exception_handlers=dict.fromkeys(failures, error_answer)), token=token, host=host
+    )

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus
@@ -160,6 +161,8 @@ def test_a_mistake_in_a_query_has_its_place(inspector: Inspector) -> None:
         ("rollouts", {"sort": "reward; drop table rows"}, 400, "reward"),
         ("summary", {"run": "two"}, 404, "no run 'two' here; there are one, hostile"),
         ("summary", {"run": "../one"}, 404, "no run"),
+        ("report", {"run": "two"}, 404, "no run"),
+        ("trace", {"limit": "501"}, 400, "limit"),
         ("group", {"id": "99"}, 404, "99"),
         ("group", {"id": "0", "seq": "99"}, 404, "seq 99"),
         ("rollout", {"id": "g1-r1", "seq": "0"}, 404, "the group with seq 0 has no rollout g1-r1"),
@@ -310,7 +313,7 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
             *(library.ask(lambda: index.fetch(slow)) for _ in range(4)), return_exceptions=True
         ):
             assert isinstance(each, TimeoutError)
-            assert error_answer(each).status_code == 504
+            assert error_answer(Request({"type": "http"}), each).status_code == 504
         monkeypatch.setattr(sources, "DEADLINE_S", 20.0)
         deadline = time.monotonic() + 20
         while library._threads.num_abandoned:
