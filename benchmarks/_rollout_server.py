@@ -22,8 +22,6 @@ import numpy as np
 import orjson
 import uvicorn
 
-from grpo_async.inference.api import GENERATE_PATH
-
 _NUM_TOKENS = 1 << 16
 
 
@@ -59,7 +57,7 @@ class Server:
             message = await receive()
             body, has_more = body + message.get("body", b""), message.get("more_body", False)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        if scope["path"] == GENERATE_PATH:
+        if scope["path"] == "/rollout/generate":
             await self._generate(orjson.loads(body), send)
             return
         if scope["path"] == "/finish_weight_update":

@@ -48,11 +48,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPenalty, Seconds, TopP, TransportKind
 from grpo_async.records import FinishReason
 
-GENERATE_PATH = "/rollout/generate"
-INFO_PATH = "/rollout/info"
-PARAMETERS_PATH = "/rollout/parameters"
-SCORE_PATH = "/rollout/score"
-
 PauseMode = Literal["keep", "drain", "abort"]
 
 

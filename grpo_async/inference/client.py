@@ -33,7 +33,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.api import GENERATE_PATH, GenerateChunk, GenerateRequest
+from grpo_async.inference.api import GenerateChunk, GenerateRequest
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.router import Endpoint, FencedError, Router, Servers
 from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
@@ -285,7 +285,7 @@ class InferenceClient:
             ServerUnavailableError: no connection, one that broke, or silence; also for what breaks within the `with` block.
         """
         session = self._session = self._session or self._open_session()
-        url = url.rstrip("/") + GENERATE_PATH
+        url = url.rstrip("/") + "/rollout/generate"
         # the session limits connecting and silence; looking up a name and sending the body need their own limit
         timeout_s = _MAX_CONNECT_S + self._request_timeout_s
         try:

@@ -15,9 +15,6 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
 from grpo_async.inference.api import (
-    INFO_PATH,
-    PARAMETERS_PATH,
-    SCORE_PATH,
     PauseMode,
     ScoreAnswer,
     ScoreRequest,
@@ -96,13 +93,13 @@ class ServerControl:
 
     def info(self, *, timeout_s: float | None = None, retries: int | None = None) -> ServerInfo:
         """What the server says of itself; its number of workers is remembered."""
-        info = _read(ServerInfo, self._request("GET", INFO_PATH, timeout_s=timeout_s, retries=retries))
+        info = _read(ServerInfo, self._request("GET", "/rollout/info", timeout_s=timeout_s, retries=retries))
         self.num_workers = info.num_workers
         return info
 
     def parameters(self, *, timeout_s: float | None = None) -> ServedParameters:
         """The parameters that a weight update has to bring."""
-        return _read(ServedParameters, self._request("GET", PARAMETERS_PATH, timeout_s=timeout_s))
+        return _read(ServedParameters, self._request("GET", "/rollout/parameters", timeout_s=timeout_s))
 
     def score(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> ScoreAnswer:
         """Log-probabilities of the tokens, by the weights that serve now.
@@ -111,7 +108,7 @@ class ServerControl:
             BadResponseError: there is not one for each token after the first.
         """
         body = ScoreRequest(token_ids=list(token_ids)).model_dump()
-        answer = _read(ScoreAnswer, self._request("POST", SCORE_PATH, body, timeout_s=timeout_s))
+        answer = _read(ScoreAnswer, self._request("POST", "/rollout/score", body, timeout_s=timeout_s))
         if len(answer.logprobs) != len(token_ids) - 1:
             raise BadResponseError(
                 f"{self.name} gave {len(answer.logprobs)} log-probabilities for the {len(token_ids) - 1} tokens after the first"

@@ -28,10 +28,6 @@ from starlette.types import Receive, Scope, Send
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import (
-    GENERATE_PATH,
-    INFO_PATH,
-    PARAMETERS_PATH,
-    SCORE_PATH,
     FinishBody,
     GenerateChunk,
     GenerateRequest,
@@ -156,12 +152,12 @@ class RolloutApp:
         self._is_loaded = False  # all of one that is not finished
         gets = {
             "/health": self._health,
-            INFO_PATH: self._info,
-            PARAMETERS_PATH: self._parameters,
+            "/rollout/info": self._info,
+            "/rollout/parameters": self._parameters,
             "/is_paused": self._is_paused,
         }
         posts = {
-            SCORE_PATH: self._score,
+            "/rollout/score": self._score,
             "/pause": self._pause,
             "/resume": self._resume,
             "/sleep": self._sleep,
@@ -176,7 +172,7 @@ class RolloutApp:
             routes=[
                 *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
                 *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
-                Route(GENERATE_PATH, _Streaming(self._generate), methods=["POST"]),
+                Route("/rollout/generate", _Streaming(self._generate), methods=["POST"]),
             ],
             exception_handlers=dict.fromkeys(kinds, _answer_error),
         )

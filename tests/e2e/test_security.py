@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from grpo_async.inference.api import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
 from tests.e2e.support import Run, finish, make_run, rewards
 from tests.e2e.test_failures import ENDLESS
 from tests.support.tls import make_certificates
@@ -27,11 +26,11 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.slow
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-READABLE = (INFO_PATH, PARAMETERS_PATH, "/is_paused")
+READABLE = ("/rollout/info", "/rollout/parameters", "/is_paused")
 PATHS = (
     *READABLE,
-    GENERATE_PATH,
-    SCORE_PATH,
+    "/rollout/generate",
+    "/rollout/score",
     "/pause",
     "/resume",
     "/sleep",
@@ -216,12 +215,12 @@ def test_every_path_of_every_server_answers_401_without_the_token_which_opens_ea
                     if status != 401 and not ("#" in path and status == 400):
                         open_paths.append((method, path, given and given.replace(token, "TOKEN"), status))
         assert _status(live, url, "POST", "/health", None) == 401
-        assert _status(live, url, "GET", f"{INFO_PATH}?token={token}", None) == 401
-        assert _status(live, url, "GET", INFO_PATH, "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
+        assert _status(live, url, "GET", f"/rollout/info?token={token}", None) == 401
+        assert _status(live, url, "GET", "/rollout/info", "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
         right = f"Bearer {token}"
         assert [_status(live, url, "GET", path, right) for path in READABLE] == [200, 200, 200]
         assert _status(live, url, "GET", "/no_such_path", right) == 404
-        assert _status(live, url, "POST", GENERATE_PATH, right, body=b"{}") in (400, 422)
+        assert _status(live, url, "POST", "/rollout/generate", right, body=b"{}") in (400, 422)
     assert open_paths == []
 
 

@@ -16,9 +16,6 @@ import httpx
 import torch
 
 from grpo_async.inference.api import (
-    GENERATE_PATH,
-    PARAMETERS_PATH,
-    SCORE_PATH,
     GenerateChunk,
     GenerateRequest,
     ScoreAnswer,
@@ -182,7 +179,7 @@ class Served:
         return bool(self.client.get("/is_paused").json()["is_paused"])
 
     def parameters(self) -> ServedParameters:
-        return ServedParameters.model_validate_json(self.client.get(PARAMETERS_PATH).content)
+        return ServedParameters.model_validate_json(self.client.get("/rollout/parameters").content)
 
     def generate(self, request: GenerateRequest) -> Output:
         output = Output()
@@ -191,13 +188,13 @@ class Served:
         return output
 
     def stream(self, request: GenerateRequest) -> Generator[GenerateChunk, None, None]:
-        with self.client.stream("POST", GENERATE_PATH, content=request.model_dump_json()) as response:
+        with self.client.stream("POST", "/rollout/generate", content=request.model_dump_json()) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 yield GenerateChunk.model_validate_json(line)
 
     def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        response = self.post(SCORE_PATH, {"token_ids": list(token_ids)}).raise_for_status()
+        response = self.post("/rollout/score", {"token_ids": list(token_ids)}).raise_for_status()
         return ScoreAnswer.model_validate_json(response.content)
 
     def ask(self, *requests: GenerateRequest) -> list[Future[Output]]:

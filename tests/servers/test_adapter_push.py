@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError, WeightPushError
-from grpo_async.inference.api import PARAMETERS_PATH, ServedParameters
+from grpo_async.inference.api import ServedParameters
 from grpo_async.training.load import load_policy
 from grpo_async.training.parameters import AdapterParameters, choose_parameters
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights
@@ -52,7 +52,7 @@ def test_a_server_with_another_base_or_none_is_refused(tmp_path: Path) -> None:
     parameters = choose_parameters(policy.model, section, served_dtype=torch.float32, device=torch.device("cpu"))
     with live(load(other), model_path=str(other)) as server:
         before = _served(server)
-        served = ServedParameters.model_validate_json(server.client.get(PARAMETERS_PATH).content)
+        served = ServedParameters.model_validate_json(server.client.get("/rollout/parameters").content)
         assert "are not those of model.path" in parameters.problems(served)[0]
         # a trainer that does not ask is refused by the server itself
         with pytest.MonkeyPatch.context() as patch:

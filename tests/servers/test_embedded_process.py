@@ -20,7 +20,7 @@ import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import GENERATE_PATH, GenerateChunk
+from grpo_async.inference.api import GenerateChunk
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.servers.embedded.main import (
     bind_listener,
@@ -93,7 +93,7 @@ def _served(
 def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_model: Path, tmp_path: Path) -> None:
     with _served(tiny_model, tmp_path, FAIL_AT_TENTH_STEP) as (process, url):
         body = make_request(prompt(4), max_tokens=500).model_dump_json()
-        response = httpx.post(url + GENERATE_PATH, content=body, headers=HEADERS, timeout=60.0)
+        response = httpx.post(url + "/rollout/generate", content=body, headers=HEADERS, timeout=60.0)
         assert "out of luck" in str(GenerateChunk.model_validate_json(response.text.splitlines()[-1]).error)
         assert httpx.get(url + "/health").status_code == 503
         _, errors = process.communicate(timeout=20.0)
@@ -126,7 +126,7 @@ def test_a_server_with_a_certificate_speaks_https_only_and_ends_at_sigterm_with_
             info = client.get("/rollout/info", headers=HEADERS).json()
             assert (info["engine"], info["dtype"], info["generated_tokens"]) == ("embedded", "float32", 0)
             body = make_request(prompt(4), max_tokens=1500, flush_interval_s=0.0).model_dump_json()
-            with client.stream("POST", GENERATE_PATH, content=body, headers=HEADERS) as response:
+            with client.stream("POST", "/rollout/generate", content=body, headers=HEADERS) as response:
                 lines = response.iter_lines()
                 assert GenerateChunk.model_validate_json(next(lines)).token_ids
                 began = time.monotonic()

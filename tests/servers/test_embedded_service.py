@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH, WeightInitInfo
+from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights.buckets import cut_into_buckets, pack
 from grpo_async.weights.receiver import parameter_specs
 from tests.servers.contract import model_b, serves, weights_of
@@ -64,19 +64,19 @@ def own(tiny_model: Path) -> Iterator[Live]:
     ],
 )
 def test_a_wrong_request_is_answered_with_400_and_its_cause(server: Live, change: dict[str, Any], words: str) -> None:
-    response = server.post(GENERATE_PATH, make_request(prompt(4), max_tokens=4).model_dump() | change)
+    response = server.post("/rollout/generate", make_request(prompt(4), max_tokens=4).model_dump() | change)
     assert (response.status_code, words in response.json()["error"]) == (400, True), response.text
 
 
 def test_unusable_bodies_paths_and_methods_are_answered_with_an_error_object(server: Live) -> None:
     for status, response in [
-        (400, server.post(SCORE_PATH, {"token_ids": prompt(513)})),
-        (400, server.post(SCORE_PATH, {"token_ids": [1, 5000]})),
-        (400, server.client.post(GENERATE_PATH, content=b"{")),
+        (400, server.post("/rollout/score", {"token_ids": prompt(513)})),
+        (400, server.post("/rollout/score", {"token_ids": [1, 5000]})),
+        (400, server.client.post("/rollout/generate", content=b"{")),
         (400, server.post("/finish_weight_update", {"weight_version": "new"})),
         (400, server.post("/init_weight_transfer_engine", {})),
         (404, server.post("/nothing")),
-        (405, server.client.get(GENERATE_PATH)),
+        (405, server.client.get("/rollout/generate")),
     ]:
         assert (response.status_code, "error" in response.json()) == (status, True)
 
@@ -85,7 +85,7 @@ def test_a_request_for_another_instance_is_refused_with_503(server: Live) -> Non
     mine = server.info().instance_id
     assert len(mine) == 16
     assert server.generate(make_request(prompt(4), max_tokens=2, instance_id=mine)).finish_reason == "length"
-    response = server.post(GENERATE_PATH, make_request(prompt(4), instance_id="0" * 16).model_dump())
+    response = server.post("/rollout/generate", make_request(prompt(4), instance_id="0" * 16).model_dump())
     assert response.status_code == 503
     assert "0" * 16 in response.json()["error"]
     assert "restarted" in response.json()["error"]
@@ -146,7 +146,7 @@ def test_an_engine_that_raises_ends_every_request_with_an_error_and_health_with_
             server.client.get("/health"),
             server.client.get("/is_paused"),
             server.client.get("/rollout/info"),
-            server.post(GENERATE_PATH, requests[0].model_dump()),
+            server.post("/rollout/generate", requests[0].model_dump()),
         ):
             assert (response.status_code, "out of luck" in response.json()["error"]) == (503, True)
 
@@ -156,7 +156,7 @@ def test_stopping_the_server_ends_open_answers_with_abort_and_refuses_what_is_he
         request = make_request(prompt(4), max_tokens=500)
         [running] = server.ask(request)
         server.post("/pause")  # it cannot end by itself
-        held = server.pool.submit(server.post, GENERATE_PATH, request.model_dump())
+        held = server.pool.submit(server.post, "/rollout/generate", request.model_dump())
         server.wait_until(lambda info: info.active_requests == 2)
         server.stop()
         assert running.result(20.0).finish_reason == "abort"
@@ -273,7 +273,7 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         assert (refused.status_code, "part of a weight update" in refused.json()["error"]) == (409, True)
         assert own.is_paused()
         [held] = own.ask(make_request(prompt(12), seed=3, max_tokens=10))
-        scored = own.pool.submit(own.post, SCORE_PATH, {"token_ids": prompt(9)})
+        scored = own.pool.submit(own.post, "/rollout/score", {"token_ids": prompt(9)})
         own.wait_until(lambda info: info.active_requests == 3)
         assert own.post("/start_weight_update", announcement(weights).model_dump()).status_code == 400
         assert own.post("/finish_weight_update", {"weight_version": "0"}).status_code == 409

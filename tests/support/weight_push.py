@@ -14,7 +14,7 @@ from typing import Any, Self
 import httpx
 import torch
 
-from grpo_async.inference.api import INFO_PATH, PauseMode, ServerInfo, WeightUpdateInfo
+from grpo_async.inference.api import PauseMode, ServerInfo, WeightUpdateInfo
 from grpo_async.weights.backends import Backend, Rendezvous
 from grpo_async.weights.buckets import cut_into_buckets, pack
 from grpo_async.weights.receiver import parameter_specs
@@ -76,7 +76,7 @@ class WeightPusher:
         return response
 
     def info(self) -> ServerInfo:
-        response = self.client.get(INFO_PATH)
+        response = self.client.get("/rollout/info")
         response.raise_for_status()
         return ServerInfo.model_validate_json(response.content)
 

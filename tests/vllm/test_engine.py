@@ -14,7 +14,6 @@ import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.sections import ModelSection
-from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.weights.verify import compare_logprobs, probe_sequences, verify_limit
@@ -54,7 +53,7 @@ def test_structured_outputs_have_their_form_and_logprobs_of_what_it_leaves(
     assert min(above) > -vllm_server.tolerance  # what is left is divided by its probability
     assert max(above) > 0.5
     wrong = request.model_copy(update={"structured_outputs": {"regex": "("}})
-    assert vllm_server.post(GENERATE_PATH, wrong.model_dump()).status_code == 400
+    assert vllm_server.post("/rollout/generate", wrong.model_dump()).status_code == 400
 
 
 def test_vllms_own_routes_wait_too_and_never_see_the_cache_of_older_weights(
@@ -185,8 +184,8 @@ def test_a_dead_engine_ends_streams_with_an_error_and_then_the_server(
         assert next(stream).token_ids
         engine = server.engine_core()
         server.post("/pause")
-        held = server.pool.submit(server.post, GENERATE_PATH, make_request(PROMPT).model_dump())
-        scored = server.pool.submit(server.post, SCORE_PATH, {"token_ids": PROMPT})
+        held = server.pool.submit(server.post, "/rollout/generate", make_request(PROMPT).model_dump())
+        scored = server.pool.submit(server.post, "/rollout/score", {"token_ids": PROMPT})
         server.wait_until(lambda info: info.active_requests == 3)
         engine.send_signal(signal.SIGKILL)
         last = list(stream)[-1]

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from grpo_async.inference import api
-from grpo_async.inference.api import INFO_PATH
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer
@@ -61,7 +60,7 @@ def test_every_path_but_health_asks_for_the_token(vllm_server: VllmServer) -> No
             if stranger.request(method, path, headers=headers).status_code != 401
         ]
         assert not open_routes
-        answer = stranger.get(INFO_PATH, headers=wrong_tokens[1])
+        answer = stranger.get("/rollout/info", headers=wrong_tokens[1])
         assert "GRPO_ASYNC_TOKEN" in answer.json()["error"]
     print(f"{len(routes)} routes on {len(paths)} paths answer 401")
 
@@ -91,7 +90,7 @@ def test_connections_that_say_nothing_keep_nobody_out(vllm_server: VllmServer) -
 
             def is_answered() -> bool:
                 try:
-                    return httpx.get(url.join(INFO_PATH), headers=token, timeout=20.0).status_code == 200
+                    return httpx.get(url.join("/rollout/info"), headers=token, timeout=20.0).status_code == 200
                 except httpx.ReadError:  # libuv resets who comes in the moment in which no descriptor is free
                     return False
 

@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_async.utils.network import is_loopback
 
-SESSION_PATH = "/api/session"
 REPORT_PATH = "/api/report"
 _MAX_COOKIE_BYTES = 16_384
 
@@ -101,7 +100,7 @@ class Guard:
         # cookies are shared by all ports of a host: each inspector has its own, also behind a forwarded port
         cookie_name = f"grpo_async_{_port(hosts[0])}"
         has_token = self._has_token(headers)
-        if path == SESSION_PATH and scope["method"] == "POST":
+        if path == "/api/session" and scope["method"] == "POST":
             if not has_token:
                 return _refusal(401, "the token is wrong; it changes with every start of the inspector")
             cookie = f"{cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
