@@ -24,13 +24,13 @@ from grpo_async.errors import RunError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
+from grpo_async.utils.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from grpo_async.utils.processes import (
     KILL_TIMEOUT_S,
     LAUNCHER_PID_VARIABLE,
     TAG_VARIABLE,
     describe_exit,
     is_running,
-    prctl,
 )
 from grpo_async.utils.safe_text import tail
 
@@ -38,7 +38,6 @@ _OF_ANOTHER_RUN = re.compile(
     rf"{TOKEN_VARIABLE}|{ASSIGNMENT_VARIABLE}|TORCHELASTIC_.*|NNODES|((NODE|LOCAL|GROUP)_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
 )
 """Variables of another launcher or torchrun, whose child this launcher is."""
-_PR_SET_CHILD_SUBREAPER = 36
 _ROUND_S = 0.02
 
 
@@ -183,7 +182,7 @@ class Children:
 def _adopt_orphans(does: bool) -> None:
     """Whether orphans below this process become its children (Linux; elsewhere nothing changes)."""
     if sys.platform == "linux":
-        prctl(_PR_SET_CHILD_SUBREAPER, does)
+        prctl("child subreaper", PR_SET_CHILD_SUBREAPER, does)
 
 
 def _reap(pids: Iterable[int]) -> None:

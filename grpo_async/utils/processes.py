@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 import threading
+
+from grpo_async.utils.kernel import PR_SET_PDEATHSIG, prctl
 
 # ---- lifetime ----
 # A process ends when its parent does, so that nothing in the tree is orphaned.
@@ -21,7 +22,6 @@ TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
 KILL_TIMEOUT_S = 10.0
 """For SIGKILL to take effect."""
 
-_PR_SET_PDEATHSIG = 1
 _CLOCK_S = 2.0  # the start of a process is measured in ticks, and of a clock that may be set
 
 
@@ -42,17 +42,11 @@ def die_with_parent(parent: int | None = None) -> None:
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_exit_when_parent_changes, args=(parent,), name="die-with-parent", daemon=True).start()
     if os.getppid() != parent:  # it ended before this took effect
         os._exit(1)
-
-
-def prctl(option: int, value: int) -> None:
-    """Set an option of this process (Linux). Raises OSError."""
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def _exit_when_parent_changes(parent: int) -> None:

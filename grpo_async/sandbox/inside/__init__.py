@@ -7,6 +7,6 @@
       `- else
            code      limits, Landlock, system call filter, exec                          `landlock`
 
-Standard library only, and as few imports as can be: this is the startup time of every run. The package above is not
-imported (see `execution.BOOT`), so nothing here may import it.
+The standard library and `utils.kernel`, and as few imports as can be: this is the startup time of every run. The package above
+is not imported (see `execution.BOOT`), so nothing here may import it.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-from grpo_async.sandbox.inside.kernel import PR_SET_NO_NEW_PRIVS, prctl, syscall
+from grpo_async.utils.kernel import PR_SET_NO_NEW_PRIVS, prctl, syscall
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8

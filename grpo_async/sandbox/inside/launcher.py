@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 # All of it at once: once restricted, there is nothing to import from.
 from grpo_async.sandbox.inside import landlock, namespaces, seccomp
-from grpo_async.sandbox.inside.kernel import (
+from grpo_async.utils.kernel import (
     PR_CAPBSET_DROP,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from grpo_async.sandbox.inside.kernel import (
+from grpo_async.utils.kernel import (
     MS_BIND,
     MS_NODEV,
     MS_NOEXEC,

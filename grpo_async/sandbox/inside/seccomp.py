@@ -13,7 +13,7 @@ import ctypes
 import os
 import struct
 
-from grpo_async.sandbox.inside.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
+from grpo_async.utils.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -1,4 +1,5 @@
-"""The kernel's calls that Python 3.11 does not offer; every failure is an OSError that names the call."""
+"""Linux system calls that Python 3.11 does not offer; every failure is an OSError that names the call. Standard library only:
+the sandbox's launcher imports this at each start."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ def syscall(what: str, number: int, *arguments: object) -> int:
 
 
 def prctl(what: str, option: int, *arguments: object) -> int:
+    """Set an option of this process; OSError that names `what`."""
     converted = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     converted += [ctypes.c_ulong(0)] * (4 - len(converted))
     return _checked(what, int(_libc.prctl(option, *converted)))
