@@ -29,7 +29,16 @@ from grpo_async.agents.session import AgentSession
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE
-from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxResult, SandboxStatus, has_loopback
+from grpo_async.sandbox import (
+    FILESYSTEM,
+    REQUIRED,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    SandboxStatus,
+    has_loopback,
+)
 from grpo_async.sandbox import startup_notes as sandbox_notes
 from grpo_async.sandbox.execution import START_TIMEOUT_S, Job, execute, find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
@@ -43,14 +52,14 @@ _MAX_STDOUT = 1 << 20  # characters; a command that writes more is killed
 _MAX_STDERR = 4096  # characters of its end that are kept
 _MAX_SHOWN = 500  # characters of it in a message
 _HIDDEN_VARIABLES = (
-    TOKEN_VARIABLE,
-    "ANTHROPIC_AUTH_TOKEN",
-)  # the servers' token; what Anthropic's client would prefer to the key
+    TOKEN_VARIABLE,  # of the inference servers
+    "ANTHROPIC_AUTH_TOKEN",  # Anthropic's client would prefer it to the key of the session
+)
 _SCRIPTS = (".py", ".js", ".mjs", ".ts", ".sh", ".rb", ".pl")
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _SANDBOX_MEMORY_MB = 2048
 _NO_LIMIT = 1 << 30
-_SANDBOX_REQUIRES = ("limits", "network", "filesystem", "processes")
+_SANDBOX_REQUIRES = (*REQUIRED, FILESYSTEM)
 
 
 class CommandAgent(Agent):

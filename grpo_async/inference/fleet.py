@@ -63,7 +63,7 @@ from grpo_async.utils.retry import backoff_s
 
 logger = logging.getLogger(__name__)
 
-_READ_TIMEOUT_S = 2.0
+_INFO_TIMEOUT_S = 2.0
 _MAX_LOADS = 1000
 _STOP_INTERVAL_S = 0.2
 _STARTING_INTERVAL_S = 0.1
@@ -314,12 +314,12 @@ class Fleet:
         counts as it was in its last answer."""
         asked = {
             server.index: in_thread(
-                partial(server.control.info, timeout_s=_READ_TIMEOUT_S, retries=0), name="server-info"
+                partial(server.control.info, timeout_s=_INFO_TIMEOUT_S, retries=0), name="server-info"
             )
             for server in self.members()
             if not self._tracked[server.index].is_silent  # until its next heartbeat
         }
-        answered = wait(asked.values(), timeout=2 * _READ_TIMEOUT_S).done
+        answered = wait(asked.values(), timeout=2 * _INFO_TIMEOUT_S).done
         infos: dict[int, ServerInfo] = {}
         for index, question in asked.items():
             if question in answered and question.exception() is None:

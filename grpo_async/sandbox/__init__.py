@@ -14,10 +14,11 @@ result is worth. The code may always lie about its own doings: exit code and out
 from __future__ import annotations
 
 from grpo_async.sandbox.execution import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
-from grpo_async.sandbox.restrictions import Capability, capabilities
+from grpo_async.sandbox.restrictions import FILESYSTEM, Capability, capabilities
 from grpo_async.sandbox.sandbox import REQUIRED, Sandbox, has_loopback, startup_notes
 
 __all__ = [
+    "FILESYSTEM",
     "REQUIRED",
     "Capability",
     "Sandbox",

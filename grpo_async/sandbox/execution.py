@@ -27,6 +27,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.sandbox.inside import NAMESPACES
 from grpo_async.sandbox.inside.namespaces import BASE
 from grpo_async.utils.child_process import CHUNK, ChildProcess
 
@@ -274,7 +275,7 @@ async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
     Raises:
         SandboxError: the sandbox failed, not the code.
     """
-    if "namespaces" in job.mechanisms or not job.is_confined:
+    if NAMESPACES in job.mechanisms or not job.is_confined:
         return await _execute(job, "")  # its directory is in memory and ends with it, or it needs none
     base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")
     try:

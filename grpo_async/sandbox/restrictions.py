@@ -30,6 +30,7 @@ from grpo_async.sandbox.execution import (
     execute,
     find_interpreter,
 )
+from grpo_async.sandbox.inside import LANDLOCK, NAMESPACES, SECCOMP, USER
 
 NAMES = LIMITS, NETWORK, FILESYSTEM, PROCESSES, SIGNALS, TOTALS = (
     "limits",
@@ -99,13 +100,13 @@ def capabilities() -> list[Capability]:
     Example: Capability(name="network", is_available=True, how="network namespace", consequence="...").
     """
     found = findings()
-    means = _BY_NAMESPACES if "namespaces" in found.mechanisms else _WITHOUT_NAMESPACES
+    means = _BY_NAMESPACES if NAMESPACES in found.mechanisms else _WITHOUT_NAMESPACES
     held = {
         LIMITS: not found.passed & {"cpu", "memory", "file"},
         NETWORK: "connect" not in found.passed,
         FILESYSTEM: not found.passed & {"read", "write"},
         # RLIMIT_NPROC alone may look as if it held: it counts all that this user runs just now.
-        PROCESSES: bool(found.mechanisms & {"namespaces", "seccomp"}) and "processes" not in found.passed,
+        PROCESSES: bool(found.mechanisms & {NAMESPACES, SECCOMP}) and "processes" not in found.passed,
         SIGNALS: "signal" not in found.passed,
         TOTALS: "totals" not in found.passed,
     }
@@ -125,7 +126,7 @@ def capabilities() -> list[Capability]:
 
 _LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30.0, memory_mb=256, file_mb=1, directory_mb=4, max_processes=8)
 # Which restriction to try without, when a start fails for a reason that names none.
-_SUSPECTS = ("user", "landlock", "namespaces", "seccomp")
+_SUSPECTS = (USER, LANDLOCK, NAMESPACES, SECCOMP)
 
 PROGRAM = """
 import json, os, socket
@@ -193,8 +194,8 @@ def try_restrictions(*, without: frozenset[str] = frozenset()) -> Findings:
     refused: dict[str, str] = dict.fromkeys(sorted(without), "not tried")
     while True:
         mechanisms = _candidates() - refused.keys()
-        if "namespaces" in mechanisms:
-            mechanisms -= {"landlock", "user"}  # what they would hold, namespaces hold better
+        if NAMESPACES in mechanisms:
+            mechanisms -= {LANDLOCK, USER}  # what they would hold, namespaces hold better
         try:
             passed = _attack(mechanisms)
         except SandboxError as error:
@@ -211,7 +212,7 @@ def try_restrictions(*, without: frozenset[str] = frozenset()) -> Findings:
 def _candidates() -> frozenset[str]:
     if sys.platform != "linux":
         return frozenset()
-    return frozenset({"namespaces", "seccomp", "landlock"} | ({"user"} if os.geteuid() == 0 else set()))
+    return frozenset({NAMESPACES, SECCOMP, LANDLOCK} | ({USER} if os.geteuid() == 0 else set()))
 
 
 def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
@@ -249,7 +250,7 @@ def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
         raise SandboxError(
             f"a trial run gave no result: {result.status}, exit code {result.exit_code}. {result.stderr[-500:]}"
         ) from error
-    if "namespaces" not in mechanisms or "proc /proc cannot be mounted" in notes:
+    if NAMESPACES not in mechanisms or "proc /proc cannot be mounted" in notes:
         passed.add("totals")  # nothing counts the files and the memory of all processes together
     if any(note.startswith("limits RLIMIT_CPU") for note in notes):
         passed.add("cpu")

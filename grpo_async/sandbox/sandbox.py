@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox.execution import Job, SandboxLimits, SandboxResult, execute, find_interpreter
+from grpo_async.sandbox.inside import NAMESPACES
 from grpo_async.sandbox.restrictions import (
     LIMITS,
     NAMES,
@@ -104,7 +105,7 @@ class Sandbox:
 def has_loopback() -> bool:
     """Whether code in the sandbox can have its own network on this machine, in which it reaches its owner and nobody else.
     Without namespaces it has no sockets at all."""
-    return "namespaces" in findings().mechanisms
+    return NAMESPACES in findings().mechanisms
 
 
 def _check(require: Iterable[str]) -> None:

@@ -48,6 +48,7 @@ from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError, parameter_
 
 logger = logging.getLogger(__name__)
 
+PARAMETERS_TIMEOUT_S = 120.0  # of `Engine.parameters`: three rows of every tensor, from a disk that may be slow
 _NDJSON = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
 Result = TypeVar("Result")

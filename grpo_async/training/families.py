@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_async.errors import ConfigError
-from grpo_async.servers.embedded.families import RECURRENT
+from grpo_async.servers.embedded.families import other_layers
 
 # what changes logits after the head and LogitTransform does not know
 _LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
@@ -28,18 +27,15 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
                 f"model.path: {path!r} sets `{name}`, which the trainer's log-probabilities do not include; "
                 "models of this family cannot be trained yet"
             )
-    layer_types = set(config.get("layer_types") or ())
-    if not layer_types and config.get("model_type") in RECURRENT:  # left out on the hub
-        layer_types = {"linear_attention"}
+    others = other_layers(config)
     chunk = config.get("attention_chunk_size")
-    if "chunked_attention" in layer_types and chunk is not None:
+    if "chunked_attention" in others and chunk is not None:
         if chunk < max_model_len:
             raise ConfigError(
                 f"model.path: {path!r} attends within chunks of {chunk} tokens, which the trainer does not support; "
                 f"set inference.max_model_len (now {max_model_len}) to at most {chunk}"
             )
-        layer_types.discard("chunked_attention")
-    others = sorted(layer_types - _LAYER_TYPES)
+        others.remove("chunked_attention")
     if others:
         raise ConfigError(
             f"model.path: {path!r} has layers of the kind {', '.join(others)}, which would carry one sample of a packed row into "

@@ -10,3 +10,6 @@
 The standard library and `utils.kernel`, and as few imports as can be: this is the startup time of every run. The package above
 is not imported (see `execution.BOOT`), so nothing here may import it.
 """
+
+NAMESPACES, SECCOMP, LANDLOCK, USER = "namespaces", "seccomp", "landlock", "user"
+"""The mechanisms that a plan may name. USER: the code runs as a user that no account has, where the owner is root."""

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 
 # All of it at once: once restricted, there is nothing to import from.
-from grpo_async.sandbox.inside import landlock, namespaces, seccomp
+from grpo_async.sandbox.inside import LANDLOCK, NAMESPACES, SECCOMP, USER, landlock, namespaces, seccomp
 from grpo_async.utils.kernel import (
     PR_CAPBSET_DROP,
     PR_SET_CHILD_SUBREAPER,
@@ -56,8 +56,8 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
         # The owner may ignore them, and that is inherited.
         for number in (*_AWAITED, signal.SIGXCPU, signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-    if "namespaces" in plan["mechanisms"]:
-        with report.problems("namespaces"):
+    if NAMESPACES in plan["mechanisms"]:
+        with report.problems(NAMESPACES):
             has_other_user = namespaces.enter()
             _die_with(plan["owner"], signal.SIGKILL)  # a change of credentials clears it
             if plan["loopback"] is not None:
@@ -83,7 +83,7 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
 
 def _init(plan: Plan, report: _Report, has_other_user: bool) -> None:
     """Pid 1 of the sandbox: when it ends, for whatever reason, the kernel ends all other processes in it."""
-    with report.problems("namespaces"):
+    with report.problems(NAMESPACES):
         prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
         namespaces.build_root(plan["read_paths"], plan["mount_point"], plan["directory_mb"])
         prctl("dumpable", PR_SET_DUMPABLE, 0)  # the code may not look in here; its own exec undoes it for the code
@@ -100,13 +100,13 @@ def _init(plan: Plan, report: _Report, has_other_user: bool) -> None:
 def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> None:
     """Become the code."""
     mechanisms = plan["mechanisms"]
-    in_namespaces = "namespaces" in mechanisms
+    in_namespaces = NAMESPACES in mechanisms
     with report.problems("start"):
         os.setpgid(0, 0)  # what it sends to its process group does not reach the launcher; the session tells its kin
         if _IS_LINUX and not in_namespaces:
             prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
         user = _prepare(plan, base, has_other_user) if plan["is_confined"] else None
-    with report.problems("user"):
+    with report.problems(USER):
         if user is not None:
             os.setgroups([])
             os.setresgid(user, user, user)
@@ -124,11 +124,11 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
             os.chdir(f"{base}/work")
             os.umask(0o077)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    if "landlock" in mechanisms:
-        with report.problems("landlock"):
+    if LANDLOCK in mechanisms:
+        with report.problems(LANDLOCK):
             landlock.restrict(plan["read_paths"], base)
-    if "seccomp" in mechanisms:
-        with report.problems("seccomp"):
+    if SECCOMP in mechanisms:
+        with report.problems(SECCOMP):
             # Outside namespaces the kernel counts all that the user runs, and root not at all: only a user of its own can
             # be held to a number of threads.
             with_threads = in_namespaces or user is not None
@@ -137,7 +137,7 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
                 with_threads=with_threads,
                 with_sockets=in_namespaces and plan["loopback"] is not None,
             )
-    with report.problems("user" if "user" in mechanisms else "start"):  # another user may not reach the interpreter
+    with report.problems(USER if USER in mechanisms else "start"):  # another user may not reach the interpreter
         for descriptor in plan["keep_descriptors"]:
             os.set_inheritable(descriptor, True)
         report.line("started")
@@ -147,9 +147,9 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
 def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
     """Write the files of the run; returns the user that the code is to run as, None = this one."""
     user = None
-    if "namespaces" in plan["mechanisms"]:
+    if NAMESPACES in plan["mechanisms"]:
         user = namespaces.CODE_ID if has_other_user else None
-    elif "user" in plan["mechanisms"]:
+    elif USER in plan["mechanisms"]:
         user = namespaces.free_user_id()
     made = [f"{base}/work", f"{base}/tmp"]
     for directory in made:
@@ -169,7 +169,7 @@ def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
             file.write(content)
         made.append(path)
     if user is not None:
-        for path in [*made, *([] if "namespaces" in plan["mechanisms"] else [base])]:
+        for path in [*made, *([] if NAMESPACES in plan["mechanisms"] else [base])]:
             os.chown(path, user, user)
     return user
 

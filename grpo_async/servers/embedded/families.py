@@ -22,7 +22,7 @@ _OTHER_ATTENTION = {
     "gemma3n_text": "shares keys and values between layers",
     "gemma4_text": "has heads of several sizes",
 }
-RECURRENT = {
+_RECURRENT = {
     *("mamba", "mamba2", "falcon_mamba", "rwkv"),
     *("qwen3_next", "qwen3_5_text", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2"),
 }
@@ -40,7 +40,9 @@ def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None
         ConfigError: the engine would compute something else than the model, or could not take its weights.
     """
     name = str(config.get("model_type", "this model"))
-    if reason := _OTHER_ATTENTION.get(name) or _other_layers(config, name) or _other_weights(config):
+    others = ", ".join(other_layers(config))
+    reason = _OTHER_ATTENTION.get(name) or (others and f"has layers of the kind {others}") or _other_weights(config)
+    if reason:
         raise ConfigError(
             f"inference.engine: embedded cannot serve {name}, which {reason}; set inference.engine: vllm "
             "(pip install 'grpo-async[vllm]')"
@@ -68,9 +70,7 @@ def _other_weights(config: Mapping[str, Any]) -> str:
     return "keeps compressed keys and values" if config.get("kv_lora_rank") else ""
 
 
-def _other_layers(config: Mapping[str, Any], name: str) -> str:
-    """Kinds of layers that are not attention with a cache for each token."""
-    others = sorted(set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
-    if others:
-        return f"has layers of the kind {', '.join(others)}"
-    return "has recurrent layers" if name in RECURRENT and not config.get("layer_types") else ""
+def other_layers(config: Mapping[str, Any]) -> list[str]:
+    """The layer types that are not attention with a cache for each token."""
+    kinds = config.get("layer_types") or (["recurrent"] if config.get("model_type") in _RECURRENT else [])
+    return sorted(set(kinds) - {"full_attention", "sliding_attention"})

@@ -33,7 +33,7 @@ from grpo_async.inference.api import (
     WeightUpdateInfo,
 )
 from grpo_async.inference.guard import GuardedProtocol, TokenGuard
-from grpo_async.servers.app import Engine, NextChunk, RolloutApp
+from grpo_async.servers.app import PARAMETERS_TIMEOUT_S, Engine, NextChunk, RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.requests import EngineDeadError, EngineOutput, TokenStream
 from grpo_async.weights.receiver import WeightReceiver
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_TEMPERATURE = 1e-4
 _STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
-_READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 
 Result = TypeVar("Result")
 
@@ -272,7 +271,7 @@ class EmbeddedEngine(Engine):
         return await self._command(lambda: self._is_paused)
 
     async def parameters(self) -> ServedParameters:
-        async with asyncio.timeout(_READ_TIMEOUT_S):
+        async with asyncio.timeout(PARAMETERS_TIMEOUT_S):
             digest = await asyncio.to_thread(self.base.digest_or_none)
         return ServedParameters(shapes=self._shapes, base_digest=digest)
 

@@ -24,7 +24,7 @@ from grpo_async.inference.api import (
     WeightUpdateInfo,
 )
 from grpo_async.records import FinishReason
-from grpo_async.servers.app import Engine, NextChunk
+from grpo_async.servers.app import PARAMETERS_TIMEOUT_S, Engine, NextChunk
 from grpo_async.servers.requests import EngineDeadError, EngineOutput, RequestTracker, TokenStream
 from grpo_async.servers.vllm import compat, patches
 from grpo_async.utils.text import shortlist
@@ -33,7 +33,6 @@ from grpo_async.weights.receiver import UpdateFailedError
 logger = logging.getLogger("vllm.grpo_async")
 
 _DEAD = "the engine is dead; see the server's log"
-_READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 _HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
 _NUM_AT_ONCE = 4  # of the warmup
 _FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
@@ -188,7 +187,7 @@ class VllmEngine(Engine):
 
     async def parameters(self) -> ServedParameters:
         if self._served is None:
-            async with asyncio.timeout(_READ_TIMEOUT_S):
+            async with asyncio.timeout(PARAMETERS_TIMEOUT_S):
                 self._served = await asyncio.to_thread(compat.served_parameters, self._client, self.base)
             if not self._served.shapes:
                 logger.warning("cannot check the names of updates: vLLM loaded no safetensors files at start")
