@@ -36,7 +36,7 @@ from benchmarks._simulated import (
 )
 from benchmarks.report import Report, parser_of
 from grpo_async.batching.plan import plan_batch
-from grpo_async.buffer.ledger import is_closed
+from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
@@ -243,7 +243,7 @@ def simulate(setup: Setup) -> dict[str, float]:
             ticks.append(
                 {"wall_s": loop.time(), "waited_s": waited_s, "trained_s": trained_s, "even_s": even_s, **of_servers}
             )
-        assert is_closed(ledger.snapshot()), ledger.snapshot()
+        assert is_balanced(ledger.snapshot()), ledger.snapshot()
         assert all(age <= setup.max_staleness for each in ages for age in each)
     finally:
         running.cancel()

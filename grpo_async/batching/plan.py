@@ -23,7 +23,7 @@ import numpy as np
 EMPTY_ROW_TOKENS = 4
 """Padding that a micro-batch without a sample computes: a forward for FSDP's collectives, and more than one token, for which
 torch.compile would generate separate code."""
-_EVEN_TOKENS = 16_384
+_ATTENTION_BREAK_EVEN_TOKENS = 16_384
 """Length of a sample from which on attention costs more than matrix products. In a layer of the usual shape the latter are 24 h^2
 operations a token and causal attention 2 h L: even at 12 h, 12,288 tokens for a hidden size of 1024. A plan knows lengths only."""
 
@@ -76,7 +76,7 @@ class _Filling:
     def add(self, index: int, growth: int, length: int) -> None:
         self.indices.append(index)
         self.tokens += growth
-        self.cost += growth * _EVEN_TOKENS + length**2
+        self.cost += growth * _ATTENTION_BREAK_EVEN_TOKENS + length**2
 
 
 def plan_batch(lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, pack: bool) -> BatchPlan:

@@ -1,4 +1,4 @@
-"""The closed ledger: every started group, and every token sampled for it, stands in exactly one place.
+"""The ledger: every started group, and every token sampled for it, stands in exactly one place.
 
     started = trained + filtered + stale + failed + cancelled + queued + in flight       (groups and tokens)
 
@@ -160,8 +160,8 @@ class Ledger:
             }
 
 
-def is_closed(snapshot: dict[str, dict[str, int]]) -> bool:
-    """True if nothing is unaccounted for, in groups and in tokens."""
+def is_balanced(snapshot: dict[str, dict[str, int]]) -> bool:
+    """Whether the equation above holds, in groups and in tokens."""
     return all(
         counts["started"] == sum(counts[status.value] for status in LEDGER_STATUSES) for counts in snapshot.values()
     )

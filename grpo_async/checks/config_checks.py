@@ -433,5 +433,6 @@ def reward_problems(
     return hidden + [
         f"reward {reward.name!r} {problem}"
         for reward in rewards
-        if (problem := reward.lack(given, has_environments=bool(config.environments), source=source)) is not None
+        if (problem := reward.missing_inputs(given, has_environments=bool(config.environments), source=source))
+        is not None
     ]

@@ -26,7 +26,7 @@ from grpo_async.cli.start import init, prepare_quickstart
 from grpo_async.cli.train import TrainCommand, train
 from grpo_async.errors import ConfigError, GrpoAsyncError
 
-_OF_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
+_PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user named, wherever it is first opened."""
 _MAX_SHOWN = 200
 
@@ -43,7 +43,7 @@ class ReportingGroup(TyperGroup):
             typer.echo(visible(str(error)), err=True)  # it may quote what a model or a file says
             raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from error
         except OSError as error:
-            if error.errno not in _OF_A_PATH or not isinstance(error.filename, str | os.PathLike):
+            if error.errno not in _PATH_ERRNOS or not isinstance(error.filename, str | os.PathLike):
                 raise
             typer.echo(f"{str(error.filename)[:_MAX_SHOWN]}: {error.strerror}", err=True)
             raise typer.Exit(USER_ERROR) from error

@@ -103,15 +103,15 @@ def _what_to_check(
         notes.append("The rewards that environments (`get_reward`) and agents give are not checked here.")
     chosen = []
     for index, function in enumerate(functions):
-        lack = function.lack(columns, has_environments=bool(config.environments))
+        missing = function.missing_inputs(columns, has_environments=bool(config.environments))
         if function.needs_environments and config.environments:
             notes.append(f"{function.name} is skipped: it needs `environments`, which only a rollout has.")
-        elif lack is None:
+        elif missing is None:
             chosen.append(index)
         elif config.rollout_function is not None or config.rollout.agent is not None:
-            notes.append(f"{function.name} is skipped: it {lack}; your rollouts may bring it.")
+            notes.append(f"{function.name} is skipped: it {missing}; your rollouts may bring it.")
         else:
-            problems.append(f"reward {function.name!r} {lack}")
+            problems.append(f"reward {function.name!r} {missing}")
     if problems:
         raise ConfigError("\n".join(problems))
     return chosen, notes

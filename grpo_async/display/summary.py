@@ -66,8 +66,8 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "staleness", text("mean {:.2f}, max {:.0f} steps", "staleness_mean", "staleness_max") or ""
     if groups := (summary.get("ledger") or {}).get("groups"):
         parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATUSES if groups.get(state)]
-        closed = "closed" if summary.get("ledger_closed") else "NOT CLOSED: groups are missing, please report this"
-        yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
+        balance = "balanced" if summary.get("ledger_closed") else "NOT BALANCED: groups are missing, please report this"
+        yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({balance})"
     memory = summary.get("memory") or {}
     if memory.get("peaks"):
         peak = describe_peak(memory["peaks"], finite(memory.get("estimated")), on_gpu=bool(summary.get("on_gpu")))

@@ -38,7 +38,7 @@ TellTrainer: TypeAlias = Callable[..., None]
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
 _RESTART_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
-_SERVED_WELL_S = 600.0  # after so long, the end of a server is no longer one of a row
+_RESTART_RESET_S = 600.0  # a server that served for so long has its restarts in a row counted from 0 again
 
 
 class LocalProcesses:
@@ -221,7 +221,7 @@ class RestartCount:
 
         Worked example: delay_s 1, max_restarts 3, ends in a row -> 1, 2, 4, None.
         """
-        if self._serving_since is not None and self._clock() - self._serving_since >= _SERVED_WELL_S:
+        if self._serving_since is not None and self._clock() - self._serving_since >= _RESTART_RESET_S:
             self.in_a_row = 0
         self._serving_since = None
         if self.in_a_row >= self.max_restarts:

@@ -21,7 +21,7 @@ from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
 
 logger = logging.getLogger("grpo_async")
 
-_SOON_S = 60.0  # the same line of code warns the launcher once in so long
+_WARNING_INTERVAL_S = 60.0  # between two warnings of the same line of code
 _MAX_CHARS = 1000
 
 
@@ -76,7 +76,7 @@ class WarningForwarder(logging.Handler):
         """See logging.Handler."""
         kind, now = (record.pathname, record.lineno), time.monotonic()
         with self._told_lock:
-            if now - self._told_at.get(kind, -_SOON_S) < _SOON_S:
+            if now - self._told_at.get(kind, -_WARNING_INTERVAL_S) < _WARNING_INTERVAL_S:
                 return
             self._told_at[kind] = now
         try:

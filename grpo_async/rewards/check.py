@@ -119,7 +119,7 @@ def check_reward(
     """
     golds = [gold_of(prompt, gold_column) for prompt in prompts]
     seen = asyncio.run(_observe(reward, prompts, golds))
-    asks_for_gold = any(map(reward.names, (gold_column,) if gold_column else GOLD_COLUMNS))
+    asks_for_gold = any(map(reward.has_parameter, (gold_column,) if gold_column else GOLD_COLUMNS))
     return report(seen, name=reward.name, place=place, asks_for_gold=asks_for_gold)
 
 

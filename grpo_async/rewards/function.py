@@ -99,16 +99,18 @@ class RewardFunction:
         """Time limit of one call."""
         return self._caller.timeout_s
 
-    def names(self, parameter: str) -> bool:
-        """Whether the signature names `parameter` (**kwargs does not count)."""
-        return parameter in self._parameters.names
+    def has_parameter(self, name: str) -> bool:
+        """Whether the signature has a parameter of this name (**kwargs does not count)."""
+        return name in self._parameters.names
 
     @property
     def needs_environments(self) -> bool:
         """Whether the function cannot do without `environments`."""
         return ENVIRONMENTS in self._parameters.required
 
-    def lack(self, columns: Iterable[str], *, has_environments: bool = False, source: str = "data.train") -> str | None:
+    def missing_inputs(
+        self, columns: Iterable[str], *, has_environments: bool = False, source: str = "data.train"
+    ) -> str | None:
         """What is missing and what to do about it, as the end of a sentence that begins with the function's name; None if
         nothing is: "needs the column(s) ['answer'], but the data has ['solution']; rename with ..."."""
         columns = sorted(columns)
@@ -155,9 +157,9 @@ class RewardFunction:
         )
         if not completions:
             return RewardOutcome(values=[])
-        lack = self.lack(columns, has_environments=environments is not None)
-        if lack is not None:
-            raise RewardError(self.name, lack)
+        missing = self.missing_inputs(columns, has_environments=environments is not None)
+        if missing is not None:
+            raise RewardError(self.name, missing)
         try:
             if self._pool is not None:
                 outcome: RewardOutcome = await self._pool.run(

@@ -30,8 +30,8 @@ from grpo_async.rollout.group import NO_SLOTS, ErrorLog, OpenGroup
 from grpo_async.tracking.timeline import Slots
 from grpo_async.utils.seeds import seed_of
 
-_OWN_LIMIT_FIRST_S = 5.0
-"""After `timeout_s`: an agent with its own limit says more about what it was doing."""
+_TIMEOUT_MARGIN_S = 5.0
+"""Added to `timeout_s`: an agent that keeps the limit itself says more about what it was doing."""
 
 
 class AgentHost:
@@ -115,11 +115,11 @@ class AgentProducer:
 
     async def _rollout(self, endpoint: AgentEndpoint, group: OpenGroup, index: int) -> RolloutCompletion:
         """One completion; never raises anything but cancellation."""
-        over: RolloutCompletion | None = None
+        completion: RolloutCompletion | None = None
         restored = group.restored.get(index)
         if isinstance(restored, RolloutCompletion):
             return restored
-        group.snapshots[index] = lambda: over
+        group.snapshots[index] = lambda: completion
         rollout_id = f"{group.name}-r{index}"
         async with self._host.slots:  # those that have one have a time limit
             with self._tracks.span("rollout", rollout=rollout_id, group=group.name) as (track, span):
@@ -133,22 +133,22 @@ class AgentProducer:
                     track=track,
                 )
                 try:
-                    over = await self._run(group.prompt, session)
+                    completion = await self._run(group.prompt, session)
                 finally:
                     session.close()
                 span.details |= {
-                    "status": str(over.status),
-                    "calls": len(over.all_turns),
-                    "branches": len(over.branches),
-                    "tokens": over.num_sampled_tokens,
+                    "status": str(completion.status),
+                    "calls": len(completion.all_turns),
+                    "branches": len(completion.branches),
+                    "tokens": completion.num_sampled_tokens,
                 }
-        return over
+        return completion
 
     async def _run(self, prompt: Prompt, session: AgentSession) -> RolloutCompletion:
         section = self._host.section
         # the agent may change what it gets
         row: dict[str, Any] = copy.deepcopy({"prompt": prompt.as_given(), **prompt.columns})
-        limit = asyncio.timeout(self._host.agent.start_timeout_s + section.timeout_s + _OWN_LIMIT_FIRST_S)
+        limit = asyncio.timeout(self._host.agent.start_timeout_s + section.timeout_s + _TIMEOUT_MARGIN_S)
         try:
             async with limit:
                 result = await self._host.agent.run(row, session)

@@ -302,15 +302,15 @@ class ConversationProducer:
             tool_names=[tool.name for tool in tools],
             environment=environment,
         )
-        over: RolloutCompletion | None = None
+        result: RolloutCompletion | None = None
         if environment is None:
             restored = group.restored.get(index)
             if isinstance(restored, RolloutCompletion):
                 return restored
             if restored is not None:
                 rollout.restore(restored)
-            # evaluated between two steps of the loop: when the last turn is among the turns, `over` is set too
-            group.snapshots[index] = lambda: over or rollout.snapshot()
+            # evaluated between two steps of the loop: when the last turn is among the turns, `result` is set too
+            group.snapshots[index] = lambda: result or rollout.snapshot()
         began, started_at = time.monotonic(), time.time()
         limit = asyncio.timeout(self._rollout_timeout_s)
         try:
@@ -349,8 +349,8 @@ class ConversationProducer:
         else:
             if not completion.turns:
                 self._errors.count("environment done at reset" if completion.done else "prompt too long")
-        over = replace(completion, total_duration_s=time.monotonic() - began, started_at=started_at)
-        return over
+        result = replace(completion, total_duration_s=time.monotonic() - began, started_at=started_at)
+        return result
 
     def _prompt_ids(
         self,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-_AGAIN_EVERY_S = 0.1
+_INTERRUPT_INTERVAL_S = 0.1
 _deadline: ContextVar[float | None] = ContextVar("_deadline", default=None)
 
 
@@ -77,7 +77,7 @@ def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
         is_done = is_over.wait(left)
         while not is_done:  # again and again: one that meets no running statement is lost
             connection.interrupt()
-            is_done = is_over.wait(_AGAIN_EVERY_S)
+            is_done = is_over.wait(_INTERRUPT_INTERVAL_S)
 
     watcher = threading.Thread(target=watch, name="deadline of a query", daemon=True)
     watcher.start()

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from grpo_async.batching.minibatch import Minibatch
-from grpo_async.buffer.ledger import is_closed
+from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import ADVICE, ModelSize, available_memory, describe_peak, trainer_memory
@@ -739,7 +739,7 @@ class Leader:
             "learning": self._track_evaluation(steps).as_dict(),
             "evaluation": self._evaluations.summary(),
             "ledger": ledger,
-            "ledger_closed": is_closed(ledger),
+            "ledger_closed": is_balanced(ledger),
             "memory": memory,
         }
         write_atomically(run_dir.summary, json.dumps(summary, indent=2))

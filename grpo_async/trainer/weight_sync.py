@@ -31,7 +31,7 @@ from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNEXPLAINED = 3
+_MAX_UNATTRIBUTED_FAILURES = 3
 """Consecutive pushes that fail although no server failed: then the fault is not with the servers."""
 
 Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
@@ -84,14 +84,14 @@ class FleetSync:
             WeightPushError: an update was refused, or pushes fail although every server is well.
         """
         self._wake_up()
-        unexplained = 0
+        unattributed = 0
         while members := self._fit_members():
             try:
                 metrics = self._push_to(members, version, before_gather)
             except PushFailedError as error:
                 self._transport.close()
-                unexplained = 0 if self._fence(members, error) else unexplained + 1
-                if unexplained >= _MAX_UNEXPLAINED:
+                unattributed = 0 if self._fence(members, error) else unattributed + 1
+                if unattributed >= _MAX_UNATTRIBUTED_FAILURES:
                     raise
                 logger.warning("%s; pushing again", error)
                 continue

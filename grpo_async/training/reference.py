@@ -94,12 +94,14 @@ def score_twice(
         rounding: dtype whose rounding the second scores are to show; not finer than `compute`.
     """
     logprobs = score_sequences(policy, sequences, device=device)
-    with _rounded_anew(policy, rounding, device=device, is_coarser=rounding != compute):
-        return TrainerScores(logprobs=logprobs, rounded_anew=score_sequences(policy, sequences, device=device))
+    with _perturbed_rounding(policy, rounding, device=device, is_coarser=rounding != compute):
+        return TrainerScores(logprobs=logprobs, perturbed_logprobs=score_sequences(policy, sequences, device=device))
 
 
 @contextmanager
-def _rounded_anew(policy: Policy, dtype: torch.dtype, *, device: torch.device, is_coarser: bool) -> Iterator[None]:
+def _perturbed_rounding(
+    policy: Policy, dtype: torch.dtype, *, device: torch.device, is_coarser: bool
+) -> Iterator[None]:
     """Embeddings are moved by a unit in their last place at most, as another rounding would have done. All that is computed from
     them is then other numbers, whose roundings have nothing to do with those of the undisturbed pass. Where `dtype` is coarser than
     what the policy computes in, autocast brings its rounding."""

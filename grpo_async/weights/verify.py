@@ -54,15 +54,15 @@ class LogprobDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerScores:
-    """The trainer's log-probabilities of the probes, one list per sequence; and once more, rounded differently."""
+    """The trainer's log-probabilities of the probes, one list per sequence, and those of a pass that rounds differently."""
 
     logprobs: list[list[float]]
-    rounded_anew: list[list[float]]
+    perturbed_logprobs: list[list[float]]
 
     @property
     def rounding(self) -> LogprobDifference:
         """What rounding alone does."""
-        return compare_logprobs(self.logprobs, self.rounded_anew)
+        return compare_logprobs(self.logprobs, self.perturbed_logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

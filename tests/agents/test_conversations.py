@@ -14,7 +14,7 @@ from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.calls import AgentRefusal
 from grpo_async.agents.history import Answer
 from grpo_async.agents.session import AgentSession
-from grpo_async.buffer.ledger import Ledger, is_closed
+from grpo_async.buffer.ledger import Ledger, is_balanced
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, RolloutStatus
@@ -51,7 +51,7 @@ def test_500_random_conversations_train_every_answer_once_with_the_tokens_that_w
         counts["grown"] += conversation.num_grown
     assert all(count > NUM_CONVERSATIONS / 4 for count in counts.values()), counts
     books = ledger.snapshot()
-    assert is_closed(books)
+    assert is_balanced(books)
     assert books["tokens"]["trained"] == trained < books["tokens"]["started"]
 
 

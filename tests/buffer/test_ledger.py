@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from grpo_async.buffer.ledger import Ledger, is_closed, totals_for_resume
+from grpo_async.buffer.ledger import Ledger, is_balanced, totals_for_resume
 from grpo_async.records import GroupStatus
 
 
@@ -15,20 +15,20 @@ def _ledger(totals: Mapping[str, Mapping[str, int]] | None = None, **changes: in
     return Ledger(totals, **{"groups_per_step": 4, "max_staleness": 1, "version": 0, "last_version": 100, **changes})
 
 
-def test_the_ledger_is_closed_at_every_moment() -> None:
+def test_the_ledger_is_balanced_at_every_moment() -> None:
     ledger = _ledger()
     for group_id in range(4):
         ledger.start(group_id)
         ledger.generated(group_id, 10)
-        assert is_closed(ledger.snapshot())
+        assert is_balanced(ledger.snapshot())
     ledger.drop_tokens(0, 4)
     ledger.queue(0)
-    assert is_closed(ledger.snapshot())
+    assert is_balanced(ledger.snapshot())
     ledger.close_group(0, GroupStatus.TRAINED)
     ledger.close_group(1, GroupStatus.STALE)
     ledger.close_group(2, GroupStatus.FILTERED)
     snapshot = ledger.snapshot()
-    assert is_closed(snapshot)
+    assert is_balanced(snapshot)
     assert snapshot["groups"] == {
         "started": 4, "trained": 1, "filtered": 1, "stale": 1, "failed": 0, "cancelled": 0, "queued": 0, "in_flight": 1,
     }  # fmt: skip
@@ -36,7 +36,7 @@ def test_the_ledger_is_closed_at_every_moment() -> None:
     assert snapshot["tokens"]["failed"] == 4
     assert snapshot["tokens"]["in_flight"] == 10
     snapshot["groups"]["in_flight"] = 0
-    assert not is_closed(snapshot)
+    assert not is_balanced(snapshot)
 
 
 def test_a_group_is_closed_only_once_and_only_finally() -> None:
@@ -57,7 +57,7 @@ def test_totals_for_resume_leave_out_what_is_open_so_that_it_counts_once() -> No
     ledger.close_group(0, GroupStatus.TRAINED)
     ledger.queue(1)
     resumed = _ledger(totals_for_resume(ledger.snapshot()))
-    assert is_closed(resumed.snapshot())
+    assert is_balanced(resumed.snapshot())
     assert resumed.snapshot()["groups"] == {
         **{status: 0 for status in GroupStatus if status is not GroupStatus.EVALUATED},
         "started": 1,
@@ -81,7 +81,7 @@ def test_events_grow_with_everything_that_moves_but_tokens_of_a_closed_group_are
     ledger.generated(1, 5)
     assert ledger.num_events == seen[-1]
     assert ledger.snapshot()["tokens"]["started"] == 5
-    assert is_closed(ledger.snapshot())
+    assert is_balanced(ledger.snapshot())
 
 
 # ---- admission: generation is paced by what training can still use ----

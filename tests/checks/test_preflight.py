@@ -75,7 +75,7 @@ def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
     fields: dict[str, Any] = {
         "config": config, "run_dir": RunDir(config.run_path), "renderer": renderer, "servers": [], "prompts": prompts,
         "prompt_ids": [renderer.prompt_ids(prompt.messages) for prompt in prompts], "probes": [],
-        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], rounded_anew=[]), "parameter_shapes": {},
+        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], perturbed_logprobs=[]), "parameter_shapes": {},
         "num_embeddings": len(tokenizer), "policy_version": 0, "token": TOKEN,
     }  # fmt: skip
     return PreflightContext(**{**fields, **changes})

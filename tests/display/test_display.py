@@ -232,7 +232,7 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
     for part in (
         "finished after 60 steps in 1:15", "0.250 -> 0.900", "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
         "1234 generated, 987 trained (embedded engine)", "trainer 12%, generator 30%", "80% efficiency", "mean 0.75, max 1 steps",
-        "100 started = 90 trained + 6 filtered + 4 cancelled (closed)", "a trainer rank held 1.5 GiB", "runs/x/model",
+        "100 started = 90 trained + 6 filtered + 4 cancelled (balanced)", "a trainer rank held 1.5 GiB", "runs/x/model",
         "grpo-async inspect-rollouts runs/x",
     ):  # fmt: skip
         assert part in " ".join(text.split()), text

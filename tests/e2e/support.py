@@ -62,7 +62,7 @@ class Run:
     def complete(
         self, *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
     ) -> tuple[dict[str, Any], str]:
-        """A run that is to end well: exit code 0, no process left, the ledger closed. Its summary and what was printed."""
+        """A run that is to end well: exit code 0, no process left, the ledger balanced. Its summary and what was printed."""
         done = self.train(*arguments, timeout_s=timeout_s, environment=environment)
         assert done.returncode == 0, done.stdout[-3000:] + self.logs()[-3000:]
         self.assert_nothing_is_left()

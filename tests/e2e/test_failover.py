@@ -1,6 +1,6 @@
 """Inference servers that die or hang in the middle of a run: the run goes on, and nothing is lost or trained twice.
 
-Each test ends with the same accounts (`_assert_accounts`): exit code 0, every step once, the ledger closed, no prompt trained
+Each test ends with the same accounts (`_assert_accounts`): exit code 0, every step once, the ledger balanced, no prompt trained
 twice, no process left; the time to recover stands in summary.json.
 """
 

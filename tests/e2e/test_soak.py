@@ -1,4 +1,4 @@
-"""A long run of tiny steps: memory, open files and threads stay as they are, and the ledger is closed at each step."""
+"""A long run of tiny steps: memory, open files and threads stay as they are, and the ledger balances at each step."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _quarters(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     return second, last
 
 
-def test_a_long_run_does_not_grow_and_its_ledger_is_closed_at_every_step(tmp_path: Path) -> None:
+def test_a_long_run_does_not_grow_and_its_ledger_balances_at_every_step(tmp_path: Path) -> None:
     run = _make(tmp_path)
     with (tmp_path / "output.txt").open("wb") as output:  # a pipe that nobody reads would be full after a while
         process = subprocess.Popen(

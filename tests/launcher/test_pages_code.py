@@ -24,7 +24,7 @@ def test_the_code_of_the_pages_loads_in_every_role(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     try:
         (reward,) = load_rewards([RewardSection(function="mine:exact_answer")])
-        assert reward.lack(["answer"]) is None
+        assert reward.missing_inputs(["answer"]) is None
         tools = load_tools([ToolSection(function="mine:multiply")])
         assert [tool.name for tool in tools] == ["multiply"]
         environments = load_environments({"counter": EnvironmentSection(factory="mine:Counter")}, tools)

@@ -143,7 +143,7 @@ def test_an_agent_that_fails_fails_its_rollout_alone() -> None:
 
 
 def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.rollout.agent_producer._OWN_LIMIT_FIRST_S", 0.0)
+    monkeypatch.setattr("grpo_async.rollout.agent_producer._TIMEOUT_MARGIN_S", 0.0)
 
     async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
         await _ask(session)

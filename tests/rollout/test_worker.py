@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.buffer.ledger import is_closed
+from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, Watch
 from grpo_async.config.sections import AdvantageSection, RolloutSection
@@ -163,7 +163,7 @@ class _Setup:
 
         asyncio.run(main())
         self.store.close()
-        assert is_closed(self.ledger.snapshot())
+        assert is_balanced(self.ledger.snapshot())
         assert self.ledger.snapshot()["groups"]["in_flight"] == 0
 
     def taken(self, count: int, *, after_queueing: bool = True) -> list[ScoredGroup]:
@@ -459,5 +459,5 @@ def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path:
         raise FatalRolloutError("rollout_func must return keys ['logprobs'] in its output dict.")
 
     setup.produce_instead(broken)
-    setup.fails(FatalRolloutError, "logprobs")  # asserts that the ledger is closed and nothing in flight
+    setup.fails(FatalRolloutError, "logprobs")  # asserts that the ledger is balanced and nothing in flight
     assert setup.statuses()["failed"] >= 1

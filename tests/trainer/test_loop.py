@@ -51,7 +51,7 @@ def _run(
         config,
         commands,
         score=lambda sequences, rounding: TrainerScores(
-            logprobs=[[-1.0] * (len(sequence) - 1) for sequence in sequences], rounded_anew=[]
+            logprobs=[[-1.0] * (len(sequence) - 1) for sequence in sequences], perturbed_logprobs=[]
         ),
     )
     lines: list[dict[str, float]] = []

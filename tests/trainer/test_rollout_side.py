@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.buffer.ledger import is_closed
+from grpo_async.buffer.ledger import is_balanced
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import GroupStatus
@@ -49,7 +49,7 @@ def test_closing_ends_in_bounded_time_although_every_request_is_retried_for_ever
         assert time.monotonic() - began < 3.0 + 2.0  # the time limit, and some for a busy machine
         assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
         ledger = side.source.ledger_snapshot()
-        assert is_closed(ledger)
+        assert is_balanced(ledger)
         assert (ledger["groups"]["cancelled"], ledger["groups"]["in_flight"]) == (2, 0)
         num_requests = len(server.requests)
         time.sleep(0.5)  # longer than the first delays of the back-off
@@ -267,5 +267,5 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
                 ledger = side.source.ledger_snapshot()
     assert sorted(number for groups in trained for number in groups) == list(range(10))
     assert [len(groups) for groups in trained] == [2] * 5
-    assert is_closed(ledger)
+    assert is_balanced(ledger)
     assert (ledger["groups"]["started"], ledger["groups"]["trained"]) == (10, 10)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from grpo_async.buffer.ledger import is_closed
+from grpo_async.buffer.ledger import is_balanced
 from grpo_async.records import GroupStatus
 from grpo_async.trainer.rollout_side import RolloutSide
 from tests.support.local_server import LIMIT_S, Request, line, local_server
@@ -62,7 +62,7 @@ def test_a_group_of_which_only_a_part_was_dispatched_is_cancelled_whole_and_noth
         assert not [r for r in server.requests[3:] if r["request_id"].startswith("g0-")]
         assert not [tokens for tokens in scored if FIRST_STALE in tokens]
         ledger = side.source.ledger_snapshot()
-    assert is_closed(ledger)
+    assert is_balanced(ledger)
     assert (ledger["groups"]["stale"], ledger["groups"]["in_flight"]) == (1, 0)
     assert ledger["tokens"]["stale"] == 3
     rows = list(read_groups(config.run_path / "rollouts"))

@@ -210,7 +210,7 @@ def _score(sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
     """Rounding moves the trainer's own by 0.01 in bfloat16, by 1e-6 in float32."""
     moved = -1.0 - {"bfloat16": 0.01, "float32": 1e-6}[rounding]
     lengths = [len(sequence) - 1 for sequence in sequences]
-    return TrainerScores(logprobs=[[-1.0] * n for n in lengths], rounded_anew=[[moved] * n for n in lengths])
+    return TrainerScores(logprobs=[[-1.0] * n for n in lengths], perturbed_logprobs=[[moved] * n for n in lengths])
 
 
 def test_a_push_goes_to_every_server_that_is_up_in_one_group_that_lasts(world: Any) -> None:

@@ -96,7 +96,7 @@ def test_scoring_between_two_steps_changes_nothing_of_the_training(tiny_model: P
     assert before["logprobs"] != after["logprobs"], "a step was made between the two"
     policy = load_tiny(tiny_model)
     expected = score_sequences(policy, SEQUENCES, device=torch.device("cpu"))
-    for score, right, rounded in zip(before["logprobs"], expected, before["rounded_anew"], strict=True):
+    for score, right, rounded in zip(before["logprobs"], expected, before["perturbed_logprobs"], strict=True):
         assert score == pytest.approx(right, abs=1e-5)
         assert rounded == pytest.approx(right, abs=0.5), "as bfloat16 would have it"
         assert rounded != pytest.approx(right, abs=1e-4)

@@ -58,7 +58,7 @@ def test_the_coarsest_dtype_decides_what_is_rounding(tmp_path: Path) -> None:
 def test_the_limit_follows_from_what_rounding_does_to_the_trainers_own(
     tmp_path: Path, moved: float, limit: float
 ) -> None:
-    scores = TrainerScores(logprobs=[[-1.0, -2.0]], rounded_anew=[[-1.0 - moved, -2.0 + moved]])
+    scores = TrainerScores(logprobs=[[-1.0, -2.0]], perturbed_logprobs=[[-1.0 - moved, -2.0 + moved]])
     assert verify_limit(make_config(tmp_path), scores) == pytest.approx(limit)
     tolerant = make_config(tmp_path, weights={"verify_tolerance": 0.2})
     assert verify_limit(tolerant, scores) == 0.2
