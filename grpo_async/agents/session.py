@@ -269,8 +269,7 @@ class AgentSession:
     def _budget(self, num_context: int, number: int, *, is_trained: bool) -> int:
         """Tokens that a call may sample. Where a call that is not trained finds none, the rollout is none the less whole."""
         settings = self._settings
-        left = settings.max_completion_tokens - self._num_sampled
-        if left < 1 or number >= settings.max_turns:
+        if self._num_sampled >= settings.max_completion_tokens or number >= settings.max_turns:
             if self.is_out_of_budget or not is_trained:
                 raise refuse(
                     f"the rollout has used its {settings.max_completion_tokens} tokens or {settings.max_turns} calls "
@@ -279,12 +278,9 @@ class AgentSession:
                 )
             self.is_out_of_budget = self.is_truncated = True
             return 0
-        fits = settings.max_model_len - num_context
-        budget = min(left, fits)
-        if settings.max_turn_tokens is not None:
-            budget = min(budget, settings.max_turn_tokens)
+        budget = settings.turn_budget(num_context, num_used=self._num_sampled)
         self.is_truncated |= is_trained and budget < 1
-        return max(0, budget)
+        return budget
 
     async def _generate(self, request: GenerateRequest, number: int) -> Generation:
         task = asyncio.current_task()

@@ -31,14 +31,12 @@ class SamplingSettings:
         shared = {name: getattr(self, name) for name in GenerateRequest.model_fields if hasattr(self, name)}
         return GenerateRequest(**{**shared, **fields})
 
-    def turn_budget(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
+    def turn_budget(self, num_context: int, *, num_used: int) -> int:
         """max_tokens of a turn = min(turn limit, what is left of the completion budget, what fits into the model length).
 
         Turn limit none, budget 48, 40 used, model length 128, 100 in the context: min(8, 28) = 8.
         """
-        left = self.max_completion_tokens - num_completion_tokens
-        fits = self.max_model_len - num_prompt_tokens - num_completion_tokens
-        budget = max(0, min(left, fits))
+        budget = max(0, min(self.max_completion_tokens - num_used, self.max_model_len - num_context))
         return budget if self.max_turn_tokens is None else min(budget, self.max_turn_tokens)
 
     def shown(self, text: str) -> str:

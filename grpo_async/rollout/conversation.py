@@ -145,7 +145,7 @@ class Rollout(TokenPath):
         self.is_done = await self._is_done()
         is_over = self.is_done
         while not is_over:
-            budget = self.settings.turn_budget(len(self.prompt_ids), self.num_completion_tokens)
+            budget = self._budget(self.num_completion_tokens)
             if budget < 1:
                 self.is_truncated = True
                 break
@@ -206,7 +206,7 @@ class Rollout(TokenPath):
             is_ended = generation.token_ids[-1] in self.settings.stop_token_ids
             suffix_ids = self.renderer.suffix_ids(calls, results, is_ended=is_ended)
             used = self.num_completion_tokens + len(generation.token_ids) + len(suffix_ids)
-            if self.settings.turn_budget(len(self.prompt_ids), used) < 1:
+            if self._budget(used) < 1:
                 self.is_truncated = True
                 suffix_ids = ()  # nothing is generated after it: a dangling prompt would only cost training time
         self.add(
@@ -218,6 +218,9 @@ class Rollout(TokenPath):
             )
         )
         return self.is_done or self.is_truncated
+
+    def _budget(self, num_used: int) -> int:
+        return self.settings.turn_budget(len(self.prompt_ids) + num_used, num_used=num_used)
 
     async def _is_done(self) -> bool:
         if self.environment is None:

@@ -178,7 +178,7 @@ class FunctionTrainer:
     async def _one(self, prompt: Any, place: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
         prompt_ids = self._prompt_ids(prompt)
-        budget = self._settings.turn_budget(len(prompt_ids), 0)
+        budget = self._settings.turn_budget(len(prompt_ids), num_used=0)
         if budget < 1:
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in inference.max_model_len = "
