@@ -402,6 +402,11 @@ class RolloutGroup:
     completions: Sequence[RolloutCompletion]
 
     @property
+    def name(self) -> str:
+        """ "g7", of rollouts "g7-r0", "g7-r1", ...; during an evaluation "eval-v40-7"."""
+        return self.completions[0].rollout_id.rpartition("-r")[0]
+
+    @property
     def trainable(self) -> list[RolloutCompletion]:
         return [c for c in self.completions if c.status.is_trainable and c.num_sampled_tokens > 0]
 

@@ -257,7 +257,7 @@ class SampleBuffer:
 
     def _note_taken(self, scored: ScoredGroup, **details: object) -> None:
         began, track = self._since.pop(scored.group.group_id)
-        track.add("queued", began, time.time(), group=f"g{scored.group.group_id}", **details)
+        track.add("queued", began, time.time(), group=scored.group.name, **details)
         self._tracks.release(track)
 
     def fail(self, error: BaseException) -> None:

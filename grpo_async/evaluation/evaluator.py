@@ -156,7 +156,7 @@ class Evaluator:
             self._errors.note("evaluation", error)
             self._keep(task, _unscored(group.record), GroupStatus.FAILED)
             message = message_of(error)
-            failed = [_failed(f"{group.name}-r{index}", message) for index in range(group.size)]
+            failed = [_failed(group.rollout_id(index), message) for index in range(group.size)]
             return _unscored(replace(group.record, completions=failed))
         self._keep(task, scored, GroupStatus.EVALUATED)
         return scored

@@ -120,7 +120,7 @@ class AgentProducer:
         if isinstance(restored, RolloutCompletion):
             return restored
         group.snapshots[index] = lambda: completion
-        rollout_id = f"{group.name}-r{index}"
+        rollout_id = group.rollout_id(index)
         async with self._host.slots:  # those that have one have a time limit
             with self._tracks.span("rollout", rollout=rollout_id, group=group.name) as (track, span):
                 session = AgentSession(

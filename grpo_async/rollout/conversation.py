@@ -298,7 +298,7 @@ class ConversationProducer:
             renderer=self._renderer,
             settings=self._settings,
             on_tokens=partial(group.received, index),
-            rollout_id=f"{group.name}-r{index}",
+            rollout_id=group.rollout_id(index),
             seed=seed_of(group.seed, index),
             affinity=f"{group.name}/{index}",
             tools=ToolExecutor(tools, max_result_chars=self._max_result_chars) if tools else None,

@@ -123,7 +123,7 @@ class FunctionProducer:
         trainer = FunctionTrainer(self._setup, seed=groups[0].seed, served_version=groups[0].served_version)
         began, started_at = time.monotonic(), time.time()
         names = [group.name for group in groups]
-        ids = [f"{group.name}-r{index}" for group in groups for index in range(group.size)]
+        ids = [group.rollout_id(index) for group in groups for index in range(group.size)]
         call = UserCall(
             functools.partial(self._function, prompts, trainer),
             # in the thread: a long list takes its time

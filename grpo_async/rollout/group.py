@@ -30,7 +30,7 @@ class OpenGroup:
     """`size` rollouts of one prompt, from their start until they are closed or queued. A rollout is known by its index.
 
     Attributes:
-        name: begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...).
+        name: begins the ids of its rollouts.
         seed: of the group, from which rollouts and turns have theirs (`utils.seeds.seed_of`).
         served_version: returns the policy version that the servers serve at the moment of the call.
         on_tokens: gets the number of tokens that arrived.
@@ -63,6 +63,10 @@ class OpenGroup:
     def record(self) -> RolloutGroup:
         """The prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data."""
         return RolloutGroup(group_id=self.prompt.prompt_id, prompt=self.prompt, completions=list(self.completions))
+
+    def rollout_id(self, index: int) -> str:
+        """ "g7" -> "g7-r0"; `RolloutGroup.name` reads it back."""
+        return f"{self.name}-r{index}"
 
     @property
     def oldest_version(self) -> int | None:

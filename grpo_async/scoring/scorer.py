@@ -18,7 +18,6 @@ from grpo_async.config.sections import AdvantageSection
 from grpo_async.records import (
     AGENT_REWARD,
     Branch,
-    Prompt,
     RolloutCompletion,
     RolloutGroup,
     RolloutSample,
@@ -87,7 +86,7 @@ class Scorer:
             kept = {id(completion) for completion in survivors}
             environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
         began = time.monotonic()
-        outcomes = await self._outcomes(group.prompt, survivors, environments=environments)
+        outcomes = await self._outcomes(group, survivors, environments=environments)
         took_s = time.monotonic() - began
         parts: list[dict[str, float | None]] = [
             {name: outcome.values[index] for name, outcome in outcomes.items()}
@@ -152,12 +151,13 @@ class Scorer:
         return changed
 
     async def _outcomes(
-        self, prompt: Prompt, completions: Sequence[RolloutCompletion], *, environments: Sequence[Any] | None
+        self, group: RolloutGroup, completions: Sequence[RolloutCompletion], *, environments: Sequence[Any] | None
     ) -> dict[str, RewardOutcome]:
-        """What every function says about every completion of one prompt, by its name.
+        """What every function says about these completions of the group, by its name.
 
         The functions run at the same time; when one fails, the others are cancelled and its error is raised.
         """
+        prompt = group.prompt
         given = [prompt.as_given(completion.prompt_messages) for completion in completions]
         texts: list[Any]
         if prompt.is_conversational:
@@ -170,8 +170,7 @@ class Scorer:
         if AGENT_REWARD in self._environment_names:
             columns["branches"] = [list(map(_branch_column, completion.branches)) for completion in completions]
         ids = [completion.completion_ids.tolist() for completion in completions]
-        name = completions[0].rollout_id.rpartition("-")[0]
-        with self._tracks.span("score", group=name, rollouts=len(completions)) as (_, span):
+        with self._tracks.span("score", group=group.name, rollouts=len(completions)) as (_, span):
 
             async def score(reward: RewardFunction) -> RewardOutcome:
                 outcome = await reward.score(
