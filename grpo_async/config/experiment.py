@@ -33,6 +33,7 @@ from grpo_async.config.sections import (
     TrainingSection,
     WeightsSection,
 )
+from grpo_async.utils.text import duplicates
 
 _BYTES_PER_S = 100_000_000
 """At which a model is read from a network file system that several machines read at once."""
@@ -87,8 +88,7 @@ class ExperimentConfig(StrictModel):
     @classmethod
     def _reward_names_are_unique(cls, rewards: list[RewardSection]) -> list[RewardSection]:
         names = [reward.name or reward.own_name for reward in rewards]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := duplicates(names):
             raise ValueError(f"the reward names {twice} are used more than once; give each a `name`")
         return rewards
 

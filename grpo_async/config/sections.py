@@ -42,6 +42,7 @@ from grpo_async.config.base import (
     default_type,
 )
 from grpo_async.utils.network import WILDCARDS
+from grpo_async.utils.text import duplicates
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
 _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
@@ -861,8 +862,7 @@ class InferenceSection(StrictModel):
     @field_validator("urls")
     @classmethod
     def _urls_differ(cls, urls: list[str]) -> list[str]:
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        if twice:
+        if twice := duplicates(urls):
             raise ValueError(f"named more than once: {twice}")
         return urls
 
@@ -913,15 +913,17 @@ class WeightsSection(StrictModel):
     """Largest mean absolute difference of log-probabilities, in nats. null: twice what rounding does to the trainer's own, which
     computes the same tokens twice; at least 1e-3, at most 0.5."""
 
-    def bucket_bytes(self, num_bytes: int) -> int:
-        """Size of the buckets of an update of `num_bytes`, where there is room for them; see `bucket_mb`.
+    def bucket_bytes(self, num_bytes: int, *, free_bytes: int | None = None) -> int:
+        """Size of the buckets of an update of `num_bytes`; see `bucket_mb`. Where it is null, at most an eighth of `free_bytes`:
+        trainer and server each hold two.
 
         Worked examples: 400 MB -> 8 MiB, 50 buckets; 8B in bfloat16 (16 GB) -> 250 MB; 70B (140 GB) -> 256 MiB, about 550 buckets,
         5 ms each at 50 GB/s.
         """
         if self.bucket_mb is not None:
             return self.bucket_mb << 20
-        return min(max(num_bytes // 64, 8 << 20), 256 << 20)
+        size = min(num_bytes // 64, 256 << 20)
+        return max(size if free_bytes is None else min(size, free_bytes // 8), 8 << 20)
 
 
 # ---- what is kept ----

@@ -25,7 +25,7 @@ from grpo_async.data.rows import PlacedRows, Row, check_values
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
-from grpo_async.utils.text import backticked, json_kind
+from grpo_async.utils.text import backticked, duplicates, json_kind
 
 _BATCH_ROWS = 1024  # rows of a Parquet file that are in memory as columns at once
 
@@ -53,7 +53,7 @@ def read_csv(source: CsvSource) -> PlacedRows:
     reader = csv.DictReader(_lines(source.path), strict=True)
     begins_at = 1  # a quoted value may span lines; the place is where the row begins
     try:
-        _check_names(source.path, reader.fieldnames or ())
+        _check_columns(source.path, reader.fieldnames or ())
         begins_at = reader.line_num + 1
         for row in reader:
             place = f"{source.path}:{begins_at}"
@@ -70,9 +70,8 @@ def read_csv(source: CsvSource) -> PlacedRows:
         ) from error
 
 
-def _check_names(path: Path, names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    if twice := duplicates(names):
         raise ConfigError(f"{path}: {backticked(twice)} names more than one column; give each its own name")
 
 
@@ -86,7 +85,7 @@ def read_parquet(source: ParquetSource) -> PlacedRows:
         number = 0
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                _check_names(path, file.schema_arrow.names)
+                _check_columns(path, file.schema_arrow.names)
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     for row in batch.to_pylist():
                         yield f"{path}, row {number}", row

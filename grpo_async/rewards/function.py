@@ -30,6 +30,7 @@ from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.user_code.workers import WorkerPool
+from grpo_async.utils.text import duplicates
 
 
 class RewardFunction:
@@ -202,8 +203,10 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
         except ConfigError as error:
             problems.append(str(error))
     names = [reward.name for reward in rewards]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    problems += [f"rewards: the name `{name}` belongs to more than one function; give each a `name`" for name in twice]
+    problems += [
+        f"rewards: the name `{name}` belongs to more than one function; give each a `name`"
+        for name in duplicates(names)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return rewards

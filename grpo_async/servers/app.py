@@ -43,7 +43,7 @@ from grpo_async.servers.requests import NOT_FINITE, EngineDeadError, RequestTrac
 from grpo_async.utils.text import shortlist
 from grpo_async.utils.validation import problems_of
 from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.buckets import check_names
+from grpo_async.weights.buckets import update_problems
 from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError, parameter_specs
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,9 @@ class Engine(ABC):
         specs, served = parameter_specs(info), await self.parameters()
         if info.base is not None and served.base_digest != info.base.digest:
             raise UpdateRefusedError("these adapters have a different base model than this server")
-        problems = (check_names if info.base is None else self.base.problems)(specs, served.shapes, served.optional)
+        problems = (update_problems if info.base is None else self.base.update_problems)(
+            specs, served.shapes, served.optional
+        )
         if problems:
             raise UpdateRefusedError(f"the update does not fit the served model: {shortlist(problems)}")
 

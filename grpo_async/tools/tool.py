@@ -27,7 +27,7 @@ from grpo_async.user_code.calls import Caller, CallError, Raised, Result, UserCa
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.utils.text import clipped, did_you_mean
+from grpo_async.utils.text import clipped, did_you_mean, duplicates
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +148,9 @@ def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:
         except ConfigError as error:
             problems.append(str(error))
     names = [tool.name for tool in tools]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    problems.extend(f"tools: the name `{name}` belongs to more than one function; rename one of them" for name in twice)
+    problems.extend(
+        f"tools: the name `{name}` belongs to more than one function; rename one of them" for name in duplicates(names)
+    )
     if problems:
         raise ConfigError("\n".join(problems))
     return tools

@@ -24,7 +24,7 @@ from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServedParameters
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
-from grpo_async.weights.buckets import ParameterSpec, check_names, cut_into_buckets
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, update_problems
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -242,7 +242,7 @@ class ShardedParameters:
 
     def problems(self, served: ServedParameters) -> list[str]:
         """Why a server cannot take these parameters; [] when it can."""
-        return check_names(self._specs, served.shapes, served.optional)
+        return update_problems(self._specs, served.shapes, served.optional)
 
     @property
     def specs(self) -> list[ParameterSpec]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from grpo_async.utils.safe_text import SURROGATE
-from grpo_async.utils.text import json_kind
+from grpo_async.utils.text import duplicates, json_kind
 
 MAX_DEPTH = 64
 _SHOWN = 24  # characters shown on either side of an error
@@ -83,9 +83,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise UnreadableError(f"the key {twice!r} is given twice")
+        raise UnreadableError(f"the key {duplicates(name for name, _ in pairs)[0]!r} is given twice")
     return found
 
 

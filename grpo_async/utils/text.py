@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from itertools import islice, takewhile
@@ -53,6 +54,11 @@ def duration(seconds: float) -> str:
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
     return f"{seconds:.3g} s" if seconds >= 0.1 or seconds <= 0.0 else f"{1000.0 * seconds:.3g} ms"
+
+
+def duplicates(names: Iterable[str]) -> list[str]:
+    """Names that occur more than once, sorted: ["b", "a", "b"] -> ["b"]."""
+    return sorted(name for name, number in Counter(names).items() if number > 1)
 
 
 def count(number: int, noun: str) -> str:

@@ -12,22 +12,19 @@ Worked example: rank 16 at a (4096, 4096) matrix: 2 x 16 x 4096 x 4 = 0.5 MB tra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from grpo_async.errors import ConfigError
-from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.utils.text import duplicates
+from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec, update_problems
 from grpo_async.weights.weight_files import find_weights, open_weights
 
 LEFT, RIGHT = ".left", ".right"
 
-_DTYPE_NAMES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
 _SAMPLED_ROWS = 3
 
 
@@ -61,7 +58,7 @@ class BaseWeights:
         specs = {}
         for name, handle in self._handles.items():
             part = handle.get_slice(name)
-            if (dtype := _DTYPE_NAMES.get(part.get_dtype())) is None:
+            if (dtype := DTYPE_NAMES.get(part.get_dtype())) is None:
                 raise ConfigError(f"model.path: {name} is held as {part.get_dtype()}, which cannot be loaded")
             specs[name] = ParameterSpec(name=name, dtype_name=dtype, shape=tuple(part.get_shape()))
         return specs
@@ -92,18 +89,19 @@ class BaseWeights:
         except ConfigError:
             return None
 
-    def problems(
-        self, specs: Sequence[ParameterSpec], shapes: Collection[str], optional: Collection[str] = ()
+    def update_problems(
+        self, specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
     ) -> list[str]:
         """What keeps these adapters from being added, and base and adapters from being a whole update.
 
         Args:
             specs: of the factors.
-            shapes, optional: the names that the server serves (api.ServedParameters).
+            served_shapes, optional: as `buckets.update_problems`. What the files hold beyond these is not loaded.
         """
         factors = {spec.name: spec for spec in specs}
-        problems = [f"{name} is missing" for name in shapes if name not in self.specs and name not in optional]
-        problems += [f"{spec.name} is sent twice" for spec in specs if factors[spec.name] is not spec]
+        merged = [spec for name, spec in self.specs.items() if name in served_shapes]
+        problems = update_problems(merged, served_shapes, optional)
+        problems += [f"{name} is sent twice" for name in duplicates(spec.name for spec in specs)]
         for weight in dict.fromkeys(spec.name.rpartition(".")[0] for spec in specs):
             served = self.specs.get(weight)
             pair = [factors.pop(weight + side, None) for side in (LEFT, RIGHT)]

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from grpo_async.config.sections import WeightsSection
+from grpo_async.utils.text import duplicates
 
-DTYPE_NAMES = (
-    "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool",
-)  # fmt: skip
-"""Of torch's, those on the wire: parameters are floats, buffers of a checkpoint may be anything."""
-
-_MIN_BUCKET_BYTES = 8 << 20
-_FREE_FRACTION = 8  # trainer and server each hold a bucket on its way and the next one
+DTYPE_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""Dtypes on the wire, by their names in safetensors: parameters are floats, buffers of a checkpoint may be anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +41,10 @@ class ParameterSpec:
 
 
 def choose_bucket_bytes(settings: WeightsSection, num_bytes: int, *, device: torch.device) -> int:
-    """Size of the buckets of an update of `num_bytes`: see `WeightsSection.bucket_bytes`; where the user has not set it, at most an
-    eighth of what is free on the trainer's GPU (as the driver says: what torch has cached may be in pieces)."""
-    wanted = settings.bucket_bytes(num_bytes)
-    if settings.bucket_mb is not None or device.type != "cuda":
-        return wanted
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(wanted, max(free // _FREE_FRACTION, _MIN_BUCKET_BYTES))
+    """`WeightsSection.bucket_bytes` for what is free on the trainer's GPU (as the driver says: what torch has cached may be in
+    pieces)."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return settings.bucket_bytes(num_bytes, free_bytes=free)
 
 
 def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Iterator[Sequence[ParameterSpec]]:
@@ -92,7 +88,7 @@ def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tup
         offset += spec.num_bytes
 
 
-def check_names(
+def update_problems(
     specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
 ) -> list[str]:
     """One sentence per difference; [] when the update fits, or when the server does not know its parameters. A part of a model is
@@ -108,13 +104,9 @@ def check_names(
     """
     if not served_shapes:
         return []
-    problems = []
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen:
-            problems.append(f"{spec.name} is sent twice")
-            continue
-        seen.add(spec.name)
+    sent = {spec.name: spec for spec in specs}
+    problems = [f"{name} is sent twice" for name in duplicates(spec.name for spec in specs)]
+    for spec in sent.values():
         if spec.name not in served_shapes:
             if spec.name not in optional:
                 problems.append(f"{spec.name} is not a parameter of the served model")
@@ -122,5 +114,5 @@ def check_names(
             problems.append(
                 f"{spec.name} has the shape {list(spec.shape)}, the server's {list(served_shapes[spec.name])}"
             )
-    problems.extend(f"{name} is missing" for name in served_shapes if name not in seen and name not in optional)
+    problems.extend(f"{name} is missing" for name in served_shapes if name not in sent and name not in optional)
     return problems

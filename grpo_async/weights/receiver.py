@@ -105,10 +105,11 @@ class WeightReceiver:
 def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:
     """The parameters of an update. Raises UpdateRefusedError when it cannot be one."""
     names, dtypes, shapes = info.names, info.dtype_names, info.shapes
-    unknown = sorted(set(dtypes) - set(DTYPE_NAMES))
+    known = sorted(DTYPE_NAMES.values())
+    unknown = sorted(set(dtypes) - set(known))
     if unknown or not len(names) == len(dtypes) == len(shapes):
         raise UpdateRefusedError(
-            f"an update needs a dtype of {sorted(DTYPE_NAMES)} and a shape per name, got {len(names)} names, {len(dtypes)} dtypes "
+            f"an update needs a dtype of {known} and a shape per name, got {len(names)} names, {len(dtypes)} dtypes "
             f"(unknown: {unknown}), {len(shapes)} shapes"
         )
     return [

@@ -75,7 +75,7 @@ def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
     base = BaseWeights(str(tiny_model))
     shapes = {name: list(spec.shape) for name, spec in base.specs.items()}
     left, right = _spec(WEIGHT + LEFT, 64, 4), _spec(WEIGHT + RIGHT, 4, 64)
-    assert base.problems([left, right], shapes, []) == []
+    assert base.update_problems([left, right], shapes, []) == []
     for wrong in (
         [left],
         [left, _spec(WEIGHT + RIGHT, 3, 64)],
@@ -84,12 +84,15 @@ def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
         [_spec(WEIGHT + LEFT, 64, 4, dtype="bfloat16"), right],
         [_spec(WEIGHT + LEFT, 256), right],
     ):
-        assert "needs two float32 factors" in base.problems(wrong, shapes, [])[0], wrong
-    assert f"{WEIGHT}.middle is no factor" in base.problems([left, right, _spec(f"{WEIGHT}.middle", 4)], shapes, [])[0]
+        assert "needs two float32 factors" in base.update_problems(wrong, shapes, [])[0], wrong
+    assert (
+        f"{WEIGHT}.middle is no factor"
+        in base.update_problems([left, right, _spec(f"{WEIGHT}.middle", 4)], shapes, [])[0]
+    )
     twice = [left, _spec(WEIGHT + LEFT, 64, 4), right]
-    assert f"{WEIGHT}{LEFT} is sent twice" in base.problems(twice, shapes, [])
+    assert f"{WEIGHT}{LEFT} is sent twice" in base.update_problems(twice, shapes, [])
     # the base itself has to be what is served
-    assert base.problems([], {**shapes, "more": [3]}, []) == ["more is missing"]
+    assert base.update_problems([], {**shapes, "more": [3]}, []) == ["more is missing"]
 
 
 def test_a_base_with_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from grpo_async.inference.api import ScoreAnswer, ServedParameters, ServerInfo
 from grpo_async.inference.fleet import ServerState
 from grpo_async.trainer import weight_sync as module
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.weights.buckets import ParameterSpec, check_names
+from grpo_async.weights.buckets import ParameterSpec, update_problems
 from grpo_async.weights.push import PushFailedError
 from grpo_async.weights.verify import TrainerScores
 from tests.launcher.support import make_config
@@ -187,7 +187,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Syn
             fleet,  # type: ignore[arg-type]
             transport,  # type: ignore[arg-type]
             SimpleNamespace(  # type: ignore[arg-type]
-                specs=[SPEC], problems=lambda served: check_names([SPEC], served.shapes, served.optional)
+                specs=[SPEC], problems=lambda served: update_problems([SPEC], served.shapes, served.optional)
             ),
             probes=PROBES,
             on_serving=lambda server: told.append(server.name),

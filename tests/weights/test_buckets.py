@@ -8,11 +8,11 @@ import torch
 from grpo_async.config.sections import WeightsSection
 from grpo_async.weights.buckets import (
     ParameterSpec,
-    check_names,
     choose_bucket_bytes,
     cut_into_buckets,
     pack,
     unpack,
+    update_problems,
 )
 
 
@@ -74,7 +74,7 @@ def _named(**shapes: tuple[int, ...]) -> list[ParameterSpec]:
 
 def test_a_tied_head_may_be_sent_or_not_whichever_side_knows_it() -> None:
     fits = _named(a=(2, 3), b=(4,))
-    assert check_names(fits, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"]) == []
-    assert check_names([*fits, *_named(**{"lm_head.weight": (2, 3)})], SERVED, ["lm_head.weight"]) == []
+    assert update_problems(fits, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"]) == []
+    assert update_problems([*fits, *_named(**{"lm_head.weight": (2, 3)})], SERVED, ["lm_head.weight"]) == []
     wrong = [*fits, *_named(**{"lm_head.weight": (9, 3)})]
-    assert len(check_names(wrong, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"])) == 1
+    assert len(update_problems(wrong, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"])) == 1
