@@ -141,9 +141,7 @@ def _connected(
 
     fleet.start()
     try:
-        fleet.wait_for_members(
-            stop=threading.Event(), deadline_s=_server.START_TIMEOUT_S, setting="inference.startup_timeout_s"
-        )
+        fleet.wait_for_members(stop=threading.Event(), deadline_s=_server.START_TIMEOUT_S)
         buckets = parameters.buckets(transport.bucket_bytes)
         yield push, [sum(tensor.nbytes for tensor in tensors) for tensors in buckets]
     finally:

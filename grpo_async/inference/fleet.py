@@ -206,7 +206,7 @@ class Fleet:
             self._tracked.append(_Tracked(server=server))
         self._listeners: list[Callable[[], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
-        self.num_events = 0
+        self.num_changes = 0
         """Grows with every change of state."""
         self._num_loading = 0  # pushes in the phases in which engines receive and load
         self._loaded_at = -math.inf
@@ -335,16 +335,18 @@ class Fleet:
             generated_tokens=sum(tokens for _, tokens in counted),
         )
 
-    def wait_for_members(self, *, stop: threading.Event, deadline_s: float, setting: str) -> bool:
-        """Until a server is up; False when `stop` was set meanwhile.
+    def wait_for_members(
+        self, *, stop: threading.Event, deadline_s: float, heartbeat: Callable[[], object] = lambda: None
+    ) -> bool:
+        """Until a server is up; False when `stop` was set meanwhile. `heartbeat` is called several times a second.
 
         Raises:
-            DeadlineError: none within `deadline_s` seconds.
+            DeadlineError: none within `deadline_s` seconds, those of inference.startup_timeout_s.
             RunError: all were given up.
         """
         ends_at = time.monotonic() + deadline_s
-        with self._lock:
-            while not stop.is_set():
+        while not stop.is_set():
+            with self._lock:
                 states = [tracked.server.state for tracked in self._tracked]
                 if any(state.is_member for state in states):
                     return True
@@ -356,9 +358,14 @@ class Fleet:
                     raise RunError(f"every inference server was given up: {described}")
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0:
-                    what = f"an inference server to be up ({described})"
-                    raise DeadlineError(what, waited_s=deadline_s, setting=setting, hint="See the servers' logs.")
+                    raise DeadlineError(
+                        f"an inference server to be up ({described})",
+                        waited_s=deadline_s,
+                        setting="inference.startup_timeout_s",
+                        hint="See the servers' logs.",
+                    )
                 self._changed.wait(min(left_s, _STOP_INTERVAL_S))  # two things end it, and a wait can be for one only
+            heartbeat()
         return False
 
     # What the trainer does.
@@ -414,8 +421,8 @@ class Fleet:
         """A request to this server failed: ask it now, not only at its next heartbeat."""
         self._tracked[index].wanted.set()
 
-    def on_launcher_message(self, message: Mapping[str, Any]) -> None:
-        """{"kind": "server", "index": 0, "event": a ServerEvent, "detail": "..."}
+    def on_server_event(self, message: Mapping[str, Any]) -> None:
+        """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}
 
         Only "starting" and "given_up" change what is known by themselves. "exited" makes the monitor ask at once: the server may
         have ended and be up again before the message is read.
@@ -620,7 +627,7 @@ class Fleet:
     def _set(self, tracked: _Tracked, changed: list[int], **fields: Any) -> None:
         """The one place where a server's state changes; with the lock held."""
         tracked.server = replace(tracked.server, since=time.monotonic(), **fields)
-        self.num_events += 1
+        self.num_changes += 1
         changed.append(tracked.server.index)
         self._changed.notify_all()
 

@@ -58,8 +58,6 @@ class Servers(Protocol):
 class FixedServers:
     """Servers that nobody watches: for benchmarks and tests."""
 
-    num_events = 0
-
     def __init__(self, urls: Sequence[str]) -> None:
         self._servers = [Endpoint(index=index, name=url, url=url) for index, url in enumerate(urls)]
 

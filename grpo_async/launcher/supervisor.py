@@ -78,7 +78,7 @@ class Supervisor:
         self._assignment = plan.assignment
         self._display = display
         self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
-        self._local = LocalProcesses(config, plan, display, tell_trainer=partial(self._control.send, "server"))
+        self._local = LocalProcesses(config, plan, display, tell_trainer=partial(self._control.send, "server_event"))
         self._hub: NodeHub | None = None
         if cluster is not None:
             self._hub = NodeHub(cluster.launchers, cluster.members, self._assignment, self._local)

@@ -67,7 +67,7 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
             )
 
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
-    timeout_s = parameters.get_as_int("timeout", 600)
+    timeout_s = parameters.get_as_int("timeout")
     rank = parameters.get_as_int("rank")
     assert rank is not None
     assert timeout_s is not None

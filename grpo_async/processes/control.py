@@ -6,7 +6,7 @@
                           {"kind": "server_serving", "index": 0, "incarnation": 1}
                           {"kind": "restart_server", "index": 0, "reason": "it hangs", "incarnation": 1}
     launcher -> trainer   {"kind": "stop"}
-                          {"kind": "server", "index": 0, "event": "exited", "detail": "...", "incarnation": 1}
+                          {"kind": "server_event", "index": 0, "event": "exited", "detail": "...", "incarnation": 1}
 
 `event` is an inference.fleet.ServerEvent. `incarnation` counts the starts of a server from 0; the client adds it to its
 messages, so that one that was under way during a restart is not taken to be about the new incarnation.
@@ -39,7 +39,7 @@ _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a lo
 _BARRIER = "barrier"
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
-ServerListener = Callable[[Mapping[str, Any]], None]
+ServerEventListener = Callable[[Mapping[str, Any]], None]
 
 
 def encode(kind: str, content: Mapping[str, Any]) -> bytes:
@@ -59,7 +59,7 @@ class ControlClient:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
-        self._on_server: ServerListener | None = None
+        self._on_server_event: ServerEventListener | None = None
         self._kept: list[Mapping[str, Any]] = []
         self._incarnations: dict[int, int] = {}
         self._server_lock = threading.RLock()  # held while a listener runs: messages reach it one by one, in order
@@ -71,11 +71,11 @@ class ControlClient:
             self._writer.start()
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
 
-    def listen(self, listener: ServerListener) -> None:
-        """Call `listener` with each message of kind `server`, in order, in the thread that reads; with those that came before at
-        once. It must be quick."""
+    def listen(self, listener: ServerEventListener) -> None:
+        """Call `listener` with each `server_event`, in order, in the thread that reads; with those that came before at once. It must
+        be quick."""
         with self._server_lock:
-            self._on_server = listener
+            self._on_server_event = listener
             while self._kept:
                 self._deliver(listener, self._kept.pop(0))
 
@@ -123,26 +123,26 @@ class ControlClient:
                     message = json.loads(line)
                     if message["kind"] == "stop":
                         self.stop_requested.set()
-                    elif message["kind"] == "server":
-                        self._receive_about_server(message)
+                    elif message["kind"] == "server_event":
+                        self._receive_server_event(message)
         except (OSError, ValueError):
             pass  # a broken line or connection means the same as its end
         if not self._closed:
             self.stop_requested.set()
 
-    def _receive_about_server(self, message: Mapping[str, Any]) -> None:
+    def _receive_server_event(self, message: Mapping[str, Any]) -> None:
         with self._server_lock:
             self._incarnations[int(message["index"])] = int(message.get("incarnation", 0))
-            if self._on_server is None:
+            if self._on_server_event is None:
                 self._kept.append(message)
             else:
-                self._deliver(self._on_server, message)
+                self._deliver(self._on_server_event, message)
 
-    def _deliver(self, listener: ServerListener, message: Mapping[str, Any]) -> None:
+    def _deliver(self, listener: ServerEventListener, message: Mapping[str, Any]) -> None:
         try:
             listener(message)
         except Exception:  # the thread that reads must continue: a request to stop may follow
-            logger.exception("a message about a server could not be handled: %s", dict(message))
+            logger.exception("a server event could not be handled: %s", dict(message))
 
     def _write(self, connection: socket.socket) -> None:
         while (line := self._outbox.get()) is not None:  # `close` ends it; a daemon thread

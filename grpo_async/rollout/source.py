@@ -45,11 +45,11 @@ class RolloutSource:
         *,
         client: InferenceClient,
         worker: RolloutWorker,
-        server_events: Callable[[], int] = int,
+        server_changes: Callable[[], int] = int,
         closing: Sequence[Callable[[], None]] = (),
         closing_on_loop: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`server_events` grows while servers come and go: a wait for samples is not a stall then. `closing` are called at the end
+        """`server_changes` grows while servers come and go: a wait for samples is not a stall then. `closing` are called at the end
         (worker pools of the reward functions), `closing_on_loop` run before that on the event loop (environments)."""
         self._config = config
         self._thread = LoopThread()
@@ -57,7 +57,7 @@ class RolloutSource:
         self._worker = worker
         self._buffer = worker.buffer
         self._ledger = worker.ledger
-        self._server_events = server_events
+        self._server_changes = server_changes
         self._attention = threading.Event()
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
@@ -108,7 +108,7 @@ class RolloutSource:
         """The groups of the next step: see SampleBuffer.take. None: the run is to stop; []: the data is at its end."""
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
-            progress=lambda: self._ledger.num_events + self._server_events() + self._evaluated_tokens(),
+            progress=lambda: self._ledger.num_events + self._server_changes() + self._evaluated_tokens(),
             heartbeat=heartbeat,
             on_change=on_change,
             describe=self.describe,

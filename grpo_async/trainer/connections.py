@@ -43,7 +43,7 @@ def open_fleet(
         ask_restart=None if inference.urls else ask_restart,
     )
     stack.callback(fleet.close)
-    control.listen(fleet.on_launcher_message)
+    control.listen(fleet.on_server_event)
     # of its own servers the launcher tells by itself
     reporter = FleetReporter(fleet, control, timeline=timeline, tells_changes=bool(inference.urls))
     fleet.subscribe(reporter.on_change)
@@ -86,7 +86,7 @@ class FleetReporter:
     change (a span stands in the file when it is over).
 
     Args:
-        tells_changes: the launcher also gets a line of text for each change.
+        tells_changes: the launcher also gets a note or a warning for each change.
     """
 
     def __init__(self, fleet: Fleet, control: ControlClient, *, timeline: Timeline, tells_changes: bool) -> None:
@@ -132,7 +132,7 @@ class FleetReporter:
         if self._tells_changes and state in texts:
             serving = sum(each.state is ServerState.SERVING for each in servers)
             count = f"{serving} of {len(servers)} servers serve"
-            self._control.send("phase", name=f"{server.name} {texts[state]}; {count}")
+            self._control.send("warning" if is_lost else "note", text=f"{server.name} {texts[state]}; {count}")
 
     def _end(self, index: int) -> None:
         if (before := self._since.pop(index, None)) is not None:

@@ -38,11 +38,7 @@ def evaluate_served(assignment: Assignment, config: ExperimentConfig, control: C
         control.send("phase", name="waiting for the server")
         _take_servers(config, fleet, control)
         fleet.start()
-        is_ready = fleet.wait_for_members(
-            deadline_s=config.inference.startup_timeout_s,
-            setting="inference.startup_timeout_s",
-            stop=control.stop_requested,
-        )
+        is_ready = fleet.wait_for_members(deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested)
         result = _run(config, control, fleet, store, stack) if is_ready else None
         if result is None:
             return  # stopped

@@ -24,7 +24,6 @@ import torch
 
 from grpo_async.batching.minibatch import Minibatch
 from grpo_async.buffer.ledger import is_balanced
-from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import ADVICE, ModelSize, available_memory, describe_peak, trainer_memory
 from grpo_async.checks.preflight import PreflightContext, run_preflight
@@ -112,9 +111,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
         fleet.start()
         with timeline.span("waiting for the server", "run"):
             is_ready = fleet.wait_for_members(
-                deadline_s=config.inference.startup_timeout_s,
-                setting="inference.startup_timeout_s",
-                stop=control.stop_requested,
+                deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested
             )
         if not is_ready:  # stopped before anything was trained: there is nothing to save
             context.channel.send([StopCommand()] * assignment.world_size)
@@ -308,6 +305,7 @@ class Leader:
 
         Raises:
             DeadlineError: nobody serves within inference.startup_timeout_s.
+            RunError: all servers were given up.
         """
         ends_at = time.monotonic() + self._config.inference.startup_timeout_s
         while True:
@@ -347,25 +345,12 @@ class Leader:
             raise RunError("the preflight found problems that would spoil the run:\n" + "\n".join(failed))
 
     def _await_server(self) -> bool:
-        """Wait until a server is up, telling the other ranks; False when the run is to stop.
-
-        Raises:
-            DeadlineError: none within inference.startup_timeout_s.
-            RunError: all were given up.
-        """
-        ends_at = time.monotonic() + self._config.inference.startup_timeout_s
-        while True:
-            slice_s = min(HEARTBEAT_S, ends_at - time.monotonic())
-            try:
-                return self._fleet.wait_for_members(
-                    deadline_s=max(0.0, slice_s),
-                    setting="inference.startup_timeout_s",
-                    stop=self._control.stop_requested,
-                )
-            except DeadlineError:
-                if time.monotonic() >= ends_at:
-                    raise
-                self.heartbeat()
+        """Wait until a server is up, telling the other ranks. See Fleet.wait_for_members."""
+        return self._fleet.wait_for_members(
+            deadline_s=self._config.inference.startup_timeout_s,
+            stop=self._control.stop_requested,
+            heartbeat=self.heartbeat,
+        )
 
     def _train_and_save(self) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""

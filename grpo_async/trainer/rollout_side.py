@@ -154,7 +154,7 @@ def build_rollout_side(
         client=client,
         worker=worker,
         # servers that others run may come and go forever
-        server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
+        server_changes=(lambda: 0) if config.inference.urls else (lambda: fleet.num_changes),
         closing=[reward.close for reward in inputs.rewards],
         closing_on_loop=[components.aclose],
     )

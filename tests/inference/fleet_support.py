@@ -48,10 +48,16 @@ class Watch:
 
     def tell(self, event: str, detail: str = "", index: int = 0) -> None:
         """A message of the launcher."""
-        self.fleet.on_launcher_message({"kind": "server", "index": index, "event": event, "detail": detail})
+        self.fleet.on_server_event({"kind": "server_event", "index": index, "event": event, "detail": detail})
 
-    def wait_for_members(self, *, deadline_s: float = 60.0, stop: threading.Event | None = None) -> bool:
-        return self.fleet.wait_for_members(stop=stop or threading.Event(), deadline_s=deadline_s, setting="x.y")
+    def wait_for_members(
+        self,
+        *,
+        deadline_s: float = 60.0,
+        stop: threading.Event | None = None,
+        heartbeat: Callable[[], object] = lambda: None,
+    ) -> bool:
+        return self.fleet.wait_for_members(stop=stop or threading.Event(), deadline_s=deadline_s, heartbeat=heartbeat)
 
 
 @contextmanager

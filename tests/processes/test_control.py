@@ -104,15 +104,15 @@ def test_news_of_servers_reach_the_trainer_in_order_also_those_from_before_it_li
             raise ZeroDivisionError  # a listener that fails must not silence the channel
 
     async def scene(server: ControlServer) -> None:
-        server.send("server", index=0, event="before it connected")
+        server.send("server_event", index=0, event="before it connected")
         client = await asyncio.to_thread(ControlClient, tmp_path / "control")
-        server.send("server", index=0, event="before it listened")
+        server.send("server_event", index=0, event="before it listened")
         assert await asyncio.to_thread(eventually, lambda: len(client._kept) == 2, LIMIT_S)
         assert heard == []
         client.listen(listen)
         assert len(heard) == 2
         for event in ["broken", *map(str, range(50))]:
-            server.send("server", index=1, event=event)
+            server.send("server_event", index=1, event=event)
         server.send("stop")
         assert await asyncio.to_thread(client.stop_requested.wait, LIMIT_S)
         await asyncio.to_thread(client.close)
@@ -128,7 +128,7 @@ def test_what_the_trainer_says_of_a_server_names_the_incarnation_that_it_knew(tm
         client.send("server_serving", index=1)
         told = threading.Event()
         client.listen(lambda message: told.set())
-        server.send("server", index=1, event="starting", detail="restart 1", incarnation=4)
+        server.send("server_event", index=1, event="starting", detail="restart 1", incarnation=4)
         assert await asyncio.to_thread(told.wait, LIMIT_S)
         client.send("restart_server", index=1, reason="it hangs")
         client.send("restart_server", index=0, reason="this one, too")

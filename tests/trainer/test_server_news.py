@@ -39,8 +39,8 @@ def test_every_change_that_matters_is_told_once() -> None:
     statuses: list[list[str]] = []
 
     def send(kind: str, **content: Any) -> None:
-        if kind == "phase":
-            told.append(content["name"])
+        if kind in ("note", "warning"):
+            told.append(f"{kind}: {content['text']}")
         else:
             statuses.append([server["state"] for server in content["servers"]])
 
@@ -50,15 +50,15 @@ def test_every_change_that_matters_is_told_once() -> None:
     for states in ([ready, starting], [serving, starting], [serving, starting]):
         fleet.states = states
         reporter.on_change()
-    assert told == ["server 0 serves; 1 of 2 servers serve"]
+    assert told == ["note: server 0 serves; 1 of 2 servers serve"]
     fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection was lost"
     reporter.on_change()
     assert told[1:] == [
-        "server 0 is fenced: its connection was lost; 1 of 2 servers serve", "server 1 serves; 1 of 2 servers serve",
+        "warning: server 0 is fenced: its connection was lost; 1 of 2 servers serve", "note: server 1 serves; 1 of 2 servers serve",
     ]  # fmt: skip
     fleet.states, fleet.words[0] = [ServerState.GONE, serving], "401"
     reporter.on_change()
-    assert told[3:] == ["server 0 is given up: 401; 1 of 2 servers serve"]
+    assert told[3:] == ["warning: server 0 is given up: 401; 1 of 2 servers serve"]
     assert statuses[-1] == ["gone", "serving"]
     reporter.on_load()
     assert len(statuses) == 6, "load alone is told once a second"
