@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Listeners:
     """Who hears of evaluations, and what the main thread does while it waits for one.
 
-    tell: ("before", "step 20" or "after", metrics), for the display.
+    tell: (EvaluationRecord.label, metrics), for the display.
     track: (step, metrics) of a result that no step reports anymore.
     phase: what rank 0 does.
     heartbeat: called now and then.
@@ -142,10 +142,10 @@ class RunEvaluations:
             return
         if start == 0 and section.at_start:
             self._listeners.phase("evaluating")
-            self._begin(start, when="start", max_in_flight=self._config.evaluation_in_flight_alone)
+            self._begin(start, when="before", max_in_flight=self._config.evaluation_in_flight_alone)
             self._await()
         elif self._is_due(start):
-            self._begin(start, when="step", max_in_flight=self._config.evaluation_in_flight)
+            self._begin(start, when="during", max_in_flight=self._config.evaluation_in_flight)
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
         """`step` is done: add the result of an evaluation that has ended to its metrics, and start the one that is due, if the
@@ -161,7 +161,7 @@ class RunEvaluations:
             elif not is_served:
                 self._skip(step, "no server had the weights of this step")
             else:
-                self._begin(step, when="step", max_in_flight=self._config.evaluation_in_flight)
+                self._begin(step, when="during", max_in_flight=self._config.evaluation_in_flight)
         metrics.update(self._unreported)
         self._unreported = {}
 
@@ -183,13 +183,15 @@ class RunEvaluations:
         if self._evaluator is None:
             return
         last = self.records[-1] if self.records else None
-        if last is not None and last.step == step and last.when != "start" and last.metrics:
-            self.records[-1] = replace(last, when="end")  # which it is already where the run was killed after it
+        if last is not None and last.step == step and last.when != "before" and last.metrics:
+            self.records[-1] = last = replace(
+                last, when="after"
+            )  # which it is already where the run was killed after it
             self._write_records()
-            self._listeners.tell("after", flat_metrics(last.metrics, last.by_group))
+            self._listeners.tell(last.label, flat_metrics(last.metrics, last.by_group))
             return
         self._listeners.phase("evaluating")
-        self._begin(step, when="end", max_in_flight=self._config.evaluation_in_flight_alone)
+        self._begin(step, when="after", max_in_flight=self._config.evaluation_in_flight_alone)
         self._await_last(step)
 
     def summary(self) -> dict[str, Any] | None:
@@ -197,20 +199,15 @@ class RunEvaluations:
         if self._section is None:
             return None
         found = [record for record in self.records if record.metrics]
-        before, after = (
-            next((record for record in reversed(found) if record.when == when), None) for when in ("start", "end")
-        )
-        during = [{"step": record.step, **record.metrics} for record in found if record.when == "step"]
+        last: dict[When, EvaluationRecord] = {record.when: record for record in found if record.when != "during"}
         baseline = {} if self._baseline is None else {"majority_baseline": self._baseline}
         return {
             **baseline,
-            "before": None if before is None else before.metrics,
-            "after": None if after is None else after.metrics,
-            "during": during,
+            "before": last["before"].metrics if "before" in last else None,
+            "during": [{"step": record.step, **record.metrics} for record in found if record.when == "during"],
+            "after": last["after"].metrics if "after" in last else None,
             "group_by": self._section.group_by,
-            "by_group": {
-                when: result.by_group for when, result in (("before", before), ("after", after)) if result is not None
-            },
+            "by_group": {when: record.by_group for when, record in last.items()},
         }
 
     def take_completions(self) -> list[Mapping[str, str | float | None]]:
@@ -242,7 +239,7 @@ class RunEvaluations:
 
     def _skip(self, step: int, why: str) -> None:
         logger.warning("the evaluation of step %d is left out: %s", step, why)
-        self._add(EvaluationRecord(step=step, when="step", skipped=why))
+        self._add(EvaluationRecord(step=step, when="during", skipped=why))
         self._num_skipped += 1
         self._unreported["eval/num_skipped"] = float(self._num_skipped)
 
@@ -294,27 +291,25 @@ class RunEvaluations:
         """None: it was cancelled because the run stops. It is not recorded, so a resume makes it again."""
         if result is None:
             self._release(running)
-            if running.when == "end":
+            if running.when == "after":
                 self.owes_the_last = True
                 self._listeners.phase("stopped during the evaluation after training; --resume makes it")
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})
-        self._add(
-            EvaluationRecord(
-                step=running.step,
-                when=running.when,
-                metrics=result.metrics,
-                by_group=result.by_group,
-                prompt_rewards=result.prompt_rewards,
-            )
+        record = EvaluationRecord(
+            step=running.step,
+            when=running.when,
+            metrics=result.metrics,
+            by_group=result.by_group,
+            prompt_rewards=result.prompt_rewards,
         )
+        self._add(record)
         self._release(running)  # not before: without a score, a checkpoint that is not evaluated may be removed
         self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
         self._unreported["eval/step"] = float(running.step)
         self._completions += result.completions if self._config.tracking else ()
-        shown = {"start": "before", "end": "after"}.get(running.when, f"step {running.step}")
-        self._listeners.tell(shown, result.flat())
+        self._listeners.tell(record.label, result.flat())
 
     def _release(self, running: _Running) -> None:
         self._running = None

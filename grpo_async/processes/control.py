@@ -72,8 +72,8 @@ class ControlClient:
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
 
     def listen(self, listener: ServerEventListener) -> None:
-        """Call `listener` with each `server_event`, in order, in the thread that reads; with those that came before at once. It must
-        be quick."""
+        """Call `listener` with each `server_event`, in order, in the thread that reads; with those that came before at once. It
+        must be quick."""
         with self._server_lock:
             self._on_server_event = listener
             while self._kept:

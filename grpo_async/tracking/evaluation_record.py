@@ -1,7 +1,7 @@
 """One line of evaluations.jsonl: an evaluation of a run, or one that was left out or failed. What is in the file is done.
 
-{"step": 20, "when": "step", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}, "prompt_rewards": [1.0, ...]}
-{"step": 24, "when": "step", "skipped": "the evaluation of step 20 was still running"}
+{"step": 20, "when": "during", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}, "prompt_rewards": [1.0, ...]}
+{"step": 24, "when": "during", "skipped": "the evaluation of step 20 was still running"}
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 from grpo_async.utils.files import numbers, read_objects
 from grpo_async.utils.text import finite
 
-When = Literal["start", "step", "end"]
+When = Literal["before", "during", "after"]
+"""Relative to training."""
 _WHEN: tuple[When, ...] = get_args(When)
 
 
@@ -27,12 +28,17 @@ class EvaluationRecord:
     """
 
     step: int
-    when: When = "step"
+    when: When = "during"
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_group: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     prompt_rewards: Sequence[float | None] = field(default_factory=list)
     skipped: str | None = None
     error: str | None = None
+
+    @property
+    def label(self) -> str:
+        """ "before", "step 20", "after"."""
+        return f"step {self.step}" if self.when == "during" else self.when
 
     @property
     def why_not(self) -> str | None:
@@ -67,7 +73,7 @@ def _record(line: Mapping[str, Any]) -> EvaluationRecord | None:
     groups = by_group if isinstance(by_group, dict) else {}
     return EvaluationRecord(
         step=int(step or 0),
-        when=next((when for when in _WHEN if when == line.get("when")), "step"),
+        when=next((when for when in _WHEN if when == line.get("when")), "during"),
         metrics=numbers(line.get("metrics")),
         by_group={str(group): numbers(values) for group, values in groups.items()},
         prompt_rewards=[finite(reward) for reward in rewards] if isinstance(rewards, list) else [],

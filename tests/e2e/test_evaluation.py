@@ -57,7 +57,7 @@ def test_training_goes_on_while_an_evaluation_runs_and_its_numbers_stay_apart(tm
     reported = [(line["step"], int(line["eval/step"])) for line in lines if "eval/step" in line]
     meanwhile = [step - began - 1 for step, began in reported if began > 0]
     assert max(meanwhile, default=0) >= 1
-    done = {record["step"]: record["metrics"] for record in log if "metrics" in record and record["when"] == "step"}
+    done = {record["step"]: record["metrics"] for record in log if "metrics" in record and record["when"] == "during"}
     # it begins with the version of its step; training, which goes on meanwhile, may have pushed the next before its first token
     assert all(metrics["version_min"] in (step, step + 1) for step, metrics in done.items())
     assert any(metrics["version_min"] == step for step, metrics in done.items())
@@ -97,7 +97,7 @@ def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_
     run = make_run(tmp_path, "quickstart.yaml", settings)
     summary, _ = run.complete()
     lines = run.metrics()
-    during = [record for record in run.evaluations() if record["when"] == "step" and "metrics" in record]
+    during = [record for record in run.evaluations() if record["when"] == "during" and "metrics" in record]
     assert during
     for record in during:
         metrics = record["metrics"]

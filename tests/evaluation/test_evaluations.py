@@ -205,7 +205,7 @@ def test_where_the_data_ends_at_a_step_that_was_evaluated_that_is_the_evaluation
     assert run.source.begun == [(8, 10)]
     assert [when for when, _ in run.heard] == ["step 8", "after"]
     assert run.heard[0][1] == run.heard[1][1]
-    assert [record.when for record in read_evaluations(run.run_dir.evaluation_log, [])] == ["end"]
+    assert [record.when for record in read_evaluations(run.run_dir.evaluation_log, [])] == ["after"]
     summary = run.evaluations.summary()
     assert summary is not None
     assert (summary["after"]["reward"], summary["during"]) == (0.5, [])

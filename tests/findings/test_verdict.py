@@ -62,7 +62,7 @@ class Run:
         run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         hard = [dice.gauss(0.0, 1.5) for _ in range(self.num_prompts)]  # some prompts are harder, in every evaluation
         told = [self._evaluation(step, chance, hard, dice) for step, chance in self.held_out.items()]
-        told += [{"step": step, "when": "step", "error": error} for step, error in self.failed_evaluations.items()]
+        told += [{"step": step, "when": "during", "error": error} for step, error in self.failed_evaluations.items()]
         run_dir.evaluation_log.write_text("".join(json.dumps(line) + "\n" for line in told))
         return run_dir
 
@@ -85,7 +85,7 @@ class Run:
         metrics = {"num_prompts": len(means), "reward": mean, "reward_stderr": spread / math.sqrt(len(means))}
         metrics |= {} if self.baseline is None else {"majority_baseline": self.baseline}
         known = {"prompt_rewards": means} if self.knows_prompts else {}
-        return {"step": step, "when": "step", "metrics": metrics, "by_group": {}, **known}
+        return {"step": step, "when": "during", "metrics": metrics, "by_group": {}, **known}
 
 
 def line(first: float, last: float) -> Callable[[float], float]:

@@ -102,7 +102,7 @@ def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
         head = ["", *(name.replace("_", " ") for name in names)]
         rows = []
         for each in sorted(run.evaluations, key=lambda evaluation: evaluation.step):
-            when = {"start": ", before training", "end": ", after training"}.get(each.when, "")
+            when = "" if each.when == "during" else f", {each.when} training"
             values = [_value(each.metrics.get(name)) for name in names]
             if each.why_not:
                 values = [f"none: {each.why_not}", *[""] * (len(names) - 1)]

@@ -76,7 +76,7 @@ def evaluation(step: int, reward: float, **more: float) -> dict[str, Any]:
         "mean_length": 30.0,
         **more,
     }
-    return {"step": step, "when": "start" if step == 0 else "step", "metrics": metrics, "by_group": {}}
+    return {"step": step, "when": "before" if step == 0 else "during", "metrics": metrics, "by_group": {}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def test_the_vendored_library_is_what_its_note_says() -> None:
 
 def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores() -> None:
     evaluations = [
-        EvaluationRecord(step=step, when="step", metrics={"reward": reward, "majority_baseline": 0.2})
+        EvaluationRecord(step=step, when="during", metrics={"reward": reward, "majority_baseline": 0.2})
         for step, reward in ((0, 0.1), (10, 0.9))
     ]
     run = RunData(label="a", run_dir=RunDir(Path("a")), evaluations=evaluations)
