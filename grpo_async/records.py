@@ -461,9 +461,9 @@ class TokenFlag(IntFlag):
 
     CLIPPED_LOW = 1  # the ratio was below the clip range, and the clip took its gradient
     CLIPPED_HIGH = 2  # the ratio was above it
-    IS_MASKED = 4  # masked by the off-policy correction
-    OFF_POLICY = 8  # its sequence was left out by loss.off_policy_mask
-    SKIPPED = 32  # the update was not finite and was not made
+    IMPORTANCE_MASKED = 4  # left out by the mask of loss.correction
+    OFF_POLICY_MASKED = 8  # its sequence was left out by loss.off_policy_mask
+    SKIPPED = 32  # its update was not finite, and was not made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

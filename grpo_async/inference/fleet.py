@@ -10,11 +10,11 @@
                                                      <-- "exited": the process has ended; before it ever served, the run ends
     DOWN   fenced, from any of the above: dead,      --> restart_server: it is killed with all its processes
        |   hung, a push failed                            | a wait, then it is started again: "starting"
-       |-- healthy, in a new incarnation: READY           |
+       |-- healthy, a new instance: READY                 |
     GONE                                             <-- "given_up": too many restarts in a row; without another the run ends
 
-An incarnation has an `instance_id`, random for every start of a server. A server that this run has started is restarted when it is
-fenced, and is back only in a new incarnation: one that hung and wakes before it is killed must not be. One that others run is back
+Every start of a server is an instance, with a random `instance_id`. A server that this run has started is restarted when it is
+fenced, and is back only as a new instance: one that hung and wakes before it is killed must not be. One that others run is back
 when it answers again, but not at once if it failed several times without having served. A server that is fenced gets no requests,
 and those that it has go elsewhere.
 
@@ -28,8 +28,8 @@ Each server is watched by a daemon thread, a loop over time: HTTP offers nothing
                         answers >= 400, /health says dead          fenced at once
                         answers >= 400 for heartbeat_timeout_s     fenced, unless weights were loaded
 
-Invariant: only a server that was pushed the current weights in its present incarnation is SERVING. A record (`Server`) is of one
-incarnation; what concerns a record that is not the current one anymore changes nothing.
+Invariant: a server is SERVING only if its present instance was pushed the current weights. A record (`Server`) is of one instance;
+what concerns a record that is not the current one anymore changes nothing.
 
 All methods may be called from any thread. Listeners are called outside the lock, after every change of state.
 """
@@ -64,7 +64,7 @@ from grpo_async.utils.retry import backoff_s
 logger = logging.getLogger(__name__)
 
 _INFO_TIMEOUT_S = 2.0
-_MAX_LOADS = 1000
+_MAX_INFOS = 1000
 _STOP_INTERVAL_S = 0.2
 _STARTING_INTERVAL_S = 0.1
 _MAX_QUESTION_S = 10.0
@@ -93,7 +93,7 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Server(Endpoint):
-    """One server at one moment, in the incarnation `instance_id` (empty while that is not known). Every change of state makes a new
+    """One server at one moment, as the instance `instance_id` (empty while that is not known). Every change of state makes a new
     record, and nothing else does, so the same record means that nothing has happened."""
 
     control: ServerControl
@@ -132,7 +132,7 @@ class ServerCounters:
 
 @dataclass(slots=True, kw_only=True)
 class _Tracked:
-    """One server over its incarnations. Guarded by the fleet's lock; moments are those of the monotonic clock."""
+    """One server over all its instances. Guarded by the fleet's lock; moments are those of the monotonic clock."""
 
     server: Server
     last_instance_id: str = ""
@@ -147,10 +147,10 @@ class _Tracked:
     exit_message: str = ""
     """Of the launcher, when the process has ended, which it starts again by itself."""
     last_info: ServerInfo | None = None
-    loads: list[ServerInfo] = field(default_factory=list)
+    recent_infos: list[ServerInfo] = field(default_factory=list)
     """What it said since the last `Fleet.metrics`."""
     counters: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Busy seconds and generated tokens of each incarnation."""
+    """Busy seconds and generated tokens of each instance, by its id."""
     wanted: threading.Event = field(default_factory=threading.Event)
     """Cuts the pause of its watch short."""
     errors_since: float | None = None
@@ -159,7 +159,7 @@ class _Tracked:
     """Its last question was not answered."""
 
     @property
-    def load(self) -> ServerInfo | None:
+    def current_info(self) -> ServerInfo | None:
         """What it said when it was last asked; None when it is not up."""
         is_current = self.last_info is not None and self.last_info.instance_id == self.server.instance_id
         return self.last_info if is_current and self.server.state.is_member else None
@@ -167,7 +167,7 @@ class _Tracked:
     def note(self, info: ServerInfo) -> None:
         """Keep what the server has just said of itself. Answers may arrive out of order: no counter goes back to an older one."""
         self.last_info = info
-        self.loads = [*self.loads, info][-_MAX_LOADS:]
+        self.recent_infos = [*self.recent_infos, info][-_MAX_INFOS:]
         busy_s, tokens = self.counters.get(info.instance_id, (0.0, 0))
         self.counters[info.instance_id] = max(busy_s, info.busy_s), max(tokens, info.generated_tokens)
 
@@ -205,7 +205,7 @@ class Fleet:
             )
             self._tracked.append(_Tracked(server=server))
         self._listeners: list[Callable[[], None]] = []
-        self._load_listeners: list[Callable[[], None]] = []
+        self._info_listeners: list[Callable[[], None]] = []
         self.num_changes = 0
         """Grows with every change of state."""
         self._num_loading = 0  # pushes in the phases in which engines receive and load
@@ -241,9 +241,9 @@ class Fleet:
         """Call `listener` after every change of state, from whichever thread made it; it must be quick and not raise."""
         self._listeners.append(listener)
 
-    def subscribe_load(self, listener: Callable[[], None]) -> None:
+    def subscribe_info(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every heartbeat that was answered, from the thread of its server; be quick, do not raise."""
-        self._load_listeners.append(listener)
+        self._info_listeners.append(listener)
 
     # What is there.
 
@@ -269,10 +269,10 @@ class Fleet:
         """Whether some server is up that has not got the current weights."""
         return any(server.state is ServerState.READY for server in self.servers())
 
-    def load(self, index: int) -> ServerInfo | None:
+    def current_info(self, index: int) -> ServerInfo | None:
         """What a server that is up said of itself when it was last asked; None of one that is not up."""
         with self._lock:
-            return self._tracked[index].load
+            return self._tracked[index].current_info
 
     def restarts(self, index: int) -> int:
         """Restarts of a server that were seen."""
@@ -299,13 +299,13 @@ class Fleet:
             metrics["servers/recovery_s"] = max(recoveries)[1]
         with self._lock:
             metrics["servers/restarts"] = float(sum(tracked.num_restarts for tracked in self._tracked))
-            loads = [tracked.loads or [load] for tracked in self._tracked if (load := tracked.load)]
+            infos = [tracked.recent_infos or [info] for tracked in self._tracked if (info := tracked.current_info)]
             for tracked in self._tracked:
-                tracked.loads = []
-        if loads:
-            metrics["servers/running"] = sum(fmean(info.running_requests for info in each) for each in loads)
-            metrics["servers/waiting"] = sum(fmean(info.waiting_requests for info in each) for each in loads)
-        if usages := [info.kv_usage for each in loads for info in each if info.kv_usage is not None]:
+                tracked.recent_infos = []
+        if infos:
+            metrics["servers/running"] = sum(fmean(info.running_requests for info in each) for each in infos)
+            metrics["servers/waiting"] = sum(fmean(info.waiting_requests for info in each) for each in infos)
+        if usages := [info.kv_usage for each in infos for info in each if info.kv_usage is not None]:
             metrics["servers/kv_usage"] = fmean(usages)
         return metrics
 
@@ -384,7 +384,7 @@ class Fleet:
                 self._loaded_at = time.monotonic()
 
     def mark_serving(self, servers: Sequence[Server], *, version: int) -> list[Server]:
-        """These have the weights of `version`, in the incarnations of their records; requests may go to them. Returns those that
+        """These have the weights of `version`, as the instances of their records; requests may go to them. Returns those that
         did not serve before."""
         new: list[Server] = []
         with self._changing() as changed:
@@ -404,7 +404,7 @@ class Fleet:
         return new
 
     def fence(self, server: Server, reason: str) -> None:
-        """Fence a server in this incarnation; it is restarted or looked for."""
+        """Fence this instance of a server; it is restarted or looked for."""
         current = self.server(server.index)
         if current.instance_id == server.instance_id:
             self._fence(current, reason)
@@ -536,7 +536,7 @@ class Fleet:
         """A server that is up answers."""
         with self._lock:
             self._tracked[server.index].note(info)
-        for listener in self._load_listeners:
+        for listener in self._info_listeners:
             listener()
 
     def found(self, server: Server, info: ServerInfo) -> None:

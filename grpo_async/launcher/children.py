@@ -107,18 +107,18 @@ class Children:
         finally:
             _adopt_orphans(False)
 
-    async def spawn(self, spec: ProcessSpec, *, incarnation: int = 0) -> Child:
+    async def spawn(self, spec: ProcessSpec, *, num_restarts: int = 0) -> Child:
         """Start `spec`. Call it from the main thread: the death signal is bound to it.
 
         Args:
-            incarnation: how often it was started before; a restart keeps the older logs (server.log, server.restart_1.log).
+            num_restarts: how often it was restarted; a restart keeps the older logs (server.log, server.restart_1.log).
 
         Raises:
             RunError: the program cannot be started.
         """
         log = self._folder / spec.log_name
-        if incarnation > 0:
-            log = log.with_name(f"{log.stem}.restart_{incarnation}{log.suffix}")
+        if num_restarts > 0:
+            log = log.with_name(f"{log.stem}.restart_{num_restarts}{log.suffix}")
         own = {name: value for name, value in os.environ.items() if not _OF_ANOTHER_RUN.fullmatch(name)}
         tags = {LAUNCHER_PID_VARIABLE: str(os.getpid()), TAG_VARIABLE: _tag_of(spec)}
         with log.open("wb") as output:

@@ -1,7 +1,7 @@
 """Node 0 during the run: receives what the other machines send, forwards what concerns their servers, notices when one is lost.
 
     node K -> node 0   "note", "warning": for the user
-                       "server_event": index, event, detail, incarnation; for the trainer (processes.control)
+                       "server_event": index, event, detail, num_restarts; for the trainer (processes.control)
                        "signal": it is to stop; "failed": its servers, before they served
                        "exited": status and error of its trainer, and what its ranks reported
     node 0 -> node K   "restart_server", "server_serving": of the trainer; "start", "end"
@@ -127,7 +127,7 @@ class NodeHub:
                 self._display.warning(f"{member.name}: {text}")
             case {"kind": "server_event", "index": int(index), "event": str(event)}:
                 self._local.tell_trainer(
-                    index=index, event=event, detail=message["detail"], incarnation=message["incarnation"]
+                    index=index, event=event, detail=message["detail"], num_restarts=message["num_restarts"]
                 )
                 if event == "given_up":
                     self._local.give_up(index, f"server {index} of {member.name}: {message['detail']}")
@@ -155,7 +155,7 @@ class NodeHub:
         self._display.warning(gone)
         for index, url in enumerate(self._assignment.server_urls):
             if url in member.urls:
-                self._local.tell_trainer(index=index, event="given_up", detail=gone, incarnation=0)
+                self._local.tell_trainer(index=index, event="given_up", detail=gone, num_restarts=0)
                 self._local.give_up(index, gone)
 
     def _end(self, member: NodeInfo) -> None:

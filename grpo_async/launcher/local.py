@@ -33,7 +33,7 @@ from grpo_async.utils.retry import backoff_s
 from grpo_async.utils.text import count
 
 TellTrainer: TypeAlias = Callable[..., None]
-"""Gets index, event (an inference.fleet.ServerEvent), detail, and the server's incarnation, each by its name."""
+"""Gets index, event (an inference.fleet.ServerEvent), detail, and the server's num_restarts, each by its name."""
 
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
@@ -158,9 +158,9 @@ class LocalProcesses:
         if server is None:
             return False
         if serves:
-            server.serves(message.get("incarnation"))
+            server.serves(message.get("num_restarts"))
         else:
-            server.ask_restart(str(message.get("reason")), message.get("incarnation"))
+            server.ask_restart(str(message.get("reason")), message.get("num_restarts"))
         return True
 
     def lose_servers(self, failure: str) -> None:
@@ -238,8 +238,8 @@ class _End(NamedTuple):
 
 
 class SpawnedServer:
-    """One server over all its incarnations, which are counted from 0. Messages about an earlier incarnation are ignored. One that
-    ends before it has ever served cannot start, and ends the run.
+    """One server over all its restarts. Messages from before the last one are ignored. One that ends before it has ever
+    served cannot start, and ends the run.
 
     Args:
         local: the processes that it is one of.
@@ -252,18 +252,18 @@ class SpawnedServer:
         self._spec = spec
         self._local = local
         self._restarts = RestartCount(inference.max_restarts, inference.restart_delay_s)
-        self._incarnation = 0
+        self._num_restarts = 0
         self._has_served = False
         self._asked = asyncio.Event()
         self._asked_reason = ""
         self._down_since: float | None = None
 
     async def start(self) -> None:
-        self.child = await self._local.children.spawn(self._spec, incarnation=self._incarnation)
+        self.child = await self._local.children.spawn(self._spec, num_restarts=self._num_restarts)
 
-    def serves(self, incarnation: int | None = None) -> None:
-        """The trainer has brought its weights to this server. `incarnation`: the one that the trainer means, if it says."""
-        if incarnation not in (None, self._incarnation):
+    def serves(self, num_restarts: int | None = None) -> None:
+        """The trainer has brought its weights to this server. `num_restarts`: those that the trainer knew of, if it says."""
+        if num_restarts not in (None, self._num_restarts):
             return
         self._has_served = True
         self._restarts.serves()
@@ -272,10 +272,10 @@ class SpawnedServer:
             self._local.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
         self._down_since = None
 
-    def ask_restart(self, reason: str, incarnation: int | None = None) -> None:
+    def ask_restart(self, reason: str, num_restarts: int | None = None) -> None:
         """The trainer wants a restart. Ignored while one is under way: the trainer may have asked before it heard of that. When the
         run stops, the server is only killed: the trainer may be waiting for it, and has a checkpoint to write."""
-        if self.child is None or incarnation not in (None, self._incarnation):
+        if self.child is None or num_restarts not in (None, self._num_restarts):
             return
         if self._local.stopping.is_set():
             self.child.kill()
@@ -310,7 +310,7 @@ class SpawnedServer:
             end = await self._restart() or await self._wait_for_end()
 
     def _tell(self, event: str, detail: str) -> None:
-        self._local.tell_trainer(index=self._index, event=event, detail=detail, incarnation=self._incarnation)
+        self._local.tell_trainer(index=self._index, event=event, detail=detail, num_restarts=self._num_restarts)
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
@@ -339,7 +339,7 @@ class SpawnedServer:
 
     async def _restart(self) -> _End | None:
         """None: it was started."""
-        self._incarnation += 1
+        self._num_restarts += 1
         try:
             await self.start()
         except RunError as error:

@@ -68,7 +68,7 @@ async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) 
         """Nobody says that a server serves. One that has been started counts as such, so that it is started again."""
         local.receive({"kind": "server_serving", "index": index})
 
-    def hear(index: int, event: str, detail: str, incarnation: int) -> None:
+    def hear(index: int, event: str, detail: str, num_restarts: int) -> None:
         if event == "starting":
             serves(index)
 

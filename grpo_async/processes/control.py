@@ -3,13 +3,13 @@
     trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "example" | "evaluation" | "summary", ...}
                           {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see trainer.connections
                           {"kind": "note" | "warning", "text": "..."}
-                          {"kind": "server_serving", "index": 0, "incarnation": 1}
-                          {"kind": "restart_server", "index": 0, "reason": "it hangs", "incarnation": 1}
+                          {"kind": "server_serving", "index": 0, "num_restarts": 1}
+                          {"kind": "restart_server", "index": 0, "reason": "it hangs", "num_restarts": 1}
     launcher -> trainer   {"kind": "stop"}
-                          {"kind": "server_event", "index": 0, "event": "exited", "detail": "...", "incarnation": 1}
+                          {"kind": "server_event", "index": 0, "event": "exited", "detail": "...", "num_restarts": 1}
 
-`event` is an inference.fleet.ServerEvent. `incarnation` counts the starts of a server from 0; the client adds it to its
-messages, so that one that was under way during a restart is not taken to be about the new incarnation.
+`event` is an inference.fleet.ServerEvent. `num_restarts` is how often the server was restarted; the client adds it to its messages,
+so that one that was under way during a restart is not taken to be about what was started.
 
 Trainer end (`ControlClient`): two daemon threads, no torch; sending never blocks the training loop and never raises
 because the launcher is gone: that only sets `stop_requested`. Launcher end (`ControlServer`): asyncio; a stop that is
@@ -61,7 +61,7 @@ class ControlClient:
         self._lock = threading.Lock()
         self._on_server_event: ServerEventListener | None = None
         self._kept: list[Mapping[str, Any]] = []
-        self._incarnations: dict[int, int] = {}
+        self._num_restarts: dict[int, int] = {}
         self._server_lock = threading.RLock()  # held while a listener runs: messages reach it one by one, in order
         self._socket = self._connect(path) if path is not None else None
         self._writer: threading.Thread | None = None
@@ -86,7 +86,7 @@ class ControlClient:
             TypeError: `payload` is not JSON.
         """
         if kind in _ABOUT_A_SERVER:
-            payload["incarnation"] = self._incarnations.get(payload["index"], 0)
+            payload["num_restarts"] = self._num_restarts.get(payload["index"], 0)
         line = encode(kind, payload)
         with self._lock:
             if self._socket is not None and not self._closed:
@@ -132,7 +132,7 @@ class ControlClient:
 
     def _receive_server_event(self, message: Mapping[str, Any]) -> None:
         with self._server_lock:
-            self._incarnations[int(message["index"])] = int(message.get("incarnation", 0))
+            self._num_restarts[int(message["index"])] = int(message.get("num_restarts", 0))
             if self._on_server_event is None:
                 self._kept.append(message)
             else:

@@ -80,7 +80,7 @@ class Engine(ABC):
         """Of the weights that serve."""
 
     @abstractmethod
-    def load(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """The fields of ServerInfo that the engine knows and that change. Does not wait for the engine."""
 
     async def prepare_stop_strings(self) -> None:  # noqa: B027 - not every engine has to
@@ -109,10 +109,10 @@ class Engine(ABC):
         """Answered by the engine itself, so that the answer shows that it lives."""
 
     @abstractmethod
-    async def join(self, info: WeightInitInfo) -> None:
+    async def join_weight_group(self, info: WeightInitInfo) -> None:
         """All workers join the trainer's weight group."""
 
-    async def check(self, info: WeightUpdateInfo) -> None:
+    async def check_update(self, info: WeightUpdateInfo) -> None:
         """Raises UpdateRefusedError when this update does not fit the model."""
         specs, served = parameter_specs(info), await self.parameters()
         if info.base is not None and served.base_digest != info.base.digest:
@@ -129,8 +129,8 @@ class Engine(ABC):
         loaded."""
 
     @abstractmethod
-    async def serve(self, version: int) -> None:
-        """What is loaded is `version`."""
+    async def finish_update(self, version: int) -> None:
+        """What is loaded is `version`: every token from now on carries it."""
 
     async def sleep(self) -> None:
         """Freeze, and give the GPU's memory back."""
@@ -195,7 +195,7 @@ class RolloutApp:
             "generated_tokens": self._requests.num_generated_tokens,
             "busy_s": self._requests.busy_s,
         }
-        return _json(self._engine.description.model_copy(update=known | counted | self._engine.load()))
+        return _json(self._engine.description.model_copy(update=known | counted | self._engine.stats()))
 
     # ---- generation ----
 
@@ -336,7 +336,7 @@ class RolloutApp:
         info = await _read(WeightInitInfo, request)
         async with self._lock:
             self._has_group, self._announced = False, None
-            await self._engine.join(info)
+            await self._engine.join_weight_group(info)
             self._has_group = True
         return JSONResponse({})
 
@@ -346,7 +346,7 @@ class RolloutApp:
             self._announced = None
             if not self._has_group:
                 raise UpdateRefusedError(NO_GROUP)
-            await self._engine.check(info)
+            await self._engine.check_update(info)
             self._announced = info
         return JSONResponse({})
 
@@ -370,7 +370,7 @@ class RolloutApp:
         version = int((await _read(FinishBody, request)).weight_version)
         async with self._lock:
             if self._is_loaded:
-                await self._engine.serve(version)
+                await self._engine.finish_update(version)
                 self._is_whole, self._is_loaded = True, False
             elif not self._is_whole or version != self._engine.policy_version:  # else the client lost our answer
                 raise HTTPException(

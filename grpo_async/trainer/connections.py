@@ -47,7 +47,7 @@ def open_fleet(
     # of its own servers the launcher tells by itself
     reporter = FleetReporter(fleet, control, timeline=timeline, tells_changes=bool(inference.urls))
     fleet.subscribe(reporter.on_change)
-    fleet.subscribe_load(reporter.on_load)
+    fleet.subscribe_info(reporter.on_load)
     stack.callback(reporter.close)
     if timeline is not NO_TIMELINE:
         reporter.on_change()  # their starts begin now
@@ -111,7 +111,7 @@ class FleetReporter:
             self._control.send("servers", servers=[self._describe(server) for server in servers])
 
     def on_load(self) -> None:
-        """For `Fleet.subscribe_load`."""
+        """For `Fleet.subscribe_info`."""
         if time.monotonic() - self._told_at >= _MIN_INTERVAL_S:
             self.on_change()
 
@@ -146,12 +146,12 @@ class FleetReporter:
             "restarts": self._fleet.restarts(server.index),
             "reason": "" if server.state.is_member else self._fleet.last_message(server.index),
         }
-        if (load := self._fleet.load(server.index)) is not None:
+        if (info := self._fleet.current_info(server.index)) is not None:
             described |= {
-                "version": load.policy_version,
-                "running": load.running_requests,
-                "waiting": load.waiting_requests,
-                "max_running": load.max_running_requests,
-                "kv_usage": load.kv_usage,
+                "version": info.policy_version,
+                "running": info.running_requests,
+                "waiting": info.waiting_requests,
+                "max_running": info.max_running_requests,
+                "kv_usage": info.kv_usage,
             }
         return described

@@ -52,8 +52,8 @@ class TokenCollector:
             (TokenFlag.CLIPPED_LOW, output.token_loss.clipped_low),
             (TokenFlag.CLIPPED_HIGH, output.token_loss.clipped_high),
             (TokenFlag.CLIPPED_HIGH, output.token_loss.is_capped),  # never both: of the one A > 0, of the other A < 0
-            (TokenFlag.IS_MASKED, output.is_importance_masked),
-            (TokenFlag.OFF_POLICY, output.is_off_policy),
+            (TokenFlag.IMPORTANCE_MASKED, output.is_importance_masked),
+            (TokenFlag.OFF_POLICY_MASKED, output.is_off_policy),
         ):
             if holds is not None:
                 flags.add_(holds, alpha=float(flag))

@@ -57,8 +57,8 @@ def conversation(messages: Sequence[TaggedMessage]) -> str:
 
 _FLAG_NAMES = {
     TokenFlag.SKIPPED: "update skipped",
-    TokenFlag.OFF_POLICY: "off policy",
-    TokenFlag.IS_MASKED: "masked by correction",
+    TokenFlag.OFF_POLICY_MASKED: "off policy",
+    TokenFlag.IMPORTANCE_MASKED: "masked by correction",
     TokenFlag.CLIPPED_LOW: "clipped low",
     TokenFlag.CLIPPED_HIGH: "clipped high",
 }

@@ -101,7 +101,7 @@ def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started
     assert (_logs(tmp_path) / "server.restart_1.log").read_text() == "serving\nasked to end\n"
 
 
-def test_a_server_that_dies_in_every_incarnation_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
+def test_a_server_that_dies_after_every_restart_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
     with _served(tmp_path, trainer="served", server="crash-again", max_restarts=2) as launcher:
         _begin(launcher)
         _signal(launcher, "server", signal.SIGUSR1)
@@ -113,7 +113,7 @@ def test_a_server_that_dies_in_every_incarnation_is_given_up_with_its_own_last_l
             "it ended with exit code 3\n" in error
         )
         assert "  KV cache does not fit\n  giving up\n" in error
-        assert "the card is on fire" not in error  # that was the first incarnation's
+        assert "the card is on fire" not in error  # that was before the first restart
         assert "server.restart_2.log" in error
         assert "there is no checkpoint yet" in error
     # the trainer is ended while the last news are on their way
@@ -175,8 +175,8 @@ class News:
         self.notes: list[str] = []
         self.arrived = asyncio.Event()
 
-    def server_event(self, index: int, event: ServerEvent, detail: str, incarnation: int) -> None:
-        self.events.append((event, detail, incarnation))
+    def server_event(self, index: int, event: ServerEvent, detail: str, num_restarts: int) -> None:
+        self.events.append((event, detail, num_restarts))
         self.arrived.set()
 
     def note(self, text: str) -> None:
@@ -185,9 +185,9 @@ class News:
     def warning(self, text: str) -> None:
         pass
 
-    async def wait_for(self, event: str, incarnation: int) -> None:
+    async def wait_for(self, event: str, num_restarts: int) -> None:
         async with asyncio.timeout(START_S):
-            while not any((event, incarnation) == (name, number) for name, _, number in self.events):
+            while not any((event, num_restarts) == (name, number) for name, _, number in self.events):
                 self.arrived.clear()
                 await self.arrived.wait()
 
@@ -206,15 +206,15 @@ def _spawned(news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_
     return LocalProcesses(config, plan, display, tell_trainer=news.server_event)
 
 
-def _serves(local: LocalProcesses, incarnation: int = 0) -> None:
-    local.receive({"kind": "server_serving", "index": 0, "incarnation": incarnation})
+def _serves(local: LocalProcesses, num_restarts: int = 0) -> None:
+    local.receive({"kind": "server_serving", "index": 0, "num_restarts": num_restarts})
 
 
-def _ask_restart(local: LocalProcesses, reason: str, incarnation: int) -> None:
-    local.receive({"kind": "restart_server", "index": 0, "reason": reason, "incarnation": incarnation})
+def _ask_restart(local: LocalProcesses, reason: str, num_restarts: int) -> None:
+    local.receive({"kind": "restart_server", "index": 0, "reason": reason, "num_restarts": num_restarts})
 
 
-def test_a_request_that_crossed_a_restart_does_not_end_the_new_incarnation(tmp_path: Path) -> None:
+def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_path: Path) -> None:
     news = News()
 
     async def main() -> None:
@@ -227,7 +227,7 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_new_incarnation(tmp_p
             await asyncio.sleep(0.2)
             assert (len(local.running_servers), news.events[-1][0]) == (1, "starting")
             _serves(local, 0)
-            assert "serves again" not in news.notes[-1]  # the old incarnation's service is no news of the new one
+            assert "serves again" not in news.notes[-1]  # what served before the restart is no news of what runs now
             _serves(local, 1)
             assert "serves again" in news.notes[-1]
             _ask_restart(local, "a new request", 1)

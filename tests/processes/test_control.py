@@ -122,13 +122,13 @@ def test_news_of_servers_reach_the_trainer_in_order_also_those_from_before_it_li
     assert heard[3:] == [(1, str(number)) for number in range(50)]
 
 
-def test_what_the_trainer_says_of_a_server_names_the_incarnation_that_it_knew(tmp_path: Path) -> None:
+def test_what_the_trainer_says_of_a_server_names_the_restarts_that_it_knew(tmp_path: Path) -> None:
     async def scene(server: ControlServer) -> None:
         client = await asyncio.to_thread(ControlClient, tmp_path / "control")
         client.send("server_serving", index=1)
         told = threading.Event()
         client.listen(lambda message: told.set())
-        server.send("server_event", index=1, event="starting", detail="restart 1", incarnation=4)
+        server.send("server_event", index=1, event="starting", detail="restart 1", num_restarts=4)
         assert await asyncio.to_thread(told.wait, LIMIT_S)
         client.send("restart_server", index=1, reason="it hangs")
         client.send("restart_server", index=0, reason="this one, too")
@@ -136,5 +136,5 @@ def test_what_the_trainer_says_of_a_server_names_the_incarnation_that_it_knew(tm
         await asyncio.to_thread(client.close)
 
     messages = _serve(tmp_path / "control", scene)
-    incarnations = [(message.get("index"), message.get("incarnation")) for message in messages]
-    assert incarnations == [(1, 0), (1, 4), (0, 0), (None, None)]
+    restarts = [(message.get("index"), message.get("num_restarts")) for message in messages]
+    assert restarts == [(1, 0), (1, 4), (0, 0), (None, None)]

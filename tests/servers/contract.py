@@ -232,7 +232,7 @@ class Contract:
         prompts = [[*LONG_PROMPT, 30 + number] for number in range(NUM_SLOTS + 3)]
         with _watched(server) as fleet:
             heard = threading.Semaphore(0)
-            fleet.subscribe_load(heard.release)
+            fleet.subscribe_info(heard.release)
             answers = server.ask(*(make_request(prompt, max_tokens=700) for prompt in prompts))
             server.wait_until(lambda info: (info.running_requests, info.waiting_requests) == (NUM_SLOTS, 3))
             server.post("/pause")  # so that it stays so
@@ -242,7 +242,7 @@ class Contract:
                 assert heard.acquire(timeout=10.0)
             fleet.metrics()  # what was heard until now is over
             fleet.read()
-            metrics, known = fleet.metrics(), fleet.load(0)
+            metrics, known = fleet.metrics(), fleet.current_info(0)
             assert (metrics["servers/running"], metrics["servers/waiting"]) == (NUM_SLOTS, 3.0)
             assert 0.0 < metrics["servers/kv_usage"] <= 1.0
             assert known is not None
@@ -250,7 +250,7 @@ class Contract:
             server.post("/resume")
             assert {answer.result(60.0).finish_reason for answer in answers} == {"length"}
             fleet.fence(fleet.server(0), "for the test")
-            assert fleet.load(0) is None, "what a server said before it was lost is no news of it"
+            assert fleet.current_info(0) is None, "what a server said before it was lost is no news of it"
             assert "servers/running" not in fleet.metrics()
 
     def test_a_score_is_that_of_the_served_weights_at_temperature_one_whatever_else_runs(

@@ -85,12 +85,12 @@ def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_
     running = submit(engine, make_request(prompt(6), max_tokens=50)).output
     step(engine, 3)
     engine.load_weights((name, torch.full_like(tensor, torch.nan)) for name, tensor in good.items())
-    engine.serve(policy_version=1)
+    engine.finish_update(policy_version=1)
     step(engine)
     assert "not finite" in str(running.error)
     assert (len(running.token_ids), engine.num_active) == (3, 0)
     engine.load_weights(good.items())
-    engine.serve(policy_version=2, keep_cache=keep_cache)
+    engine.finish_update(policy_version=2, keep_cache=keep_cache)
     # The one-token prompt gets the poisoned slot without a prefill that would overwrite it; the long one makes the step
     # look at positions beyond the short one's end.
     requests = [make_request(prompt(1), max_tokens=3), make_request(prompt(14), max_tokens=3)]

@@ -48,7 +48,7 @@ class _Fleet:
         self.life, self.is_silent = "first", False
         self.start = lambda: events.append("look for servers")
         self.close = lambda: closed.append("fleet")
-        self.subscribe_load: Callable[[Callable[[], None]], None] = lambda listener: None
+        self.subscribe_info: Callable[[Callable[[], None]], None] = lambda listener: None
 
     def wait_for_members(self, *, deadline_s: float, stop: Any, heartbeat: Callable[[], object] = lambda: None) -> bool:
         heartbeat()

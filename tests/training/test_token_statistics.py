@@ -105,8 +105,8 @@ def _alone(policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample]) 
             (TokenFlag.CLIPPED_LOW, terms.token_loss.clipped_low),
             (TokenFlag.CLIPPED_HIGH, terms.token_loss.clipped_high),
             (TokenFlag.CLIPPED_HIGH, terms.token_loss.is_capped),
-            (TokenFlag.IS_MASKED, terms.is_importance_masked),
-            (TokenFlag.OFF_POLICY, terms.is_off_policy),
+            (TokenFlag.IMPORTANCE_MASKED, terms.is_importance_masked),
+            (TokenFlag.OFF_POLICY_MASKED, terms.is_off_policy),
         ):
             flags += 0.0 if holds is None else float(flag) * holds
         columns = (output.logprobs, terms.inputs.old_logprobs, terms.importance_weights, output.entropy, flags)

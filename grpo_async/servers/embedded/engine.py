@@ -137,7 +137,7 @@ class SlotEngine:
         """Requests with a slot or waiting for one."""
         return len(self._waiting) + len(self._running)
 
-    def load(self) -> dict[str, int | float]:
+    def stats(self) -> dict[str, int | float]:
         """The fields of ServerInfo that change. `kv_usage` is the fraction of the key/value positions that hold a token: 2 requests
         of 100 tokens in 8 slots of 512 -> 200 / 4096."""
         used = sum(len(sequence.tokens) for sequence in self._running)
@@ -179,7 +179,7 @@ class SlotEngine:
         self._waiting.clear()
 
     def take_outputs(self) -> list[tuple[RunningSequence, EngineOutput]]:
-        """Outputs since the last call, in order. Take them before `serve`: they are of the weights that served."""
+        """Outputs since the last call, in order. Take them before `finish_update`: they are of the weights that served."""
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -189,13 +189,13 @@ class SlotEngine:
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite parameters in place, as they come. `serve` has to follow before the next step."""
+        """Overwrite parameters in place, as they come. `finish_update` has to follow before the next step."""
         parameters = self.parameters()
         for name, tensor in weights:
             parameters[name].copy_(tensor)
 
     @torch.inference_mode()
-    def serve(self, *, policy_version: int, keep_cache: bool = False) -> None:
+    def finish_update(self, *, policy_version: int, keep_cache: bool = False) -> None:
         """The weights are new ones: every later token carries `policy_version`.
 
         Args:

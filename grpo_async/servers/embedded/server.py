@@ -106,9 +106,9 @@ class EmbeddedEngine(Engine):
     def policy_version(self) -> int:
         return self._engine.policy_version
 
-    def load(self) -> dict[str, Any]:
-        """Answers at once: a question about the load does not wait for the engine's current step."""
-        return self._engine.load()
+    def stats(self) -> dict[str, Any]:
+        """Answers at once, without waiting for the engine's current step."""
+        return self._engine.stats()
 
     # ---- the thread ----
 
@@ -275,7 +275,7 @@ class EmbeddedEngine(Engine):
             digest = await asyncio.to_thread(self.base.digest_or_none)
         return ServedParameters(shapes=self._shapes, base_digest=digest)
 
-    async def join(self, info: WeightInitInfo) -> None:
+    async def join_weight_group(self, info: WeightInitInfo) -> None:
         await asyncio.wrap_future(self._call(lambda: self._receiver.join(info)))  # which has its own deadline
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
@@ -292,8 +292,8 @@ class EmbeddedEngine(Engine):
 
         await asyncio.wrap_future(self._call(load))  # each bucket has a deadline
 
-    async def serve(self, version: int) -> None:
-        await self._command(lambda: self._engine.serve(policy_version=version, keep_cache=self._keeps_cache))
+    async def finish_update(self, version: int) -> None:
+        await self._command(lambda: self._engine.finish_update(policy_version=version, keep_cache=self._keeps_cache))
 
 
 class EmbeddedServer(uvicorn.Server):

@@ -61,21 +61,21 @@ class VllmEngine(Engine):
     def policy_version(self) -> int:
         return self._version
 
-    def load(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """An engine whose last requests are aborted makes no further step and says no more, so its statistics count only while
         something is in it, also what users' code sends through vLLM's own routes. The fullest core is the first to be full."""
         every = list(self._statistics.values())
         is_idle = not self.requests.num_active and not self._client.output_processor.has_unfinished_requests()
-        load: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         if every:
-            load["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
+            found["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
         if not is_idle:
-            load["running_requests"] = sum(stats.num_running_reqs for stats in every)
+            found["running_requests"] = sum(stats.num_running_reqs for stats in every)
             # releases after the first keep some of those that wait in their own queue
-            load["waiting_requests"] = sum(
+            found["waiting_requests"] = sum(
                 stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0) for stats in every
             )
-        return load
+        return found
 
     # ---- requests ----
 
@@ -193,20 +193,20 @@ class VllmEngine(Engine):
                 logger.warning("cannot check the names of updates: vLLM loaded no safetensors files at start")
         return self._served
 
-    async def join(self, info: WeightInitInfo) -> None:
+    async def join_weight_group(self, info: WeightInitInfo) -> None:
         await self._on_workers("join_weight_group", info)
 
-    async def check(self, info: WeightUpdateInfo) -> None:
+    async def check_update(self, info: WeightUpdateInfo) -> None:
         if self._is_asleep:
             raise HTTPException(409, "the server sleeps: POST /wake_up first")
-        await super().check(info)
+        await super().check_update(info)
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
         """One call of the engine core: no step runs between its first and its last parameter. A worker that fails for a reason of
         its own ends, and the server with it."""
         await self._on_workers("load_pushed_weights", info)
 
-    async def serve(self, version: int) -> None:
+    async def finish_update(self, version: int) -> None:
         # Why the stamp is exact. The engine is frozen from the answer to /pause until /resume, which waits for the application's
         # lock, and its answers and tokens come over one ordered socket. So every token that the old weights sampled is in this
         # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
