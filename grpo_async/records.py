@@ -397,9 +397,13 @@ class RolloutCompletion(TokenPath):
 class RolloutGroup:
     """All completions of one prompt."""
 
-    group_id: int
     prompt: Prompt
     completions: Sequence[RolloutCompletion]
+
+    @property
+    def group_id(self) -> int:
+        """The prompt's: one that is issued again keeps its seeds and its place in the data."""
+        return self.prompt.prompt_id
 
     @property
     def name(self) -> str:

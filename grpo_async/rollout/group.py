@@ -61,8 +61,7 @@ class OpenGroup:
 
     @property
     def record(self) -> RolloutGroup:
-        """The prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data."""
-        return RolloutGroup(group_id=self.prompt.prompt_id, prompt=self.prompt, completions=list(self.completions))
+        return RolloutGroup(prompt=self.prompt, completions=list(self.completions))
 
     def rollout_id(self, index: int) -> str:
         """ "g7" -> "g7-r0"; `RolloutGroup.name` reads it back."""

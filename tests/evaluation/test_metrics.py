@@ -19,7 +19,7 @@ def _prompt(*rewards: float | None, **columns: str) -> ScoredGroup:
 
 
 def _scored(completions: Sequence[RolloutCompletion], rewards: Sequence[float | None], **columns: str) -> ScoredGroup:
-    group = RolloutGroup(group_id=0, prompt=make_prompt(**columns), completions=completions)
+    group = RolloutGroup(prompt=make_prompt(**columns), completions=completions)
     return ScoredGroup(group=group, samples=[], rewards=rewards, reward_parts=[{} for _ in rewards])
 
 

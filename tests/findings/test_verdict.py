@@ -98,7 +98,7 @@ def peak(first: float, best: float, last: float) -> Callable[[float], float]:
 
 def _nothing_to_learn(reward: float) -> str:
     """As a run ends in which every group has the same rewards."""
-    group = RolloutGroup(group_id=1, prompt=make_prompt(), completions=[make_completion("a"), make_completion("b")])
+    group = RolloutGroup(prompt=make_prompt(1), completions=[make_completion("a"), make_completion("b")])
     scored = ScoredGroup(group=group, samples=[], rewards=[reward, reward], reward_parts=[{}, {}])
     return f"80 consecutive groups had nothing to learn from; the last one: {why_no_signal(scored)}. Look at `inspect-rollouts`"
 

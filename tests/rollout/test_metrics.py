@@ -47,7 +47,7 @@ def _metrics(*completions: RolloutCompletion, advantages: Sequence[float] = ()) 
     return group_metrics(
         [
             ScoredGroup(
-                group=RolloutGroup(group_id=0, prompt=make_prompt(), completions=completions),
+                group=RolloutGroup(prompt=make_prompt(), completions=completions),
                 samples=[make_sample(advantage=advantage) for advantage in advantages],
                 rewards=rewards,
                 reward_parts=[{"f": reward} for reward in rewards],
@@ -140,9 +140,7 @@ def test_the_spread_of_rewards_and_lengths_of_a_step() -> None:
 def _scored(rewards: list[float | None], lengths: list[int], **logged: float) -> ScoredGroup:
     completions = [make_completion(f"r{i}", ids=[5] * length) for i, length in enumerate(lengths)]
     return ScoredGroup(
-        group=RolloutGroup(
-            group_id=0, prompt=make_prompt(), completions=[*completions, make_completion("f", failed=True)]
-        ),
+        group=RolloutGroup(prompt=make_prompt(), completions=[*completions, make_completion("f", failed=True)]),
         samples=[],
         rewards=rewards,
         reward_parts=[{"f": reward} for reward in rewards],

@@ -40,7 +40,6 @@ class _Step:
     async def _score(self, number: int) -> ScoredGroup:
         count = len(next(iter(self._tables[number].values())))
         group = RolloutGroup(
-            group_id=number,
             prompt=make_prompt(number, number=number),
             completions=[make_completion(f"g{number}-r{index}") for index in range(count)],
         )

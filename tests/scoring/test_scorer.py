@@ -37,7 +37,7 @@ def _score(
     scorer = Scorer(
         rewards, advantage=AdvantageSection(), train_zero_variance=False, environment_weights=environment_weights
     )
-    group = RolloutGroup(group_id=0, prompt=make_prompt(**columns), completions=completions)
+    group = RolloutGroup(prompt=make_prompt(**columns), completions=completions)
     return asyncio.run(scorer.score(group, environments=environments))
 
 
@@ -98,7 +98,7 @@ def _score_one(completions: list[RolloutCompletion], function: Any, **settings: 
         [RewardFunction(function)],
         **{"advantage": AdvantageSection(type="none"), "train_zero_variance": False, **settings},
     )
-    group = RolloutGroup(group_id=3, prompt=make_prompt(3, "1 + 1 =", answer="2"), completions=completions)
+    group = RolloutGroup(prompt=make_prompt(3, "1 + 1 =", answer="2"), completions=completions)
     return asyncio.run(scorer.score(group))
 
 
@@ -183,7 +183,7 @@ def test_branches_may_have_a_reward_of_their_own() -> None:
         train_zero_variance=False,
         environment_weights={AGENT_REWARD: 1.0},
     )
-    group = RolloutGroup(group_id=3, prompt=make_prompt(3), completions=completions)
+    group = RolloutGroup(prompt=make_prompt(3), completions=completions)
     scored = asyncio.run(scorer.score(group))
     assert [(sample.rollout_id, sample.advantage, sample.reward) for sample in scored.samples] == [
         ("g3-r0", 0.5, 1.0), ("g3-r0.b1", 0.0, 0.0), ("g3-r0.b2", 1.5, 3.0), ("g3-r0.b3", 0.5, 1.0), ("g3-r1", -0.5, 0.0),
@@ -199,7 +199,7 @@ def test_a_group_whose_branches_alone_differ_has_a_signal() -> None:
             train_zero_variance=False,
             environment_weights={AGENT_REWARD: 1.0},
         )
-        group = RolloutGroup(group_id=3, prompt=make_prompt(3), completions=completions)
+        group = RolloutGroup(prompt=make_prompt(3), completions=completions)
         [scored] = scorer.advantages.over_step([asyncio.run(scorer.score(group))])
         # [0, 1]: mean 0.5, std 0.7071
         assert [sample.advantage for sample in scored.samples] == pytest.approx([0.0, -0.70701, 0.0], abs=1e-5)

@@ -114,14 +114,14 @@ def build_group(
     group_id: int, completions: Sequence[RolloutCompletion], *, text: str = "what is 1 + 1?", **columns: object
 ) -> RolloutGroup:
     prompt = Prompt(
-        prompt_id=group_id + 100,
+        prompt_id=group_id,
         messages=[
             TaggedMessage(role="system", content="be brief", origin=Origin.PROMPT),
             TaggedMessage(role="user", content=text, origin=Origin.PROMPT),
         ],
         columns=columns,
     )
-    return RolloutGroup(group_id=group_id, prompt=prompt, completions=list(completions))
+    return RolloutGroup(prompt=prompt, completions=list(completions))
 
 
 def build_sample(group_id: int, completion: RolloutCompletion, reward: float, advantage: float = 0.0) -> RolloutSample:

@@ -70,7 +70,7 @@ def test_a_row_holds_everything_of_a_group() -> None:
     tool, failed = build_tool_rollout("7-0"), build_failed_rollout("7-1")
     tool = replace(tool, started_at=990.0, turns=[replace(tool.turns[0], started_at=991.0), *tool.turns[1:]])
     row = _row(build_group(7, [tool, failed], answer=3), [build_sample(7, tool, 0.5, advantage=1.25)], step=4)
-    assert (row.schema, row.seq, row.group_id, row.prompt_id, row.step) == (SCHEMA, 17, 7, 107, 4)
+    assert (row.schema, row.seq, row.group_id, row.prompt_id, row.step) == (SCHEMA, 17, 7, 7, 4)
     assert (row.status, row.written_at, len(row.prompt_hash)) == (GroupStatus.TRAINED, 1000.5, 16)
     assert [(m.role, m.content, m.origin) for m in row.messages] == [
         ("system", "be brief", Origin.PROMPT),

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,7 +238,7 @@ def _append_and_fail(store: RolloutStore) -> None:
 
 def test_a_group_that_cannot_be_made_into_a_line_is_named(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
-    append(store, RolloutGroup(group_id=4, prompt=None, completions=[]), [], GroupStatus.TRAINED, 1)  # type: ignore[arg-type]
+    append(store, RolloutGroup(prompt=SimpleNamespace(prompt_id=4), completions=[]), [], GroupStatus.TRAINED, 1)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="group 4 cannot be stored: AttributeError"):
         store.flush()
     append_simple(store, 5)

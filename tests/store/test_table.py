@@ -81,7 +81,7 @@ def test_a_rollout_in_a_table_has_its_stats_and_the_beginning_of_its_texts(
         append(store, group, [build_sample(9, rollout, 0.5, -1.0)], GroupStatus.TRAINED, 5, stats=stats)
     with RolloutTable.open(tmp_path) as table:
         (found,) = table.page()
-    assert (found.rollout_id, found.group_id, found.prompt_id, found.step) == ("r", 9, 109, 5)
+    assert (found.rollout_id, found.group_id, found.prompt_id, found.step) == ("r", 9, 9, 5)
     assert (found.reward, found.advantage, found.rewards) == (0.5, -1.0, {"exact": 0.5, "format": None})
     assert (found.version_min, found.staleness) == (3, 1)  # 5 - 1 - 3
     assert found.logprob_mean == -0.25

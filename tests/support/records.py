@@ -67,7 +67,7 @@ def make_sample(
 
 def make_scored(group_id: int = 0, *, version: int = 0, has_samples: bool = True) -> ScoredGroup:
     completions = [make_completion(f"g{group_id}-r{index}", version=version) for index in range(2)]
-    group = RolloutGroup(group_id=group_id, prompt=make_prompt(group_id), completions=completions)
+    group = RolloutGroup(prompt=make_prompt(group_id), completions=completions)
     sample = make_sample(group_id=group_id, version=version)
     samples = [replace(sample, rollout_id=each.rollout_id) for each in completions] if has_samples else []
     return ScoredGroup(group=group, samples=samples, rewards=[0.0, 1.0], reward_parts=[{"f": 0.0}, {"f": 1.0}])

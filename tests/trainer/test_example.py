@@ -12,7 +12,7 @@ from tests.support.records import make_completion, make_prompt
 def _group(prompt: str, rewards: Sequence[float | None]) -> ScoredGroup:
     """Its completions say their rewards; the first, which failed, has none."""
     completions = [make_completion(failed=True), *(make_completion(text=f"worth {reward}") for reward in rewards)]
-    group = RolloutGroup(group_id=0, prompt=make_prompt(text=prompt), completions=completions)
+    group = RolloutGroup(prompt=make_prompt(text=prompt), completions=completions)
     return ScoredGroup(group=group, samples=[], rewards=rewards, reward_parts=[{} for _ in rewards])
 
 

@@ -100,7 +100,7 @@ def write_store(folder: Path, groups: Sequence[Group]) -> None:
                 for place in range(len(each.rewards))
             ]
             prompt = make_prompt(number, each.prompt, **each.columns)
-            group = RolloutGroup(group_id=number, prompt=prompt, completions=completions)
+            group = RolloutGroup(prompt=prompt, completions=completions)
             parts = [{"exact": reward} for reward in each.rewards]
             scored = ScoredGroup(group=group, samples=[], rewards=list(each.rewards), reward_parts=parts)
             store.append(group, each.status, each.step, scored=None if each.is_failed else scored)
