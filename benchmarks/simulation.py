@@ -164,7 +164,7 @@ class Setup:
             return 0.0, 0.0
         lengths = [self.prompt + each for each in completions]
         limit = self.prompt + self.lengths.longest
-        plan = plan_batch(lengths, num_ranks=self.trainers, micro_batch_tokens=limit, pack=True)
+        plan = plan_batch(lengths, world_size=self.trainers, micro_batch_tokens=limit, pack=True)
         cost = [length * (self.train_s + length * self.pair_s) for length in lengths]
         forwards = zip(*plan.ranks, strict=True)  # all ranks wait for the slowest of each
         taken = sum(max(sum(cost[i] for i in each.indices) for each in ranks) for ranks in forwards)

@@ -68,10 +68,10 @@ def main(arguments: list[str]) -> int:
     return _measure_before_forward(options) if options.before_forward else _measure(options)
 
 
-def _under_torchrun(num_ranks: int, arguments: list[str]) -> int:
+def _under_torchrun(world_size: int, arguments: list[str]) -> int:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(num_ranks), "-m", "benchmarks.step", *arguments,
+        "--nproc-per-node", str(world_size), "-m", "benchmarks.step", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, timeout=1800.0, check=False).returncode
@@ -145,7 +145,7 @@ def _trainer(
     def step() -> tuple[tuple[float, float], int]:
         plan = plan_batch(
             [len(sample.token_ids) for sample in samples],
-            num_ranks=1,
+            world_size=1,
             micro_batch_tokens=options.micro_batch_tokens,
             pack=pack,
         )
@@ -198,7 +198,7 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
 
 
 @contextmanager
-def process_group(num_ranks: int, device: Any) -> Iterator[None]:
+def process_group(world_size: int, device: Any) -> Iterator[None]:
     """Of torchrun's ranks, or of this process alone."""
     import torch
     import torch.distributed as dist
@@ -207,7 +207,7 @@ def process_group(num_ranks: int, device: Any) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=TIMEOUT_S)
-    alone = {} if num_ranks > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {} if world_size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timeout, **alone)
     try:
         yield
@@ -242,7 +242,7 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
             if is_leader:
                 plan = plan_batch(
                     [len(sample.token_ids) for sample in samples],
-                    num_ranks=options.ranks,
+                    world_size=options.ranks,
                     micro_batch_tokens=options.micro_batch_tokens,
                     pack=True,
                 )

@@ -134,7 +134,7 @@ class RankSamples:
 def split_by_rank(
     samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, *, trainer_version: int
 ) -> list[RankSamples]:
-    """What each rank computes of a minibatch. [num_ranks]
+    """What each rank computes of a minibatch. [world_size]
 
     Args:
         samples: all those of the minibatch.

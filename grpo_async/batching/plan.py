@@ -79,7 +79,7 @@ class _Filling:
         self.cost += growth * _ATTENTION_BREAK_EVEN_TOKENS + length**2
 
 
-def plan_batch(lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, pack: bool) -> BatchPlan:
+def plan_batch(lengths: Sequence[int], *, world_size: int, micro_batch_tokens: int, pack: bool) -> BatchPlan:
     """Plan one optimizer update.
 
     Args:
@@ -99,9 +99,9 @@ def plan_batch(lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: in
         )
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     first_fit = _first_fit(order, lengths, micro_batch_tokens, pack=pack)
-    first_fit += [_Filling() for _ in range(-len(first_fit) % num_ranks)]
+    first_fit += [_Filling() for _ in range(-len(first_fit) % world_size)]
     filled = _fill_evenly(order, lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
-    return BatchPlan(ranks=[[_planned(each, pack=pack) for each in rank] for rank in _distribute(filled, num_ranks)])
+    return BatchPlan(ranks=[[_planned(each, pack=pack) for each in rank] for rank in _distribute(filled, world_size)])
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int, *, pack: bool) -> list[_Filling]:
@@ -147,14 +147,14 @@ def _fill_evenly(
     return filled
 
 
-def _distribute(filled: Sequence[_Filling], num_ranks: int) -> list[list[_Filling]]:
+def _distribute(filled: Sequence[_Filling], world_size: int) -> list[list[_Filling]]:
     """Those of like cost to different ranks at the same time, the most expensive first: of each rank its forwards."""
-    ranks: list[list[_Filling]] = [[] for _ in range(num_ranks)]
-    costs = [0] * num_ranks
+    ranks: list[list[_Filling]] = [[] for _ in range(world_size)]
+    costs = [0] * world_size
     ordered = sorted(filled, key=lambda each: -each.cost)
-    for start in range(0, len(ordered), num_ranks):
-        cheapest_first = sorted(range(num_ranks), key=lambda rank: costs[rank])
-        for rank, each in zip(cheapest_first, ordered[start : start + num_ranks], strict=True):
+    for start in range(0, len(ordered), world_size):
+        cheapest_first = sorted(range(world_size), key=lambda rank: costs[rank])
+        for rank, each in zip(cheapest_first, ordered[start : start + world_size], strict=True):
             ranks[rank].append(each)
             costs[rank] += each.cost
     return ranks

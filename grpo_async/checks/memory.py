@@ -80,7 +80,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     With N parameters on R ranks that share them (hybrid sharding: those of a machine), T of them trained, m bytes an element of
     `model.dtype` (adapters: 4), c of the compute dtype, t tokens of a micro-batch, L layers:
 
-        weights      (N m + reference N c) / R; a reference that moves: N m
+        weights      (N m + reference N c) / R; a synced one: N m
         gathered     two layers and the embedding, in c
         gradients    4 T / R (a GPU reduces them after every micro-batch)
         optimizer    T / R times 2 m (two moments; the fused update needs no more)

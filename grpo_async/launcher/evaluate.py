@@ -29,7 +29,7 @@ from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
-from grpo_async.launcher.gpus import with_dtypes
+from grpo_async.launcher.gpus import fill_dtypes
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import lead_run
 from grpo_async.processes import machine as machine_module
@@ -67,7 +67,7 @@ def run_evaluation(
             )
         target = choose_target(config, checkpoint)
         engine = choose_engine(config)
-        config = with_dtypes(config, engine, machine_module.inspect().gpus)
+        config = fill_dtypes(config, engine, machine_module.inspect().gpus)
         notes = check_inputs(config, engine=engine, trains=False)
         run_dir = RunDir(_choose_folder(config, target, out).absolute())
         check_run_place(run_dir)

@@ -35,7 +35,7 @@ class GpuShares:
         return max((taken.count(gpu) for gpu in taken), default=0)
 
 
-def with_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
+def fill_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
     """With the dtypes that `config` leaves open; those of servers that run already as where the trainer runs."""
     on_gpu = trains_on_gpu(config, gpus)
     return config.with_dtypes(

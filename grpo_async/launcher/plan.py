@@ -28,11 +28,11 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.gpus import (
     GpuShares,
     assumed_gpus,
+    fill_dtypes,
     gpus_needed,
     plan_transport,
     share_gpus,
     trains_on_gpu,
-    with_dtypes,
 )
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
@@ -145,7 +145,7 @@ def plan_dry(
         node = node.model_copy(update={"address": names[0], "own_address": names[node.rank]})
         machine = replace(machine, gpus=machine.gpus or assumed_gpus(config, engine))
         hosts = [names[rank] for rank in nodes.serving]
-    config = with_dtypes(config, engine, machine.gpus)
+    config = fill_dtypes(config, engine, machine.gpus)
     ports = (0,) * config.inference.replicas if config.launch.server_port is None else None
     run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(

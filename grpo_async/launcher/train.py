@@ -27,7 +27,7 @@ from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.follower import follow
-from grpo_async.launcher.gpus import assumed_gpus, with_dtypes
+from grpo_async.launcher.gpus import assumed_gpus, fill_dtypes
 from grpo_async.launcher.lifecycle import end_with_report, report_end, run_with_display
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, plan_dry, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, lock, make_room, writing
@@ -74,7 +74,7 @@ def launch(
         engine = SERVERS_ELSEWHERE
         if node.serves:  # a dry run of several machines tells of them, not of this one
             engine = choose_engine(config, is_here=not dry_run or node.is_alone)
-        config = _with_dtypes(config, engine, node, dry_run=dry_run)
+        config = _fill_dtypes_on_nodes(config, engine, node, dry_run=dry_run)
         notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
         run_dir = RunDir(config.run_path.absolute())
         if node.rank > 0 and not dry_run:
@@ -105,14 +105,16 @@ def _find_node(config: ExperimentConfig, node_rank: int | None, master_addr: str
         return Node(num_train=config.launch.nodes.train, num_infer=config.launch.nodes.infer)
 
 
-def _with_dtypes(config: ExperimentConfig, engine: EngineChoice, node: Node, *, dry_run: bool) -> ExperimentConfig:
+def _fill_dtypes_on_nodes(
+    config: ExperimentConfig, engine: EngineChoice, node: Node, *, dry_run: bool
+) -> ExperimentConfig:
     """The same on every machine of a cluster, whichever of them has servers: they compare their configurations."""
     gpus = machine_module.inspect().gpus
     if not node.is_alone:
         engine = choose_engine(config, is_here=False)
         gpus = gpus or (assumed_gpus(config, engine) if dry_run else ())
         engine = replace(engine, on_gpu=engine.on_gpu and bool(gpus))
-    return with_dtypes(config, engine, gpus)
+    return fill_dtypes(config, engine, gpus)
 
 
 def run_preflight(config: ExperimentConfig, *, output: Output | None = None) -> RunOutcome:
@@ -138,7 +140,7 @@ def run_preflight(config: ExperimentConfig, *, output: Output | None = None) -> 
                 f"launch.nodes: {nodes.count} machines; the checks run on this one only, with its ranks and one server",
             )
         engine = choose_engine(config)
-        config = with_dtypes(config, engine, machine_module.inspect().gpus)
+        config = fill_dtypes(config, engine, machine_module.inspect().gpus)
         notes = (*check_inputs(config, engine=engine), *notes)
         folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})

@@ -107,7 +107,7 @@ def build_context(
         ),
         tokenizer=tokenizer,
         device=device,
-        num_ranks=assignment.world_size,
+        world_size=assignment.world_size,
         timeline=timeline,
     )
 

@@ -530,7 +530,7 @@ class Leader:
         packed, commands = divide_step(
             groups,
             config,
-            num_ranks=context.num_ranks,
+            world_size=context.world_size,
             trainer_version=step - 1,
             is_stored=lambda group_id: has_stats and self._store.stores(group_id, GroupStatus.TRAINED),
         )
@@ -560,9 +560,9 @@ class Leader:
                 seed=seed_of(config.run.seed, step, rank),
                 token_room=packed.tokens.room,
                 loss_scale=scale,
-                moves_reference=config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0,
+                syncs_reference=config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0,
             )
-            for rank in range(context.num_ranks)
+            for rank in range(context.world_size)
         ]
         context.channel.send(commands)
         result = context.step(commands[0], meanwhile=lambda: self._pack_next(step + 1))
@@ -667,7 +667,7 @@ class Leader:
         self._command_all(WaitCommand())
 
     def _command_all(self, command: Command) -> None:
-        self._context.channel.send([command] * self._context.num_ranks)
+        self._context.channel.send([command] * self._context.world_size)
 
     def _read(self) -> CounterSnapshot:
         """Without the tokens of evaluations; the time that the servers are busy includes them."""

@@ -31,11 +31,11 @@ def divide_step(
     groups: Sequence[ScoredGroup],
     config: ExperimentConfig,
     *,
-    num_ranks: int,
+    world_size: int,
     trainer_version: int,
     is_stored: Callable[[int], bool],
 ) -> tuple[PackedStep, list[PackCommand]]:
-    """The step, and what each rank has to pack of it. [num_ranks]
+    """The step, and what each rank has to pack of it. [world_size]
 
     Args:
         groups: as RolloutSource.take gives them.
@@ -43,14 +43,14 @@ def divide_step(
         is_stored: whether the rollout store keeps the statistics of the tokens of a group, by its id.
     """
     minibatches = split_groups(groups, config.training.minibatches)
-    parts: list[list[RankSamples]] = []  # [num_minibatches][num_ranks]
-    tokens = TokenPlan(num_ranks)
+    parts: list[list[RankSamples]] = []  # [num_minibatches][world_size]
+    tokens = TokenPlan(world_size)
     num_tokens = num_computed = 0
     for minibatch in minibatches:
         samples = minibatch.samples
         plan = plan_batch(
             [len(sample.token_ids) for sample in samples],
-            num_ranks=num_ranks,
+            world_size=world_size,
             micro_batch_tokens=config.training.micro_batch_tokens,
             pack=config.training.pack,
         )

@@ -1,7 +1,7 @@
 """Checkpoints: what they hold, writing them during training and generation, loading them, and which ones stay.
 
     checkpoints/step_N/
-    |- *.distcp, .metadata   model, optimizer and a reference that moves, by torch's distributed checkpoint (DCP)
+    |- *.distcp, .metadata   model, optimizer and a synced reference, by torch's distributed checkpoint (DCP)
     |- state.json            step, counters, ledger, data cursor, prompts to issue again
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
@@ -139,11 +139,11 @@ def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list
     Raises:
         CheckpointError: none is whole.
     """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    is_mine = partial(holds_tensors, rank=rank, num_ranks=num_ranks)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    is_mine = partial(holds_tensors, rank=rank, world_size=world_size)
     notes: list[str] = []
     while True:
-        problems: list[str | None] = [None] * num_ranks
+        problems: list[str | None] = [None] * world_size
         dist.all_gather_object(problems, problem_of(run_dir.checkpoint(step), reads=is_mine))
         problem = next(filter(None, problems), None)
         if problem is None:
@@ -172,7 +172,7 @@ def model_state(policy: Policy, options: StateDictOptions = TRAINED) -> dict[str
 def load_tensors(
     run_dir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, reference: Policy | None = None
 ) -> None:
-    """Load model and optimizer of a checkpoint into this rank's shards, and the reference where that follows the policy. Every rank
+    """Load model and optimizer of a checkpoint into this rank's shards, and the reference where it is synced. Every rank
     calls it. A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: nothing is loaded.
 
     Raises:
@@ -294,7 +294,7 @@ class CheckpointWriter:
         """Copy the tensors and begin to write. Every rank calls it; rank 0 passes the state.
 
         Args:
-            reference: where it follows the policy.
+            reference: where it is synced (`loss.sync_ref_model`).
             on_written: called by the writer's thread on rank 0 when the checkpoint stands.
 
         Raises:

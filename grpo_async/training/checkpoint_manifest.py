@@ -139,11 +139,11 @@ class OtherFormatError(CheckpointError):
         )
 
 
-def holds_tensors(name: str, *, rank: int = 0, num_ranks: int = 1) -> bool:
-    """Whether the file `name` of a checkpoint holds tensors and is, of `num_ranks` that share them out, for `rank` to read: those
-    that rank wrote, which its machine may still have in memory, and of a run with more ranks those of rank + num_ranks, ..."""
+def holds_tensors(name: str, *, rank: int = 0, world_size: int = 1) -> bool:
+    """Whether the file `name` of a checkpoint holds tensors and is, of `world_size` that share them out, for `rank` to read: those
+    that rank wrote, which its machine may still have in memory, and of a run with more ranks those of rank + world_size, ..."""
     writer = _TENSORS.fullmatch(name)
-    return writer is not None and int(writer[1]) % num_ranks == rank
+    return writer is not None and int(writer[1]) % world_size == rank
 
 
 def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True) -> str | None:

@@ -54,8 +54,8 @@ class StepCommand:
     """The statistics of its tokens are brought to rank 0: the most tokens that one rank has (0: nobody stores them)."""
     loss_scale: float = 1.0
     """See train_step."""
-    moves_reference: bool = False
-    """Whether it is followed by Reference.mix."""
+    syncs_reference: bool = False
+    """Whether it is followed by Reference.sync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class TrainerContext:
     checkpoints: CheckpointWriter
     tokenizer: Any
     device: torch.device
-    num_ranks: int
+    world_size: int
     timeline: Timeline = NO_TIMELINE
     packed: Sequence[Sequence[MicroBatch]] = ()
     """This rank's micro-batches of the next step, on the CPU. [num_minibatches][num_micro_batches]"""
@@ -192,19 +192,19 @@ class TrainerContext:
     """Most memory that each rank had held when its first step was done, in bytes; known to rank 0, empty on the others."""
 
     @property
-    def _moving_reference(self) -> Policy | None:
-        """The reference where it follows the policy, so that a checkpoint has to have it."""
+    def _synced_reference(self) -> Policy | None:
+        """The reference where it is synced with the policy, so that a checkpoint has to have it."""
         return self.reference.policy if self.reference is not None and self.config.loss.sync_ref_model else None
 
     def load(self, step: int) -> None:
         """Load the tensors of a checkpoint. A collective."""
-        load_tensors(self.run_dir, step, self.policy, self.optimizer, reference=self._moving_reference)
+        load_tensors(self.run_dir, step, self.policy, self.optimizer, reference=self._synced_reference)
 
     def save(
         self, step: int, state: CheckpointState | None = None, *, on_written: Callable[[], None] = lambda: None
     ) -> None:
         """See CheckpointWriter.begin. A collective."""
-        reference = self._moving_reference
+        reference = self._synced_reference
         self.checkpoints.begin(step, self.policy, self.optimizer, state, reference=reference, on_written=on_written)
 
     def export(self, *, card: str | None = None, heartbeat: Callable[[], None] = lambda: None) -> None:
@@ -242,9 +242,9 @@ class TrainerContext:
             loss_scale=command.loss_scale,
             meanwhile=meanwhile,
         )
-        if command.moves_reference:
+        if command.syncs_reference:
             assert self.reference is not None
-            self.reference.mix(self.policy, alpha=self.config.loss.ref_model_mixup_alpha)
+            self.reference.sync(self.policy, alpha=self.config.loss.ref_model_mixup_alpha)
         wakes_servers = self.config.inference.vllm.sleep_while_training and self.device.type == "cuda"
         peak = peak_bytes(self.device)
         if wakes_servers:

@@ -1,7 +1,7 @@
 """Forward passes without a gradient: the reference policy of a KL term, and scores that are compared with a server's.
 
 A reference is one of two kinds. With LoRA and `loss.reference: initial` it is the policy itself without its adapters, which costs
-no memory. Otherwise it is a second model, sharded over the same ranks, frozen or following the policy (`loss.sync_ref_model`).
+no memory. Otherwise it is a second model, sharded over the same ranks, frozen or synced with the policy (`loss.sync_ref_model`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Reference:
         return logprobs.float()
 
     @torch.no_grad()
-    def mix(self, policy: Policy, *, alpha: float) -> None:
+    def sync(self, policy: Policy, *, alpha: float) -> None:
         """reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656, equation 4). Both are sharded alike, so each
         rank moves its own rows and no rank waits."""
         pairs = zip(self.policy.named_parameters(), policy.named_parameters(), strict=True)

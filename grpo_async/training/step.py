@@ -41,7 +41,7 @@ class StepResult:
     metrics: dict[str, float]
     num_iterations: int = 1
     token_statistics: Sequence[torch.Tensor] | None = None
-    """What each rank collected of its tokens (training.token_statistics), where that was asked for; on rank 0 only. [num_ranks]"""
+    """What each rank collected of its tokens (training.token_statistics), where that was asked for; on rank 0 only. [world_size]"""
 
     @property
     def is_finite(self) -> bool:

@@ -90,9 +90,9 @@ class _Place(NamedTuple):
 class TokenPlan:
     """Rank 0: where the tokens of the samples of one step will be. Call `add` for each minibatch, in the step's order."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, world_size: int) -> None:
         self._num_minibatches = 0
-        self._num_tokens = [0] * num_ranks
+        self._num_tokens = [0] * world_size
         self._places: list[_Place] = []
 
     def add(self, samples: Sequence[RolloutSample], plan: BatchPlan, *, is_stored: Sequence[bool]) -> None:
@@ -121,7 +121,7 @@ class TokenPlan:
         """Of each sample that is stored, by its rollout's id; the tokens of a minibatch that was not trained are flagged SKIPPED.
 
         Args:
-            collected: what `TokenCollector.on_host` gave on each rank. [num_ranks]
+            collected: what `TokenCollector.on_host` gave on each rank. [world_size]
             trained: StepResult.trained. [num_minibatches]
         """
         found = {}

@@ -29,7 +29,7 @@ def test_a_row_points_each_trained_token_at_the_state_before_it() -> None:
         make_sample(prompt=[9], completion=[8]),
         make_sample(prompt=[1, 2], completion=[7]),
     ]
-    plan = plan_batch([4, 2, 3], num_ranks=1, micro_batch_tokens=9, pack=True)
+    plan = plan_batch([4, 2, 3], world_size=1, micro_batch_tokens=9, pack=True)
     (batch,) = _pack(samples, [0.25, 0.5, 1.0], plan)[0]
     assert batch.input_ids.tolist() == [[1, 2, 5, 6, 1, 2, 7, 9, 8]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
@@ -103,16 +103,16 @@ def _slowly(samples: list[RolloutSample], weights: list[float], plan: MicroBatch
 
 
 @pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(num_ranks: int, pack: bool) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(world_size: int, pack: bool) -> None:
     """Tool tokens are context but no targets, samples with a trained token are numbered without gaps, unpacked rows are as long as
     the longest, a rank without samples computes padding, and all know the trained tokens of the whole minibatch."""
-    draw = random.Random(num_ranks)
+    draw = random.Random(world_size)
     num_empty = 0
     for _ in range(60):
         samples = _samples(draw)
         lengths = [len(sample.token_ids) for sample in samples]
-        plan = plan_batch(lengths, num_ranks=num_ranks, micro_batch_tokens=40, pack=pack)
+        plan = plan_batch(lengths, world_size=world_size, micro_batch_tokens=40, pack=pack)
         weights = [draw.random() for _ in samples]
         ranks = _pack(samples, weights, plan)
         trained = [sum(batch.num_trained_tokens for batch in rank) for rank in ranks]
@@ -130,12 +130,12 @@ def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(num_rank
                 if not part.indices:
                     assert batch.input_ids.shape == (1, EMPTY_ROW_TOKENS)
                     num_empty += 1
-    assert (num_empty > 0) == (num_ranks > 1), "the cases say little"
+    assert (num_empty > 0) == (world_size > 1), "the cases say little"
 
 
 def test_a_moved_micro_batch_keeps_what_is_no_tensor() -> None:
     (batch,) = _pack(
-        [make_sample(completion=[5])], [1.0], plan_batch([3], num_ranks=1, micro_batch_tokens=8, pack=True)
+        [make_sample(completion=[5])], [1.0], plan_batch([3], world_size=1, micro_batch_tokens=8, pack=True)
     )[0]
     moved = batch.to(torch.device("meta"))
     assert moved.minibatch_tokens == 1

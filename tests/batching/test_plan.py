@@ -19,17 +19,17 @@ SHAPES: dict[str, Callable[[random.Random], int]] = {
 }
 
 
-def _plan(lengths: list[int], *, num_ranks: int = 1, micro_batch_tokens: int = 64, pack: bool = True) -> BatchPlan:
-    return plan_batch(lengths, num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens, pack=pack)
+def _plan(lengths: list[int], *, world_size: int = 1, micro_batch_tokens: int = 64, pack: bool = True) -> BatchPlan:
+    return plan_batch(lengths, world_size=world_size, micro_batch_tokens=micro_batch_tokens, pack=pack)
 
 
 def _cases() -> list[tuple[list[int], int]]:
     """Lengths and ranks of 48 steps, from one sample to 60."""
     draw = random.Random(0)
     return [
-        ([shape(draw) for _ in range(draw.choice([1, 2, 5, 17, 60]))], num_ranks)
+        ([shape(draw) for _ in range(draw.choice([1, 2, 5, 17, 60]))], world_size)
         for shape in SHAPES.values()
-        for num_ranks in (1, 2, 3, 8)
+        for world_size in (1, 2, 3, 8)
         for _ in range(3)
     ]
 
@@ -40,7 +40,7 @@ def _cost(indices: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def test_the_worked_example() -> None:
-    plan = _plan([5, 3, 4, 2], num_ranks=2, micro_batch_tokens=8)
+    plan = _plan([5, 3, 4, 2], world_size=2, micro_batch_tokens=8)
     assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
         [([[0, 3]], 7)],
         [([[2, 1]], 7)],
@@ -60,21 +60,21 @@ def _first_fit(lengths: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_every_sample_is_planned_once_no_limit_is_broken_and_no_micro_batch_is_one_too_many(pack: bool) -> None:
-    for lengths, num_ranks in _cases():
-        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
+    for lengths, world_size in _cases():
+        plan = _plan(lengths, world_size=world_size, micro_batch_tokens=LIMIT, pack=pack)
         forwards = [each for rank in plan.ranks for each in rank]
         assert sorted(index for each in forwards for index in each.indices) == list(range(len(lengths)))
-        assert len(plan.ranks) == num_ranks
+        assert len(plan.ranks) == world_size
         assert len({len(rank) for rank in plan.ranks}) == 1
         assert all(len(each.rows) * each.row_tokens <= LIMIT for each in forwards)
-        assert plan == _plan(list(lengths), num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
+        assert plan == _plan(list(lengths), world_size=world_size, micro_batch_tokens=LIMIT, pack=pack)
         if not pack:
             continue
         filled = [each for each in forwards if each.rows]
         assert all(len(each.rows) == 1 for each in filled)
         assert all(each.row_tokens == sum(lengths[index] for index in each.indices) for each in filled), "padded"
         assert plan.num_computed_tokens == sum(lengths) + EMPTY_ROW_TOKENS * (len(forwards) - len(filled))
-        assert len(plan.ranks[0]) == -(-_first_fit(lengths) // num_ranks)
+        assert len(plan.ranks[0]) == -(-_first_fit(lengths) // world_size)
         together = [[_cost(each.indices, lengths) for each in column] for column in zip(*plan.ranks, strict=True)]
         assert all(min(costs) >= max(later) for costs, later in pairwise(together)), "what runs at once is alike"
         costs = [sum(_cost(each.indices, lengths) for each in rank) for rank in plan.ranks]
@@ -101,12 +101,12 @@ def test_where_the_cheapest_first_leaves_a_sample_without_room_first_fit_decides
 def test_long_samples_cost_more_than_as_many_tokens_in_short_ones() -> None:
     """One of 24,000 costs 24,000 x (1 + 24,000 / 16,384) = 59,156, one of 1000 costs 1061. Even with a of the 60 short ones beside
     the long one: 59,156 + 1061 a = 1061 (60 - a), a = 2.1."""
-    plan = _plan([24_000] + [1000] * 60, num_ranks=2, micro_batch_tokens=80_000)
+    plan = _plan([24_000] + [1000] * 60, world_size=2, micro_batch_tokens=80_000)
     assert sorted(each.row_tokens for rank in plan.ranks for each in rank) == [26_000, 58_000]
 
 
 def test_more_ranks_than_samples_leaves_empty_micro_batches_not_missing_ones() -> None:
-    plan = _plan([5], num_ranks=3)
+    plan = _plan([5], world_size=3)
     assert [[each.num_computed_tokens for each in rank] for rank in plan.ranks] == [
         [5],
         [EMPTY_ROW_TOKENS],

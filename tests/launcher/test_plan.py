@@ -13,7 +13,7 @@ import pytest
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, with_dtypes
+from grpo_async.launcher.gpus import GpuShares, fill_dtypes, plan_transport, share_gpus
 from grpo_async.launcher.plan import ProcessPlan, plan_dry, plan_processes
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import own_urls
@@ -115,7 +115,7 @@ def test_dtypes_that_are_left_open_are_those_of_the_devices(tmp_path: Path) -> N
         ({}, "float32 masters, computed and served in bfloat16"),
         ({"launch": {"device": "cpu"}}, "float32 masters, computed in float32, served in bfloat16"),
     ):
-        config = with_dtypes(make_config(tmp_path, **sections), VLLM_ON_GPU, ("0",))
+        config = fill_dtypes(make_config(tmp_path, **sections), VLLM_ON_GPU, ("0",))
         assert config.precision == precision
         assert None not in (config.model.compute_dtype, config.inference.dtype)
 

@@ -113,7 +113,7 @@ def _worst_difference(model: Path, samples: Sequence[RolloutSample], temperature
     section = ModelSection(path=str(model))
     policy = load_policy(section, temperature=temperature, chunk_tokens=64, max_model_len=1024)
     lengths = [len(sample.token_ids) for sample in samples]
-    plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=4096, pack=True)
+    plan = plan_batch(lengths, world_size=1, micro_batch_tokens=4096, pack=True)
     worst = 0.0
     for batch in split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack():
         with torch.no_grad():

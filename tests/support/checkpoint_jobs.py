@@ -127,9 +127,9 @@ def save_a_reference_that_moves(model: str, run: str) -> dict[str, Any]:
         if is_first:
             before = shard_jobs.weights_of(reference.policy)
             one_step(policy, optimizer, random_samples(seed=0), loss=section, reference=reference)
-            reference.mix(policy, alpha=0.25)
+            reference.sync(policy, alpha=0.25)
             policy_weights, mixed = (shard_jobs.weights_of(each) for each in (policy, reference.policy))
-            is_mixed = [
+            is_synced = [
                 torch.allclose(mixed[name], 0.25 * policy_weights[name] + 0.75 * before[name], atol=1e-7)
                 for name in before
             ]
@@ -140,7 +140,7 @@ def save_a_reference_that_moves(model: str, run: str) -> dict[str, Any]:
             checkpoint.load_tensors(run_dir, 1, policy, optimizer, reference=reference.policy)
         result = one_step(policy, optimizer, random_samples(seed=1), loss=section, reference=reference)
         found.append({"loss": result.loss, "kl": result.metrics["kl"], "weights": fingerprint(reference.policy)})
-    return {"first": found[0], "again": found[1], "is_mixed": all(is_mixed)}
+    return {"first": found[0], "again": found[1], "is_synced": all(is_synced)}
 
 
 def find_whole_steps(model: str, run: str) -> dict[str, Any]:

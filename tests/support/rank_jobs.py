@@ -78,16 +78,16 @@ def one_step(
     for start in range(0, len(samples), size):
         part = samples[start : start + size]
         lengths = [len(sample.token_ids) for sample in part]
-        num_ranks = dist.get_world_size()
+        world_size = dist.get_world_size()
         plan = plan_batch(
             lengths,
-            num_ranks=num_ranks,
+            world_size=world_size,
             micro_batch_tokens=micro_batch_tokens,
             pack=pack,
         )
         if one_by_one:
             each = [MicroBatchPlan(rows=[[index]], row_tokens=length) for index, length in enumerate(lengths)]
-            plan = BatchPlan(ranks=[each[rank::num_ranks] for rank in range(num_ranks)])
+            plan = BatchPlan(ranks=[each[rank::world_size] for rank in range(world_size)])
         weights = token_weights(part, plan, reduction=section.reduction_in_use, max_completion_tokens=32)
         minibatches.append(split_by_rank(part, weights, plan, trainer_version=trainer_version)[dist.get_rank()].pack())
     return train_step(

@@ -35,11 +35,11 @@ PRELOADED = (
 
 
 def run_on_ranks(
-    job: str, num_ranks: int, folder: Path, *, module: str = "tests.support.rank_jobs", **arguments: Any
+    job: str, world_size: int, folder: Path, *, module: str = "tests.support.rank_jobs", **arguments: Any
 ) -> dict[str, Any]:
     """Run `{module}.{job}` on every rank; returns what rank 0 returned (JSON). `folder`: of this job alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    order = {"module": module, "job": job, "num_ranks": num_ranks, "folder": folder, "arguments": arguments}
+    order = {"module": module, "job": job, "world_size": world_size, "folder": folder, "arguments": arguments}
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -53,7 +53,7 @@ def run_on_ranks(
     logs = "\n".join(f"-- {log.name}\n{log.read_text()[-6000:]}" for log in sorted(folder.glob("rank_*.log")))
     assert answered, f"{job} has not ended within {LIMIT_S:.0f} s\n{logs}"
     assert answer, f"the server of the ranks ended during {job}: exit status {server.returncode}\n{logs}"
-    assert json.loads(answer) == [0] * num_ranks, f"{job}: exit statuses of its ranks {answer.strip()}\n{logs}"
+    assert json.loads(answer) == [0] * world_size, f"{job}: exit statuses of its ranks {answer.strip()}\n{logs}"
     return json.loads((folder / "result.json").read_text())
 
 
@@ -93,7 +93,7 @@ def _run(order: dict[str, Any]) -> list[int]:
     statuses: dict[int, int] = {}
     ranks: dict[int, int] = {}
     server = os.getpid()
-    for rank in range(order["num_ranks"]):
+    for rank in range(order["world_size"]):
         pid = os.fork()
         if pid == 0:
             _be_rank(rank, server, **order)
@@ -108,7 +108,7 @@ def _run(order: dict[str, Any]) -> list[int]:
 
 
 def _be_rank(
-    rank: int, server: int, *, module: str, job: str, num_ranks: int, folder: str, arguments: dict[str, Any]
+    rank: int, server: int, *, module: str, job: str, world_size: int, folder: str, arguments: dict[str, Any]
 ) -> NoReturn:
     status = 1
     try:
@@ -116,10 +116,10 @@ def _be_rank(
         log = os.open(Path(folder) / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         torch.set_num_threads(1)
-        store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        store = dist.FileStore(str(Path(folder) / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         returned = getattr(importlib.import_module(module), job)(**arguments)
         if rank == 0:
             (Path(folder) / "result.json").write_text(json.dumps(returned))

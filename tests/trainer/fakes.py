@@ -81,7 +81,7 @@ def loop_config(**sections: Any) -> ExperimentConfig:
 def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> Any:
     """A trainer's context whose steps cost nothing; `commands` gets what rank 0 was sent."""
     default = {
-        "num_ranks": 1,
+        "world_size": 1,
         "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         "pack": lambda command: None,
         "step": lambda *_, **__: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),

@@ -31,7 +31,7 @@ class _Stub(FakeSource):
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
         # a TrainerContext
-        self.num_ranks = 1
+        self.world_size = 1
         self.timeline, self.device, self.peaks = NO_TIMELINE, torch.device("cpu"), None
         self.channel = self.checkpoints = self
 

@@ -45,7 +45,7 @@ def _one_step(updates: tuple[bool, ...]) -> tuple[_Source, list[list[Any]], dict
     context = fake_context(
         config,
         [],
-        num_ranks=2,
+        world_size=2,
         channel=SimpleNamespace(send=sent.append),
         step=lambda *_, **__: result,
         pack=lambda command: None,

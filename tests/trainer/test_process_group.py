@@ -123,7 +123,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
 
         context.policy._hidden = note_figures  # type: ignore[method-assign]
         samples = [make_sample()]
-        plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
+        plan = plan_batch([4], world_size=1, micro_batch_tokens=64, pack=True)
         context.pack(PackCommand(split_by_rank(samples, [1.0], plan, trainer_version=0)[:1]))
         context.step(StepCommand(lr=1e-3, seed=7), meanwhile=lambda: None)
         seen["seed"] = torch.initial_seed()

@@ -77,7 +77,7 @@ def make_context(model: str, config: ExperimentConfig, *, reference: str | None,
         checkpoints=SimpleNamespace(wait=lambda: None),  # type: ignore[arg-type]
         tokenizer=None,
         device=torch.device("cpu"),
-        num_ranks=dist.get_world_size(),
+        world_size=dist.get_world_size(),
     )
 
 
@@ -114,7 +114,7 @@ def train(
             samples = [replace(sample, advantage=float("nan")) for sample in groups[index].samples]
             groups[index] = replace(groups[index], samples=samples)
         result, statistics = leader._train(leader._pack(groups, TRAINER_VERSION + 1), TRAINER_VERSION + 1)
-        context.channel.send([StopCommand()] * context.num_ranks)
+        context.channel.send([StopCommand()] * context.world_size)
         assert context.peaks is not None
         assert len(context.peaks) == dist.get_world_size()
         assert min(context.peaks) > 50 << 20, "a process with torch takes more"

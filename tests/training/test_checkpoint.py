@@ -15,18 +15,21 @@ from grpo_async.training.checkpoint_manifest import problem_of
 from tests.support import ranks
 
 
-def run_on_ranks(job: str, num_ranks: int, folder: Path, **arguments: Any) -> dict[str, Any]:
-    return ranks.run_on_ranks(job, num_ranks, folder, module="tests.support.checkpoint_jobs", **arguments)
+def run_on_ranks(job: str, world_size: int, folder: Path, **arguments: Any) -> dict[str, Any]:
+    return ranks.run_on_ranks(job, world_size, folder, module="tests.support.checkpoint_jobs", **arguments)
 
 
 @pytest.fixture(scope="module")
 def saved_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, dict[str, Any]]]:
     """By number of ranks: a run with a checkpoint, and what its ranks said."""
     runs = {}
-    for num_ranks in (1, 2):
-        folder = tmp_path_factory.mktemp(f"saved{num_ranks}")
+    for world_size in (1, 2):
+        folder = tmp_path_factory.mktemp(f"saved{world_size}")
         run = folder / "run"
-        runs[num_ranks] = run, run_on_ranks("save_after_one_step", num_ranks, folder / "job", model=tiny_model, run=run)
+        runs[world_size] = (
+            run,
+            run_on_ranks("save_after_one_step", world_size, folder / "job", model=tiny_model, run=run),
+        )
     return runs
 
 
@@ -94,25 +97,25 @@ def test_ranks_find_a_flipped_bit_and_go_on_from_the_checkpoint_before_it(tiny_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_adapters_are_saved_without_their_base_and_go_on_with_that_of_the_models_folder(
-    tiny_model: Path, tmp_path: Path, num_ranks: int
+    tiny_model: Path, tmp_path: Path, world_size: int
 ) -> None:
     job = "save_adapters_and_go_on"
-    result = run_on_ranks(job, num_ranks, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    result = run_on_ranks(job, world_size, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
     assert result["again"] == result["first"]  # to the last bit
     assert result["names"]
     assert [name for name in result["names"] if "lora_" not in name] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_reference_that_follows_the_policy_is_their_mixture_and_goes_on_where_it_was(
-    tiny_model: Path, tmp_path: Path, num_ranks: int
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_synced_reference_is_a_mixture_and_goes_on_where_it_was(
+    tiny_model: Path, tmp_path: Path, world_size: int
 ) -> None:
     job = "save_a_reference_that_moves"
-    result = run_on_ranks(job, num_ranks, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
-    assert result["is_mixed"]
+    result = run_on_ranks(job, world_size, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    assert result["is_synced"]
     assert result["again"] == result["first"]  # to the last bit
 
 

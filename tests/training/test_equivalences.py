@@ -70,7 +70,7 @@ def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "settings"),
+    ("world_size", "settings"),
     [
         (1, {}),  # packed
         (1, {"pack": False, "micro_batch_tokens": 78}),  # rows of up to 39 tokens: two or more samples in a micro-batch
@@ -80,11 +80,11 @@ def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
     ids=["packed", "many-micro-batches", "two-ranks", "hybrid"],
 )
 def test_every_loss_is_the_same_however_a_step_is_cut(
-    models: dict[str, Path], tmp_path: Path, plain: dict[str, Any], num_ranks: int, settings: dict[str, Any]
+    models: dict[str, Path], tmp_path: Path, plain: dict[str, Any], world_size: int, settings: dict[str, Any]
 ) -> None:
     """Two updates, by the loop of rank 0 and its followers; and every rollout has the same statistics of its tokens."""
     results = run_on_ranks(
-        "train", num_ranks, tmp_path, module=MODULE, **models, losses=LOSSES, minibatches=2, **settings
+        "train", world_size, tmp_path, module=MODULE, **models, losses=LOSSES, minibatches=2, **settings
     )
     for name in LOSSES:
         assert len(results[name]["statistics"]) == 12

@@ -111,13 +111,13 @@ PADDED = {family: {"family": family} for family in ("qwen3", "qwen3-moe", "gemma
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """All cases on one rank and on two; a case that is padded has rows for the first rank alone."""
     found = {}
-    for num_ranks, rows, padded in ((1, ONE_RANK, [[[0, 1]]]), (2, TWO_RANKS, [[[0, 1]], []])):
+    for world_size, rows, padded in ((1, ONE_RANK, [[[0, 1]]]), (2, TWO_RANKS, [[[0, 1]], []])):
         cases = {name: {**case, "rows": rows} for name, case in CASES.items()}
         cases |= {f"padded {name}": {**case, "rows": padded} for name, case in PADDED.items()}
-        if num_ranks == 1:
+        if world_size == 1:
             cases["compiled-and-recomputed"] = {"family": "qwen3", "rows": rows}
-        folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-        found[num_ranks] = run_on_ranks("forward_and_backward", num_ranks, folder, module=JOBS, cases=cases)
+        folder = tmp_path_factory.mktemp(f"ranks{world_size}")
+        found[world_size] = run_on_ranks("forward_and_backward", world_size, folder, module=JOBS, cases=cases)
     return found
 
 

@@ -80,7 +80,7 @@ def _samples(batch: TrlBatch) -> list[RolloutSample]:
 def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str, float]]:
     """One micro-batch whose tokens, in the order of packing, are those of `batch`."""
     samples = _samples(batch)
-    plan = plan_batch([len(s.token_ids) for s in samples], num_ranks=1, micro_batch_tokens=999, pack=True)
+    plan = plan_batch([len(s.token_ids) for s in samples], world_size=1, micro_batch_tokens=999, pack=True)
     weights = token_weights(
         samples,
         plan,

@@ -85,11 +85,11 @@ def test_a_server_that_rounds_otherwise_is_within_the_limit_and_one_with_a_wrong
 
 @pytest.mark.slow
 def test_scoring_between_two_steps_changes_nothing_of_the_training(tiny_model: Path, tmp_path: Path) -> None:
-    num_ranks = 2
+    world_size = 2
     with_scores = run_on_ranks(
-        "score_between_steps", num_ranks, tmp_path / "with", model=tiny_model, sequences=SEQUENCES
+        "score_between_steps", world_size, tmp_path / "with", model=tiny_model, sequences=SEQUENCES
     )
-    without = run_on_ranks("score_between_steps", num_ranks, tmp_path / "without", model=tiny_model, sequences=[])
+    without = run_on_ranks("score_between_steps", world_size, tmp_path / "without", model=tiny_model, sequences=[])
     assert with_scores["weights"] == without["weights"]
     assert with_scores["loss"] == without["loss"]
     before, after = with_scores["scores"]

@@ -43,7 +43,7 @@ def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
 def _pack(samples: Sequence[RolloutSample], *, micro_batch_tokens: int = 4096) -> list[MicroBatch]:
     plan = plan_batch(
         [len(sample.token_ids) for sample in samples],
-        num_ranks=1,
+        world_size=1,
         micro_batch_tokens=micro_batch_tokens,
         pack=True,
     )
@@ -199,7 +199,7 @@ def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny
             return batch.sampler_logprobs
 
     batches = _pack(random_samples(2), micro_batch_tokens=40)
-    plan = plan_batch([4], num_ranks=2, micro_batch_tokens=40, pack=True)
+    plan = plan_batch([4], world_size=2, micro_batch_tokens=40, pack=True)
     nothing = split_by_rank(random_samples(1), [1.0], plan, trainer_version=0)[1].pack()
     result = _step(policy, optimizer, [[*batches, *nothing]], loss_section(beta=0.1), reference=Recorded())
     assert events == ["reference", "policy"] * (len(batches) + 1)

@@ -78,7 +78,7 @@ def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[st
             reads, collectives = Counter[str](), Counter[str]()
             with counted(torch.Tensor, READS, reads), counted(dist, COLLECTIVES, collectives):
                 result, statistics = leader._train(packed, 4)
-            context.channel.send([StopCommand()] * context.num_ranks)
+            context.channel.send([StopCommand()] * context.world_size)
             found[f"{loss}, {cut}"] = {
                 "reads": {
                     name: number for name, number in reads.items() if name.startswith(("step.", "metrics.", "loss."))

@@ -58,7 +58,7 @@ def _plan_and_pack(
     tokens, packed = TokenPlan(1), []
     for samples in minibatches:
         lengths = [len(sample.token_ids) for sample in samples]
-        plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=64, pack=True)
+        plan = plan_batch(lengths, world_size=1, micro_batch_tokens=64, pack=True)
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
         packed.append(split_by_rank(samples, weights, plan, trainer_version=TRAINER_VERSION)[0].pack())
         tokens.add(samples, plan, is_stored=[stored(sample) for sample in samples])
