@@ -50,8 +50,14 @@ from grpo_async.records import (
 from grpo_async.tracking.timeline import NO_TRACK, Track
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.validation import problems_of
+from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
+
+_IGNORED = (
+    "an agent's call sets `%s`, which is ignored: what is trained is sampled as the run says (rollout.temperature, top_p and its "
+    "other settings of sampling)"
+)
 
 
 @dataclass(slots=True)
@@ -64,7 +70,7 @@ class Sessions:
         base_url: of OpenAI's API, ends in /v1.
         by_key: both keys of every session that is open.
         serve: has the endpoint answer at a socket that listens already, for an agent that cannot reach its address.
-        warned: settings of sampling of which was said that they have no effect.
+        warn_once: of settings of sampling that have no effect.
     """
 
     client: InferenceClient
@@ -73,16 +79,7 @@ class Sessions:
     base_url: str = ""
     by_key: dict[str, AgentSession] = field(default_factory=dict)
     serve: Callable[[socket.socket], Awaitable[asyncio.Server]] | None = None
-    warned: set[str] = field(default_factory=set)
-
-    def warn_once(self, name: str) -> None:
-        if name not in self.warned:
-            self.warned.add(name)
-            logger.warning(
-                "an agent's call sets `%s`, which is ignored: what is trained is sampled as the run says (rollout.temperature, "
-                "top_p and its other settings of sampling)",
-                name,
-            )
+    warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
 
 class AgentSession:
@@ -252,7 +249,7 @@ class AgentSession:
             raise closed()
         other = [name for name, value in call.sampling.items() if value != getattr(self._settings, name)]
         for name in (*(other if is_trained else ()), *call.ignored):
-            self._sessions.warn_once(name)
+            self._sessions.warn_once(name, _IGNORED, name)
         if call.tool_choice not in ("auto", "none"):
             raise refuse(
                 f"tool_choice {call.tool_choice!r} is not supported: a call that is forced is not sampled from the policy; "

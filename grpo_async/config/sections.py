@@ -49,9 +49,7 @@ _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
 _Line = Annotated[str, StringConstraints(pattern=r"^[^\n]*$")]
 _DEFAULT_STEPS = 100
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "structured_outputs": None}
-"""Settings of `rollout` that change the distribution which tokens are sampled from, and the values with which they do not."""
-SAMPLING = ("temperature", *(name for name in RESHAPING if name != "structured_outputs"))
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of `rollout` that agents and rollout functions may replace for one request."""
 MAX_RESTART_DELAY_S = 60.0
 """The longest wait between the end of a server and its next start, or, where others start it, the next attempt to use it."""
@@ -514,6 +512,10 @@ class RolloutSection(StrictModel):
     def reshaping(self) -> list[str]:
         """Names of the settings that make the sampling distribution differ from the policy's."""
         return [name for name, neutral in RESHAPING.items() if getattr(self, name) != neutral]
+
+
+RESHAPING = {name: RolloutSection.model_fields[name].default for name in (*SAMPLING[1:], "structured_outputs")}
+"""Settings of `rollout` that change the distribution which tokens are sampled from, and their defaults, which do not."""
 
 
 # ---- the objective ----

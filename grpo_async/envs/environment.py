@@ -25,9 +25,10 @@ from grpo_async.config.sections import EnvironmentSection
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.tools.results import ToolError, encodable, joined_parts
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
-from grpo_async.tools.tool import ASYNC_LOOP, FailureLog, Tool
+from grpo_async.tools.tool import ASYNC_LOOP, Tool
 from grpo_async.user_code.calls import Caller, CallError, Parameters, Raised, Result, UserCall, read_number, shown
 from grpo_async.user_code.threads import InstanceThread
+from grpo_async.utils.warn_once import WarnOnce
 
 RESERVED = frozenset({"reset", "is_done", "get_reward", "close"})
 _OPTIONAL = ("is_done", "get_reward", "close")
@@ -46,7 +47,7 @@ class EnvironmentKind:
     methods: frozenset[str]  # which of is_done, get_reward and close there are
     selected_by_column: bool  # the column `environment` chose it; then it is not the environment's to see
     notes: tuple[str, ...] = ()
-    failures: FailureLog = field(default_factory=FailureLog)
+    warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
     @property
     def timeout_s(self) -> float:
@@ -183,7 +184,7 @@ class Environment:
         self._lock = asyncio.Lock()  # held as long as a call runs
         turn = asyncio.Lock()  # of tools, before their time counts; a call that was given up still holds `_lock`
         self.tools = [
-            Tool(getattr(instance, name), spec, self, failures=kind.failures, turn=turn)
+            Tool(getattr(instance, name), spec, self, warn=kind.warn_once, turn=turn)
             for name, spec in kind.specs.items()
         ]
 
@@ -263,7 +264,7 @@ class Environment:
         """No call runs."""
         return self._running is None or self._running.done()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End the instance and its thread, within the time limit of a call. Failures are logged, not raised."""
         freed = asyncio.wrap_future(self.discard())
         done, _ = await asyncio.wait({freed}, timeout=self.kind.timeout_s)

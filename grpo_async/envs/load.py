@@ -82,9 +82,9 @@ class Environments:
                 first.setdefault(problem, index)
         return [f"row {index}: {problem}" for problem, index in first.items()]
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all instances. Bounded by the environments' time limits; safe to call twice."""
-        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        await asyncio.gather(*(pool.aclose() for pool in self.pools.values()))
 
     def _row_problem(self, columns: Mapping[str, Any]) -> str | None:
         names = list(self.pools)

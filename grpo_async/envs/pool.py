@@ -124,13 +124,13 @@ class EnvironmentPool:
         finally:
             self._give_back(environments, count)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all instances; those on lease end when they come back. Bounded by the environment's time limit."""
         self._closed = True
         if self._returning:
             await asyncio.wait(set(self._returning), timeout=self.kind.timeout_s + 1.0)
         free, self._free = self._free, []
-        await asyncio.gather(*(environment.close() for environment in free))
+        await asyncio.gather(*(environment.aclose() for environment in free))
 
     def discard_free(self) -> None:
         """End the instances that nobody holds, without waiting and without an event loop."""

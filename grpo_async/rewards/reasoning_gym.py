@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from grpo_async.rewards.text import after_thinking, final_text, last_boxed
 from grpo_async.utils.extras import needs
+from grpo_async.utils.warn_once import WarnOnce
 
 if importlib.util.find_spec("reasoning_gym") is None:
     raise ModuleNotFoundError(
@@ -105,7 +106,7 @@ _MAX_ANSWER_CHARS = 8192
 _ANSWER_TIMEOUT_S = 5.0  # in the main thread of a worker process
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-_logged: set[tuple[str, str]] = set()  # (task, what happened): logged once in a process
+_warn_once = WarnOnce(logger)
 
 AnswerFrom = Literal["after_thinking", "boxed", "tag"]
 
@@ -179,10 +180,9 @@ class _Scorer:
                 raise ValueError(f"it returned {score}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises: the answer cannot be read
             kind = (self._task, type(error).__name__)
-            if not quiet and kind not in _logged:
-                _logged.add(kind)
+            if not quiet:
                 text = "the scorer of %s failed (%s: %s): such answers get 0, which is logged once"
-                logger.warning(text, *kind, error)
+                _warn_once(kind, text, *kind, error)
             return 0.0
         return min(1.0, max(0.0, score))
 

@@ -142,7 +142,7 @@ class Components:
     async def aclose(self) -> None:
         """Close the environments' instances, and the agent's endpoint."""
         if self.environments is not None:
-            await self.environments.close()
+            await self.environments.aclose()
         if self.agent is not None:
             await self.agent.aclose()
 
@@ -193,7 +193,7 @@ def load_components(config: ExperimentConfig) -> Components:
     agent = attempt(lambda: _load_agent(config))
     if problems:
         if environments is not None:
-            asyncio.run(environments.close())
+            asyncio.run(environments.aclose())
         raise ConfigError("\n".join(problems))
     return Components(config=config, tools=tools, environments=environments, function=function, agent=agent)
 

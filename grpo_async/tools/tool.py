@@ -28,6 +28,7 @@ from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.text import clipped, did_you_mean, duplicates
+from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +50,6 @@ class _Caller(Protocol):
         ...
 
 
-class FailureLog:
-    """Writes the traceback of each kind of failure once; the model gets one line of each, the log would get thousands."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, str]] = set()
-
-    def write(self, name: str, kind: str, text: str) -> None:
-        if (name, kind) not in self._seen:
-            self._seen.add((name, kind))
-            logger.warning("tool `%s`: %s\n(further failures of this kind are told to the model only)", name, text)
-
-
 class Tool:
     """A typed function that the model may call.
 
@@ -69,7 +58,7 @@ class Tool:
         spec: name and schema.
         caller: runs the calls.
         fixed: arguments of every call that the model does not see.
-        failures: where tracebacks go; shared by the instances of an environment.
+        warn: gets the traceback of each kind of failure once, the model a line of each; shared by the instances of an environment.
         turn: held during a call; calls of tools that share it wait for each other.
     """
 
@@ -80,7 +69,7 @@ class Tool:
         caller: _Caller,
         *,
         fixed: Mapping[str, Any] | None = None,
-        failures: FailureLog | None = None,
+        warn: WarnOnce | None = None,
         turn: AbstractAsyncContextManager[None] = _ALONGSIDE,
     ) -> None:
         self.function = function
@@ -88,7 +77,7 @@ class Tool:
         self._spec = spec
         self._caller = caller
         self._fixed = dict(fixed or {})
-        self._failures = failures or FailureLog()
+        self._warn = warn or WarnOnce(logger)
 
     @classmethod
     def from_function(
@@ -125,13 +114,17 @@ class Tool:
             origin = error.origin
             raised = Raised(origin)
             if error.error is None:
-                self._failures.write(self.name, type(origin).__name__, error.problem)
+                self._log(origin, error.problem)
                 raise (ToolTimeoutError if error.is_timeout else ToolError)(error.problem) from origin
-            self._failures.write(self.name, type(origin).__name__, f"{raised.summary}\n{raised.trace.rstrip()}")
+            self._log(origin, f"{raised.summary}\n{raised.trace.rstrip()}")
             raise ToolError(str(origin) if isinstance(origin, ToolError) else raised.summary) from origin
         except GrpoAsyncError as error:
-            self._failures.write(self.name, type(error).__name__, str(error))
+            self._log(error, str(error))
             raise ToolError(str(error)) from error
+
+    def _log(self, error: BaseException, text: str) -> None:
+        told = "tool `%s`: %s\n(further failures of this kind are told to the model only)"
+        self._warn((self.name, type(error)), told, self.name, text)
 
 
 def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:

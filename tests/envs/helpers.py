@@ -28,7 +28,7 @@ def loaded(**sections: EnvironmentSection) -> Iterator[Environments]:
     try:
         yield environments
     finally:
-        asyncio.run(environments.close())
+        asyncio.run(environments.aclose())
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 from grpo_async.data.reasoning_gym_child import as_literal
 from grpo_async.rewards import reasoning_gym
 from grpo_async.rewards.reasoning_gym import EVALUATED, is_harmless, task_score
+from grpo_async.utils.warn_once import WarnOnce
 
 GARBAGE = ["", " ", "garbage", "?", "!!", "\x00", "((((", "é", "no idea \n at all", "x" * 8192]
 
@@ -76,7 +77,7 @@ def test_without_box_or_tag_there_is_no_answer() -> None:
 def test_an_exception_pays_nothing_and_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reasoning_gym, "_logged", set())
+    monkeypatch.setattr(reasoning_gym, "_warn_once", WarnOnce(reasoning_gym.logger))
     with caplog.at_level(logging.WARNING):
         assert _scores("prime_factorization", "garbage", "more") == [0.0, 0.0]
     (record,) = caplog.records

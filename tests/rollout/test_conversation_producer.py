@@ -75,7 +75,7 @@ class _Setup:
             finally:
                 if self.environments is not None:
                     assert all(taken_and_free(pool)[0] == 0 for pool in self.environments.pools.values())
-                    await self.environments.close()
+                    await self.environments.aclose()
 
         return asyncio.run(main())
 
@@ -133,7 +133,7 @@ def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
             assert errors == {"no answer within rollout.rollout_timeout_s = 0.2 s"}
         some_environments.Waiting.go_on.set()
         assert setup.environments is not None
-        await setup.environments.close()
+        await setup.environments.aclose()
 
     asyncio.run(main())
 
