@@ -30,6 +30,8 @@ from grpo_async.user_code.calls import Caller, CallError, Parameters, Raised, Re
 from grpo_async.user_code.threads import InstanceThread
 from grpo_async.utils.warn_once import WarnOnce
 
+logger = logging.getLogger(__name__)
+
 RESERVED = frozenset({"reset", "is_done", "get_reward", "close"})
 _OPTIONAL = ("is_done", "get_reward", "close")
 
@@ -142,8 +144,6 @@ def _has_method(probe: Any, name: str) -> bool:
     found = inspect.getattr_static(probe, name, None)
     return callable(found) or isinstance(found, (staticmethod, classmethod))
 
-
-logger = logging.getLogger(__name__)
 
 MAX_RESET_CHARS = 1_000_000
 """Of the text that `reset` returns. Far above every context, and far below what takes minutes to tokenize."""
