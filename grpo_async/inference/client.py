@@ -43,8 +43,8 @@ from grpo_async.utils.retry import RetryPolicy
 _FREE_ABORTS = 3
 """Aborts in a row without a token that are not attempts: several pushes may follow each other while a request waits."""
 
-_CHUNKS_PER_LIMIT = 4
-"""Of a stream, at least, in the time that nothing may be heard for."""
+_CHUNKS_PER_TIMEOUT = 4
+"""A stream sends at least so many chunks within the shortest read timeout."""
 
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
 _MAX_CONNECT_S = 30.0
@@ -152,7 +152,7 @@ class InferenceClient:
         self._servers = servers
         self._router = Router(servers, wait_timeout_s=wait_timeout_s)
         self._retry = retry or RetryPolicy()
-        self._longest_flush_interval_s = min(request_timeout_s, progress_timeout_s) / _CHUNKS_PER_LIMIT
+        self._max_flush_interval_s = min(request_timeout_s, progress_timeout_s) / _CHUNKS_PER_TIMEOUT
         self._request_timeout_s = request_timeout_s
         self._headers = {**_HEADERS, **authorization(token)}
         self._certificates = trusted_certificates(ca_certs)
@@ -196,7 +196,7 @@ class InferenceClient:
         """
         generation = Generation() if partial is None else partial
         if partial is not None:
-            partial.finish_reason = partial.finish_reason or _reason_to_end(request, partial)
+            partial.finish_reason = partial.finish_reason or _lost_finish_reason(request, partial)
             if partial.finish_reason is not None:
                 return partial
         started = time.monotonic()
@@ -211,7 +211,9 @@ class InferenceClient:
             try:
                 async with self._router.lease(affinity, avoid=avoid) as server:
                     generation.waits.append((without_server_since, time.time()))
-                    await self._stream(server, self._rest(request, generation, server), generation, on_tokens)
+                    await self._stream(
+                        server, self._remaining_request(request, generation, server), generation, on_tokens
+                    )
                 break
             except Exception as error:
                 without_server_since = time.time()
@@ -219,7 +221,7 @@ class InferenceClient:
                     break  # everything had arrived; only the end of the stream was lost
                 if not isinstance(error, ServerUnavailableError):
                     raise
-                generation.finish_reason = _reason_to_end(request, generation)
+                generation.finish_reason = _lost_finish_reason(request, generation)
                 if generation.finish_reason is not None:
                     break
                 if len(generation.token_ids) > received and request.structured_outputs is None:
@@ -244,11 +246,11 @@ class InferenceClient:
         generation.duration_s = time.monotonic() - started
         return generation
 
-    def _rest(self, request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
+    def _remaining_request(self, request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
         """What this server is asked for: the request without the tokens that are there already."""
         update: dict[str, object] = {}
-        if request.flush_interval_s > self._longest_flush_interval_s:
-            update["flush_interval_s"] = self._longest_flush_interval_s
+        if request.flush_interval_s > self._max_flush_interval_s:
+            update["flush_interval_s"] = self._max_flush_interval_s
         if server.instance_id:
             update["instance_id"] = server.instance_id
         if generation.token_ids:
@@ -321,8 +323,8 @@ class InferenceClient:
         )
 
 
-def _reason_to_end(request: GenerateRequest, generation: Generation) -> FinishReason | None:
-    """Why a generation whose last line was lost is complete, or None."""
+def _lost_finish_reason(request: GenerateRequest, generation: Generation) -> FinishReason | None:
+    """The finish reason of a generation that is complete, though its last line was lost; None where tokens are missing."""
     if generation.token_ids and generation.token_ids[-1] in request.stop_token_ids:
         return FinishReason.STOP
     if len(generation.token_ids) >= request.max_tokens:

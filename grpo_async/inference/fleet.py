@@ -67,9 +67,9 @@ _INFO_TIMEOUT_S = 2.0
 _MAX_INFOS = 1000
 _STOP_INTERVAL_S = 0.2
 _STARTING_INTERVAL_S = 0.1
-_MAX_QUESTION_S = 10.0
-"""To a server that serves nothing."""
-_END_TIMEOUT_S = 1.0
+_PROBE_TIMEOUT_S = 10.0
+"""Of a request to a server that is not serving."""
+_CLOSE_TIMEOUT_S = 1.0
 
 
 ServerEvent = Literal["exited", "starting", "given_up"]
@@ -151,8 +151,8 @@ class _Tracked:
     """What it said since the last `Fleet.metrics`."""
     counters: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Busy seconds and generated tokens of each instance, by its id."""
-    wanted: threading.Event = field(default_factory=threading.Event)
-    """Cuts the pause of its watch short."""
+    ask_now: threading.Event = field(default_factory=threading.Event)
+    """Ends the wait for its next heartbeat."""
     errors_since: float | None = None
     """When heartbeats began to be answered with errors."""
     is_silent: bool = False
@@ -230,8 +230,8 @@ class Fleet:
         """Stop watching and close every connection; takes about a second at most."""
         self._is_closed = True
         for tracked in self._tracked:
-            tracked.wanted.set()
-        until = time.monotonic() + _END_TIMEOUT_S
+            tracked.ask_now.set()
+        until = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         for server in self.servers():
@@ -309,7 +309,7 @@ class Fleet:
             metrics["servers/kv_usage"] = fmean(usages)
         return metrics
 
-    def read(self) -> ServerCounters:
+    def read_counters(self) -> ServerCounters:
         """What the servers have done since the fleet was started. Asks those that are up, 2 s at most; what is not answered
         counts as it was in its last answer."""
         asked = {
@@ -419,7 +419,7 @@ class Fleet:
 
     def suspect(self, index: int) -> None:
         """A request to this server failed: ask it now, not only at its next heartbeat."""
-        self._tracked[index].wanted.set()
+        self._tracked[index].ask_now.set()
 
     def on_server_event(self, message: Mapping[str, Any]) -> None:
         """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}
@@ -448,9 +448,9 @@ class Fleet:
     # The watch of each server.
 
     def _watch(self, index: int) -> None:
-        wanted = self._tracked[index].wanted
+        ask_now = self._tracked[index].ask_now
         while True:  # `close` ends it, or the process
-            wanted.clear()
+            ask_now.clear()
             server = self.server(index)
             if self._is_closed or server.state is ServerState.GONE:
                 return
@@ -465,15 +465,15 @@ class Fleet:
             interval_s = self._inference.heartbeat_interval_s
             if self.server(index).state is ServerState.STARTING:
                 interval_s = min(interval_s, _STARTING_INTERVAL_S)
-            wanted.wait(interval_s)
+            ask_now.wait(interval_s)
 
     def _search(self, server: Server) -> None:
         """Ask a server that does not serve."""
         is_healthy = False
         try:
-            server.control.health(timeout_s=_MAX_QUESTION_S)
+            server.control.health(timeout_s=_PROBE_TIMEOUT_S)
             is_healthy = True
-            info = server.control.heartbeat(timeout_s=_MAX_QUESTION_S)
+            info = server.control.heartbeat(timeout_s=_PROBE_TIMEOUT_S)
         except InferenceError as error:
             if self._is_closed:
                 return
@@ -511,7 +511,7 @@ class Fleet:
             self._fence(server, f"its connection was lost: {error}")
             return
         try:
-            server.control.health(timeout_s=_MAX_QUESTION_S)
+            server.control.health(timeout_s=_PROBE_TIMEOUT_S)
         except InferenceError as death:
             if is_answer(death):
                 self._fence(server, str(death))
@@ -620,7 +620,7 @@ class Fleet:
             yield changed
         if changed:
             for index in changed:
-                self._tracked[index].wanted.set()
+                self._tracked[index].ask_now.set()
             for listener in self._listeners:
                 listener()
 

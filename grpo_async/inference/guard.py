@@ -6,7 +6,6 @@ A request without the token ends its connection, so nobody without it holds one 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import resource
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
+from grpo_async.inference.token import TOKEN_VARIABLE, has_bearer, token_from_environment
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,15 +33,12 @@ class TokenGuard:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        token = token_from_environment()
-        self._expected = f"Bearer {token}".encode() if token else None
+        self._token = token_from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._expected is None:
+        if scope["type"] == "lifespan" or self._token is None:
             return await self._app(scope, receive, send)
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        # exactly one: of several, a proxy before us may have looked at another than we would
-        if len(given) == 1 and hmac.compare_digest(given[0], self._expected):
+        if has_bearer(scope["headers"], self._token):
             return await self._app(scope, receive, send)
         if (scope["type"], scope.get("method"), scope["path"]) == ("http", "GET", "/health"):
             return await self._app(scope, receive, _closing(send))

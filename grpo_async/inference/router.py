@@ -26,7 +26,7 @@ from typing import Protocol
 
 from grpo_async.errors import DeadlineError, ServerUnavailableError
 
-_MARGIN = 8
+_MAX_EXTRA_REQUESTS = 8  # above the least loaded server
 _MAX_AFFINITIES = 16_384
 """Affinities remembered, the last used ones; far more than are in flight, so that one that is forgotten is over."""
 
@@ -192,6 +192,10 @@ class Router:
         """The server that has this affinity, if it may be taken."""
         key = self._homes.get(affinity)
         route = None if key is None else self._routes[key]
-        if route is None or route.server.index == avoid or len(route.requests) > len(least.requests) + _MARGIN:
+        if (
+            route is None
+            or route.server.index == avoid
+            or len(route.requests) > len(least.requests) + _MAX_EXTRA_REQUESTS
+        ):
             return None
         return route

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+from collections.abc import Iterable
 
 from grpo_async.errors import ConfigError
 from grpo_async.utils.network import is_loopback
@@ -13,6 +15,13 @@ TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
 def token_from_environment() -> str | None:
     """The token, or None where none is set."""
     return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def has_bearer(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
+    """Whether exactly one of an ASGI request's headers is `Authorization: Bearer TOKEN`: of several, a proxy before us may have
+    checked another one. Compares in constant time."""
+    given = [value for name, value in headers if name == b"authorization"]
+    return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {token}".encode())
 
 
 def require_token(host: str, token: str | None) -> None:

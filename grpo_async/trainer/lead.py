@@ -671,7 +671,7 @@ class Leader:
 
     def _read(self) -> CounterSnapshot:
         """Without the tokens of evaluations; the time that the servers are busy includes them."""
-        counters = self._fleet.read()
+        counters = self._fleet.read_counters()
         return CounterSnapshot(
             time_s=time.monotonic(),
             generation_busy_s=counters.busy_s,

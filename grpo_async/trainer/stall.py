@@ -114,7 +114,7 @@ class StallGuard:
         """Changes while the run makes progress."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
         # those of evaluations are known to the servers only, and the end of a run (save, export) shows in what is begun
-        return self._version(), tokens, self._fleet.read().generated_tokens, self._activity.num_begun
+        return self._version(), tokens, self._fleet.read_counters().generated_tokens, self._activity.num_begun
 
     def _is_excused(self) -> bool:
         """A server loads or is restarted: nothing else may be able to continue meanwhile. The fleet has limits for that."""

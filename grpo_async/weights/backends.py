@@ -39,7 +39,10 @@ NOT_FORMED = "the weight group did not form"
 
 
 class GroupClosedError(RuntimeError):
-    """This end of the weight group was closed, so nothing can be sent or received over it."""
+    """Nothing can be sent or received anymore over this end of the weight group."""
+
+    def __init__(self, message: str = "this end of the weight group is closed") -> None:
+        super().__init__(message)
 
 
 # ---- the rendezvous ----
@@ -137,15 +140,15 @@ class Backend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: list[torch.Tensor | None] = [None, None]
-        self._turn = 0
+        self._active = 0  # of the buffers, the one that was packed or mapped last
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Rank 0: where to pack the next bucket, [num_bytes] uint8 on `device`. Two buffers take turns, so that one may be filled
         while the other is being sent; they grow to the largest bucket."""
-        self._turn = 1 - self._turn
-        buffer = self._buffers[self._turn]
+        self._active = 1 - self._active
+        buffer = self._buffers[self._active]
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[self._turn] = self._allocate(num_bytes)
+            buffer = self._buffers[self._active] = self._allocate(num_bytes)
         return buffer[:num_bytes]
 
     @abstractmethod
@@ -242,14 +245,14 @@ class GlooBackend(_BroadcastBackend):
 
         def wait() -> None:
             if number not in self._works:
-                raise GroupClosedError("this end of the weight group is closed")
+                raise GroupClosedError
             self._works.pop(number).wait()  # its options have the deadline
 
         return wait
 
     def _open(self) -> Any:
         if self._group is None:
-            raise GroupClosedError("this end of the weight group is closed")
+            raise GroupClosedError
         return self._group
 
 
@@ -288,7 +291,7 @@ class NcclBackend(_BroadcastBackend):
     def _broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         group = self._group
         if group is None:
-            raise GroupClosedError("this end of the weight group is closed")
+            raise GroupClosedError
         with torch.cuda.device(self.device):
             # behind what the current stream was given so far
             work = group.broadcast([tensor], _from_rank_0(timeout_s))
@@ -392,10 +395,10 @@ class IpcBackend(Backend):
         self._handles = [b"", b""]
 
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
-        group, number = self._group, self._turn
+        group, number = self._group, self._active
         whole = self._buffers[number]
         if whole is None:
-            raise GroupClosedError("this end of the weight group is closed")
+            raise GroupClosedError
         assert whole.data_ptr() == bucket.data_ptr(), "only the bucket that `buffer` returned last can be sent"
         if self._known[number] is not whole:
             handles = [self._share(whole) for _ in range(1, group.world_size)]  # one for each worker
@@ -412,7 +415,7 @@ class IpcBackend(Backend):
 
     def _receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
         group = self._group
-        self._turn = number = 1 - self._turn
+        self._active = number = 1 - self._active
         group.confirm(timeout_s=timeout_s)
         handles = self._open().get(f"buffer {number}")  # was written before the signal
         if handles != self._handles[number]:
@@ -441,7 +444,7 @@ class IpcBackend(Backend):
 
     def _open(self) -> dist.Store:
         if self._store is None:
-            raise GroupClosedError("this end of the weight group is closed")
+            raise GroupClosedError
         return self._store
 
     def _share(self, buffer: torch.Tensor) -> Handle:

@@ -10,12 +10,13 @@ with it: the members may disagree about the next broadcast, and the trainer's wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
+from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.backends import Backend, join_group
 from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec, cut_into_buckets, unpack
 
@@ -67,6 +68,15 @@ class WeightReceiver:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
+
+    def receive_weights(
+        self, info: WeightUpdateInfo, base: BaseWeights, shapes: Collection[str] = ()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `receive`; an update of adapters is merged into `base`, whose parameters `shapes` names (empty: all)."""
+        received = self.receive(info)
+        if info.base is None:
+            return received
+        return base.merge(received, shapes=shapes, dtype=getattr(torch, info.base.dtype_name), device=self.device)
 
     def receive(self, info: WeightUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters of `info` (or factors of adapters), in their order and while they are taken: a bucket is received while

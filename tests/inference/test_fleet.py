@@ -253,23 +253,23 @@ def test_counters_go_on_over_a_restart_and_a_dead_or_hung_server_does_not_hold_t
         watch.serve_all()
         server.generated_tokens, server.busy_s = 500, 10.0
         other.generated_tokens, other.busy_s = 600, 11.0
-        counters = watch.fleet.read()
+        counters = watch.fleet.read_counters()
         assert (counters.generated_tokens, counters.busy_s) == (1100, 10.5)  # (10 + 11) / 2
         other.hangs.add("/rollout/info")
-        watch.fleet.read()  # waits for it once
+        watch.fleet.read_counters()  # waits for it once
         started = time.monotonic()
-        assert watch.fleet.read() == counters
+        assert watch.fleet.read_counters() == counters
         assert time.monotonic() - started < 1.0
         other.hangs.clear()
         server.stop()
-        assert watch.fleet.read() == counters
+        assert watch.fleet.read_counters() == counters
         watch.fleet.suspect(0)
         watch.wait_state(DOWN)
         server.instance_id, server.generated_tokens, server.busy_s = "second", 90, 2.0
         server.start()
         watch.fleet.suspect(0)
         watch.wait_state(READY)
-        counters = watch.fleet.read()
+        counters = watch.fleet.read_counters()
         assert (counters.generated_tokens, counters.busy_s) == (1190, 11.5)  # (10 + 2 + 11) / 2
 
 

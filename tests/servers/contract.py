@@ -241,7 +241,7 @@ class Contract:
             for _ in range(2):  # the first may have been asked before
                 assert heard.acquire(timeout=10.0)
             fleet.metrics()  # what was heard until now is over
-            fleet.read()
+            fleet.read_counters()
             metrics, known = fleet.metrics(), fleet.current_info(0)
             assert (metrics["servers/running"], metrics["servers/waiting"]) == (NUM_SLOTS, 3.0)
             assert 0.0 < metrics["servers/kv_usage"] <= 1.0

@@ -81,7 +81,7 @@ class _Fleet:
 
     def on_server_event(self, message: Any) -> None: ...
 
-    def read(self) -> SimpleNamespace:
+    def read_counters(self) -> SimpleNamespace:
         return SimpleNamespace(busy_s=0.0, generated_tokens=0)
 
     def metrics(self) -> dict[str, float]:

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-import torch
 import uvicorn
 from starlette.exceptions import HTTPException
 
@@ -281,11 +280,7 @@ class EmbeddedEngine(Engine):
     async def load_update(self, info: WeightUpdateInfo) -> None:
         def load() -> None:
             began = time.monotonic()
-            weights = self._receiver.receive(info)
-            if info.base is not None:
-                dtype = getattr(torch, info.base.dtype_name)
-                weights = self.base.merge(weights, shapes=self._shapes, dtype=dtype, device=self._engine.device)
-            self._engine.load_weights(weights)
+            self._engine.load_weights(self._receiver.receive_weights(info, self.base, self._shapes))
             waited_s = self._receiver.waited_s
             load_s = time.monotonic() - began - waited_s
             logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, waited_s)

@@ -77,10 +77,7 @@ class WorkerExtension:
         the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
         began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
         receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
-        weights = receiver.receive(info)
-        if info.base is not None:
-            base, dtype = BaseWeights(str(model_config.model)), getattr(torch, info.base.dtype_name)
-            weights = base.merge(weights, shapes=base.specs, dtype=dtype, device=receiver.device)
+        weights = receiver.receive_weights(info, BaseWeights(str(model_config.model)))
         try:
             with set_current_vllm_config(self.vllm_config):
                 load_weights(self.model_runner.get_model(), model_config, weights)

@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from grpo_async.inference.token import has_bearer
 from grpo_async.utils.network import is_loopback
 
 REPORT_PATH = "/api/report"
@@ -99,7 +100,7 @@ class Guard:
             return _refusal(403, "requests from pages of other sites are refused")
         # cookies are shared by all ports of a host: each inspector has its own, also behind a forwarded port
         cookie_name = f"grpo_async_{_port(hosts[0])}"
-        has_token = self._has_token(headers)
+        has_token = has_bearer(scope["headers"], self._token)
         if path == "/api/session" and scope["method"] == "POST":
             if not has_token:
                 return _refusal(401, "the token is wrong; it changes with every start of the inspector")
@@ -111,16 +112,12 @@ class Guard:
             401, "the token is missing or wrong: open the address that the command printed, which ends in it"
         )
 
-    def _has_token(self, headers: Headers) -> bool:
-        given = headers.getlist("authorization")
-        # exactly one: of several, a proxy before us may have looked at another than we would
-        return len(given) == 1 and _same(given[0], f"Bearer {self._token}")
-
     def _has_cookie(self, headers: Headers, wanted: str) -> bool:
         header = "; ".join(headers.getlist("cookie"))[:_MAX_COOKIE_BYTES]
         pairs = (part.strip().partition("=") for part in header.split(";"))
         given = [value for name, _, value in pairs if name == wanted]
-        return len(given) == 1 and _same(given[0], self._cookie)
+        # in constant time: how long it takes does not reveal how much of it is right
+        return len(given) == 1 and hmac.compare_digest(given[0].encode(), self._cookie.encode())
 
     def _names_us(self, host: str) -> bool:
         name = _name(host)
@@ -149,11 +146,6 @@ def _name(host: str) -> str:
 def _port(host: str) -> str:
     port = host.rpartition("]")[2].rpartition(":")[2]
     return port if port.isascii() and port.isdecimal() else "80"
-
-
-def _same(given: str, expected: str) -> bool:
-    """Compares in constant time: how long it takes does not reveal how much of it is right."""
-    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def _with_headers(send: Send, path: str) -> Send:
