@@ -211,13 +211,13 @@ def test_the_wait_for_the_call_before_is_no_part_of_a_calls_duration(monkeypatch
 
 @pytest.mark.parametrize("second", ["wait", "wait_async"])
 def test_calls_of_one_instance_never_overlap(second: str) -> None:
+    """Not even with one that was given up, which goes on."""
+
     async def use(environment: Environment) -> None:
-        executor = ToolExecutor(environment.tools, max_result_chars=200)
-        calls = [
-            ToolCall(tool_call_id="", name=name, arguments={"number": n}) for n, name in enumerate(("wait", second), 1)
-        ]
-        turn = asyncio.create_task(executor.execute(calls))
+        given_up = asyncio.create_task(call(environment, "wait", number=1))
         await until(samples.entered.is_set)
+        given_up.cancel()
+        turn = asyncio.create_task(call(environment, second, number=2))
         await asyncio.sleep(0.01)  # time in which the second could begin
         samples.gate.set()
         await turn

@@ -188,9 +188,13 @@ def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path
     }  # fmt: skip
 
 
-def test_open_turns_begin_anew_where_they_would_be_too_stale(tmp_path: Path) -> None:
-    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, at=2)
-    assert setup.begun["g2-r0"] == []
+@pytest.mark.parametrize(("held", "take", "how"), [((2,), 4, {"at": 2}), ((0, 1, 2, 3), 2, {"max_staleness": 0})])
+def test_open_turns_begin_anew_where_they_would_be_too_stale_or_the_run_is_synchronous(
+    tmp_path: Path, held: tuple[int, ...], take: int, how: dict[str, Any]
+) -> None:
+    """A synchronous run generates the turn again from its seed, which gives the same bits."""
+    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=held), take, **how)
+    assert setup.begun[f"g{held[0]}-r0"] == []
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

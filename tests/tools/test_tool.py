@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import datetime
 import json
 import logging
@@ -16,8 +15,6 @@ import pytest
 from grpo_async.tools import Tool, ToolError
 from grpo_async.tools.results import as_text, cut, error_text
 from tests.tools import sample_tools
-
-who = contextvars.ContextVar("who", default="nobody")
 
 
 def called(function: Callable[..., Any], timeout_s: float = 5.0, **arguments: Any) -> str:
