@@ -174,6 +174,8 @@ def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epoc
         _refused(again, "has finished its 2 steps; raise training.epochs", resume="latest")
     for longer in ({"max_steps": None, "epochs": 3.0}, {"max_steps": 9}, {"max_steps": 9, "epochs": 3.0}):
         assert check_start(config(**longer), resume="latest", clean=False).resume_step == 2
+    run_dir.config.write_text(dump_config(config(epochs=2.0)))
+    assert check_start(config(max_steps=9, epochs=2.0), resume="latest", clean=False).resume_step == 2
 
 
 def test_resume_with_a_damaged_summary_goes_on_and_names_it(tmp_path: Path) -> None:
