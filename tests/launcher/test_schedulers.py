@@ -347,7 +347,8 @@ def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_
     _check_fields(job, _FIELDS["Job"])
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
-    assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
+    headless = {"clusterIP": "None", "publishNotReadyAddresses": True}
+    assert service["spec"] == headless | {"selector": job["spec"]["template"]["metadata"]["labels"]}
     assert service["metadata"]["name"] == pod["subdomain"] == job["metadata"]["name"] == "math-7b-v2"
     (container,) = pod["containers"]
     assert container["command"] == [
