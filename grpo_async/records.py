@@ -502,6 +502,10 @@ class ScoredGroup:
     extra_columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
+    def group_id(self) -> int:
+        return self.group.group_id
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest policy version among all trained tokens; None when nothing is to be trained."""
         return min((sample.oldest_version for sample in self.samples), default=None)

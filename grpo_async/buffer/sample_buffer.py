@@ -99,7 +99,7 @@ class SampleBuffer:
     def add(self, *groups: ScoredGroup) -> None:
         """Queue groups that are scored: one that was made, or those of a checkpoint."""
         for group in groups:
-            self._since[group.group.group_id] = time.time(), self._tracks.take()
+            self._since[group.group_id] = time.time(), self._tracks.take()
         with self._condition:
             self._groups.extend(groups)
             self._condition.notify_all()
@@ -142,7 +142,7 @@ class SampleBuffer:
             reserved = usable[:num_groups]
             if len(reserved) < num_groups or not any(group.samples for group in reserved):
                 reserved = []
-            self._reserved = {group.group.group_id for group in reserved}
+            self._reserved = {group.group_id for group in reserved}
             return reserved
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
@@ -169,10 +169,10 @@ class SampleBuffer:
                 continue
             if any(group.samples for group in taken):
                 for group in taken:
-                    self._note_taken(group, step=trainer_version + 1)
-                return sorted(taken, key=lambda group: group.group.group_id)
+                    self._end_span(group, step=trainer_version + 1)
+                return sorted(taken, key=lambda group: group.group_id)
             for group in taken:  # nothing to learn from in a whole round: take the next one
-                self._note_taken(group, fate="empty")
+                self._end_span(group, status=str(GroupStatus.FILTERED))
                 self._on_drop(group, GroupStatus.FILTERED, self.note(group))
             if not popped:
                 return []
@@ -213,7 +213,7 @@ class SampleBuffer:
 
     def _in_order(self) -> list[ScoredGroup]:
         """What was started first comes first: what waits longer would be the next to go stale."""
-        return sorted(self._groups, key=lambda scored: scored.group.group_id)
+        return sorted(self._groups, key=lambda scored: scored.group_id)
 
     def _pop_now(self, limit: int, trainer_version: int) -> list[ScoredGroup]:
         """Up to `limit` groups without waiting: those reserved, else those that were started first. Call it with the lock held."""
@@ -230,7 +230,7 @@ class SampleBuffer:
         return popped
 
     def _is_reserved(self, scored: ScoredGroup) -> bool:
-        return scored.group.group_id in self._reserved
+        return scored.group_id in self._reserved
 
     def _is_last_chance_of_any(self, groups: Sequence[ScoredGroup], version: int) -> bool:
         """Whether one of them that is not reserved can be used by the step after `version` and by none later."""
@@ -241,7 +241,7 @@ class SampleBuffer:
         fresh = []
         for group in groups:
             if self.is_stale(group.oldest_version, trainer_version):
-                self._note_taken(group, fate="stale")
+                self._end_span(group, status=str(GroupStatus.STALE))
                 self._on_drop(group, GroupStatus.STALE, self.note(group))
             else:
                 fresh.append(group)
@@ -252,11 +252,12 @@ class SampleBuffer:
         with self._condition:
             groups, self._groups = self._groups, []
         for group in groups:
-            self._note_taken(group, fate="left")
+            self._end_span(group)
         return groups
 
-    def _note_taken(self, scored: ScoredGroup, **details: object) -> None:
-        began, track = self._since.pop(scored.group.group_id)
+    def _end_span(self, scored: ScoredGroup, **details: object) -> None:
+        """A group is not queued anymore: the timeline gets the span that began with `add`."""
+        began, track = self._since.pop(scored.group_id)
         track.add("queued", began, time.time(), group=scored.group.name, **details)
         self._tracks.release(track)
 

@@ -46,7 +46,7 @@ from grpo_async.viewer.format import conversation
 
 logger = logging.getLogger(__name__)
 
-_NOTED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
+_WARN_FAILED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
 _NUM_SHOWN, _MAX_TEXT = 16, 8000
 """Prompts in the table of completions, always the same ones, and characters of a text there."""
 _MAX_GROUPS = 64
@@ -127,11 +127,11 @@ class Evaluator:
 
     def _check_failures(self, failures: Sequence[str]) -> None:
         total = len(self._prompts) * self._samples
-        if len(failures) > _NOTED_FRACTION * total:
-            said = f"{len(failures)} of {total} rollouts of the evaluation failed; the first, {failures[0]}"
+        if len(failures) > _WARN_FAILED_FRACTION * total:
+            message = f"{len(failures)} of {total} rollouts of the evaluation failed; the first, {failures[0]}"
             if len(failures) > _MAX_FAILED_FRACTION * total:
-                raise RunError(said)
-            logger.warning("%s; its numbers are those of the others", said)
+                raise RunError(message)
+            logger.warning("%s; its numbers are those of the others", message)
 
     async def _make(self, task: EvaluationTask, number: int) -> ScoredGroup:
         """The completions of one prompt with their rewards. A failure is theirs alone."""

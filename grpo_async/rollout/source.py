@@ -237,9 +237,9 @@ class RolloutSource:
     def stop_generating(self) -> None:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
         self._thread.cancel_all(timeout_s=_SHUTDOWN_TIMEOUT_S)
-        self._close_left()
+        self._close_queued()
 
-    def _close_left(self) -> None:
+    def _close_queued(self) -> None:
         """No step will see these groups."""
         for group in self._buffer.drain():
             status = GroupStatus.CANCELLED if group.samples else GroupStatus.FILTERED
@@ -263,7 +263,7 @@ class RolloutSource:
                     logger.exception("connections or environments could not be closed")
         if self._has_started:  # a start that fails leaves the run's files as they are
             try:
-                self._close_left()  # a run that ends by an error has not: its last groups may say why
+                self._close_queued()  # a run that ends by an error has not: its last groups may say why
             except RunError as error:
                 logger.warning("%s", error)
         self._thread.stop(timeout_s=timeout_s)

@@ -111,14 +111,14 @@ class RolloutWorker:
         prompts are issued again. Returns the prompts of those that are queued."""
         kept = [scored for scored in resume.queued if not self._is_stale(scored.oldest_version)]
         for scored in kept:
-            group_id = scored.group.group_id
+            group_id = scored.group_id
             self.ledger.start(group_id)
             self.ledger.generated(group_id, sum(each.num_sampled_tokens for each in scored.group.trainable))
             self.ledger.queue(group_id)
         self.buffer.add(*kept)
         for noted in resume.noted:
             self.buffer.note(noted)
-        return {scored.group.prompt.prompt_id for scored in kept}
+        return {scored.group_id for scored in kept}
 
     @property
     def epoch(self) -> float:
@@ -295,7 +295,7 @@ class RolloutWorker:
         """
         self.ledger.close_group(group.group_id, status, was_taken=was_taken)
         if status is not GroupStatus.CANCELLED:
-            self._outstanding.discard(group.prompt.prompt_id)
+            self._outstanding.discard(group.group_id)
         self._store.append(group, status, step, scored=scored, stats=stats)
 
     def resume_state(self) -> ResumeState:

@@ -75,7 +75,7 @@ def build_context(
     objective = Objective.from_config(config)
     reference = _build_reference(config, policy, mesh, device) if config.loss.needs_reference else None
     # rank 0 sends its next command only after a server started, an evaluation ended, requests drained, or samples came
-    patience_s = sum(
+    command_timeout_s = sum(
         (
             config.training.queue_timeout_s,
             config.inference.startup_timeout_s,
@@ -101,7 +101,7 @@ def build_context(
             # only rank 0 sends; the others leave what they gather where it is
             device=torch.device("cpu") if assignment.transport == "gloo" and assignment.rank == 0 else device,
         ),
-        channel=CommandChannel(timeout_s=patience_s),
+        channel=CommandChannel(timeout_s=command_timeout_s),
         checkpoints=CheckpointWriter(
             assignment.run_dir, timeout_s=config.training.collective_timeout_s, timeline=timeline
         ),

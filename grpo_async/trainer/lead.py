@@ -243,7 +243,7 @@ class Leader:
         self._start = state.step if state else 0
         self._engine = "unknown"
         self._lr_factor = lr_factors(context.config)
-        self._meter = PipelineMeter(self._read(), Totals(**state.totals) if state else None)
+        self._meter = PipelineMeter(self._read_counters(), Totals(**state.totals) if state else None)
         counters = state.counters if state else {}
         bad_steps = counters.get("bad_steps", 0)
         # at its limit it ended the run before: the next step that is not finite would be the end again
@@ -356,7 +356,7 @@ class Leader:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
         source = self._source
         with self._phase("training"):
-            self._meter.restart(self._read())
+            self._meter.restart(self._read_counters())
             source.start()
             finished = self.train()
         with self._phase("saving"):
@@ -464,7 +464,7 @@ class Leader:
             metrics.update(result.metrics)
             metrics.update(
                 self._meter.step(
-                    self._read(),
+                    self._read_counters(),
                     trained_tokens=result.num_tokens,
                     staleness=_staleness(trained, step - 1),
                     reward=metrics.get("reward"),
@@ -499,7 +499,7 @@ class Leader:
         if "eval/step" in metrics and self._config.tracking:
             self._track_evaluation(step)
         if is_first and self._context.peaks:
-            self._tell_memory(step)
+            self._report_memory(step)
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
         """The groups of a step; see RolloutSource.take. When generation has failed for good, the steps so far are saved before
@@ -558,14 +558,14 @@ class Leader:
             StepCommand(
                 lr=config.optimizer.lr * self._lr_factor(step - 1),
                 seed=seed_of(config.run.seed, step, rank),
-                token_room=packed.tokens.room,
+                token_capacity=packed.tokens.capacity,
                 loss_scale=scale,
                 syncs_reference=config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0,
             )
             for rank in range(context.world_size)
         ]
         context.channel.send(commands)
-        result = context.step(commands[0], meanwhile=lambda: self._pack_next(step + 1))
+        result = context.step(commands[0], after_last_backward=lambda: self._pack_next(step + 1))
         if self._loss_scale is not None:
             result.metrics["training/loss_scale"] = scale
             self._loss_scale.update(result.updates)
@@ -669,7 +669,7 @@ class Leader:
     def _command_all(self, command: Command) -> None:
         self._context.channel.send([command] * self._context.world_size)
 
-    def _read(self) -> CounterSnapshot:
+    def _read_counters(self) -> CounterSnapshot:
         """Without the tokens of evaluations; the time that the servers are busy includes them."""
         counters = self._fleet.read_counters()
         return CounterSnapshot(
@@ -678,7 +678,7 @@ class Leader:
             generated_tokens=counters.generated_tokens - self._evaluations.num_tokens,
         )
 
-    def _memory(self) -> dict[str, Any]:
+    def _memory_summary(self) -> dict[str, Any]:
         """What each rank has held at most by the end of its first step, and what was expected."""
         context = self._context
         config = context.policy.model.config.get_text_config().to_dict()
@@ -686,9 +686,9 @@ class Leader:
         estimated = sum(trainer_memory(self._config, size).values())
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": context.device.type == "cuda"}
 
-    def _tell_memory(self, step: int) -> None:
+    def _report_memory(self, step: int) -> None:
         """Memory of the first step, compared with the plan; with a warning where it was far more, or where little is left."""
-        memory = self._memory()
+        memory = self._memory_summary()
         text = f"memory of a trainer rank after step {step}: {describe_peak(**memory)}"
         logger.info(text)
         self._control.send("note", text=text)
@@ -707,7 +707,7 @@ class Leader:
 
     def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""
-        run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._source.ledger_snapshot()
+        run_dir, memory, ledger = self._assignment.run_dir, self._memory_summary(), self._source.ledger_snapshot()
         has_model = self._is_complete
         summary = {
             "status": FINISHED if has_model and not self._evaluations.owes_the_last else STOPPED,

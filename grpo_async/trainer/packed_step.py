@@ -24,7 +24,7 @@ class PackedStep:
     padding_fraction: float  # of the tokens that the ranks compute
 
     def is_of(self, groups: Sequence[ScoredGroup]) -> bool:
-        return [each.group.group_id for each in self.groups] == [each.group.group_id for each in groups]
+        return [each.group_id for each in self.groups] == [each.group_id for each in groups]
 
 
 def divide_step(

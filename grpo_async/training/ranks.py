@@ -50,8 +50,8 @@ class StepCommand:
     lr: float
     seed: int = 0
     """Of what this rank draws (dropout): another one for each step, so a resume needs no state of a generator."""
-    token_room: int = 0
-    """The statistics of its tokens are brought to rank 0: the most tokens that one rank has (0: nobody stores them)."""
+    token_capacity: int = 0
+    """The statistics of this many tokens at most, the same on every rank, are brought to rank 0; 0: nobody stores them."""
     loss_scale: float = 1.0
     """See train_step."""
     syncs_reference: bool = False
@@ -152,7 +152,7 @@ class CommandChannel:
         if self._group is None:
             return [numbers]
         parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_leader else None
-        with self._waiting(f"the statistics of the tokens of all ranks, on rank {self._rank}", peer="another rank"):
+        with self._waiting(f"a gather of all ranks, on rank {self._rank}", peer="another rank"):
             dist.gather(numbers, parts, dst=0, group=self._group)
         return parts
 
@@ -222,11 +222,11 @@ class TrainerContext:
     def pack(self, command: PackCommand) -> None:
         self.packed = [samples.pack() for samples in command.minibatches]
 
-    def step(self, command: StepCommand, *, meanwhile: Callable[[], None]) -> StepResult:
-        """This rank's part of one training step on what is packed, an update for each minibatch (see StepCommand). `meanwhile` is
-        called while the device computes (see train_step). A collective."""
+    def step(self, command: StepCommand, *, after_last_backward: Callable[[], None]) -> StepResult:
+        """This rank's part of one training step on what is packed, an update for each minibatch (see StepCommand). A
+        collective. `after_last_backward`: see train_step."""
         torch.manual_seed(command.seed)
-        tokens = TokenCollector(command.token_room, self.device) if command.token_room else None
+        tokens = TokenCollector(command.token_capacity, self.device) if command.token_capacity else None
         result = train_step(
             self.policy,
             self.optimizer,
@@ -240,7 +240,7 @@ class TrainerContext:
             tokens=tokens,
             timeline=self.timeline,
             loss_scale=command.loss_scale,
-            meanwhile=meanwhile,
+            after_last_backward=after_last_backward,
         )
         if command.syncs_reference:
             assert self.reference is not None
@@ -278,7 +278,7 @@ def _do(command: Command, context: TrainerContext) -> None:
         case PackCommand():
             context.pack(command)
         case StepCommand():
-            context.step(command, meanwhile=lambda: _do(context.channel.receive(), context))
+            context.step(command, after_last_backward=lambda: _do(context.channel.receive(), context))
         case GatherCommand():
             for _ in context.parameters.buckets(command.bucket_bytes):
                 pass  # only rank 0 sends

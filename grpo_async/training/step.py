@@ -69,7 +69,7 @@ def train_step(
     tokens: TokenCollector | None = None,
     timeline: Timeline = NO_TIMELINE,
     loss_scale: float = 1.0,
-    meanwhile: Callable[[], None] = lambda: None,
+    after_last_backward: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
 
@@ -82,8 +82,8 @@ def train_step(
         tokens: collects the statistics of this rank's tokens in the first pass, where they are stored.
         timeline: gets the parts of the step. On a GPU the host runs ahead of them, and waits in "clip gradients".
         loss_scale: a power of two; see `training.loss_scale`.
-        meanwhile: called when the last backward pass has been given to the device, before the host waits for it: what else the
-            host has to do costs a GPU no time there.
+        after_last_backward: called when the last backward pass has been given to the device, before the host waits for it: what
+            else the host has to do costs a GPU no time there.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
@@ -91,7 +91,7 @@ def train_step(
     old_logprobs: Sequence[Sequence[torch.Tensor | None]] = [[None] * len(batches) for batches in minibatches]
     if objective.needs_old_policy:
         with timeline.span("old log-probabilities", "trainer"):
-            old_logprobs = _ask_old_policy(policy, minibatches, device)
+            old_logprobs = _old_policy_logprobs(policy, minibatches, device)
     updates: list[UpdateMetrics] = []
     ref_of_batches: dict[tuple[int, int], torch.Tensor] = {}  # the reference stays what it is while a step lasts
     for iteration in range(num_iterations):
@@ -131,7 +131,7 @@ def train_step(
             if is_last and collector is not None:
                 collector.begin_copy()  # before the transfer of this update, which so waits for both
             if is_last and iteration == num_iterations - 1:
-                meanwhile()
+                after_last_backward()
             with timeline.span("clip gradients", "trainer"):
                 metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
             with timeline.span("optimizer", "trainer"):
@@ -160,7 +160,7 @@ def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -
         policy.set_requires_all_reduce(is_last)
 
 
-def _ask_old_policy(
+def _old_policy_logprobs(
     policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], device: torch.device
 ) -> list[list[torch.Tensor]]:
     """Log-probabilities under the policy at the start of the step; as `minibatches`."""

@@ -1,8 +1,8 @@
 """What the trainer found for each trained token in the first pass over it, from the ranks that computed it to the rollouts that
 the tokens belong to.
 
-    rank 0     TokenPlan         whose tokens each rank will have, in which order; `room` travels in the step's command
-    each rank  TokenCollector    writes them one after another on the device, (5, room); one copy to the host
+    rank 0     TokenPlan         whose tokens each rank will have, in which order; `capacity` travels in the step's command
+    each rank  TokenCollector    writes them one after another on the device, (5, capacity); one copy to the host
                   | CommandChannel.gather
     rank 0     TokenPlan.by_rollout    TokenStats by rollout id
 
@@ -30,11 +30,11 @@ class TokenCollector:
     """One rank, one step: call `add` after each micro-batch, then `begin_copy`, then `on_host`.
 
     Args:
-        room: the most trained tokens that a rank has in this step; what this one has less is left 0.
+        capacity: the most trained tokens that a rank has in this step; what this one has less is left 0.
     """
 
-    def __init__(self, room: int, device: torch.device) -> None:
-        self._values = torch.zeros(len(_ROWS), room, dtype=torch.float32, device=device)
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._values = torch.zeros(len(_ROWS), capacity, dtype=torch.float32, device=device)
         self._num_tokens = 0
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -69,7 +69,7 @@ class TokenCollector:
         self._copied.record()
 
     def on_host(self) -> torch.Tensor:
-        """What this rank has collected, (5, room) float32 on the CPU. Call it after the update's own transfer: the copy stands
+        """What this rank has collected, (5, capacity) float32 on the CPU. Call it after the update's own transfer: the copy stands
         before that in the stream, so there is nothing left to wait for."""
         assert self._host is not None
         if self._copied is not None:
@@ -113,7 +113,7 @@ class TokenPlan:
         self._num_minibatches += 1
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """For the collector of every rank; 0 where nothing is stored, so that nothing need be collected."""
         return max(self._num_tokens) if self._places else 0
 

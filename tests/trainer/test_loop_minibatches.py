@@ -60,7 +60,7 @@ def test_each_rank_gets_its_part_of_each_minibatch() -> None:
     """Groups 0, 2 and 3 have two samples of two trained tokens each: a minibatch of its own for each, a sample for each rank."""
     _, (packs, commands), _ = _one_step((True, True, True))
     assert [command.lr for command in commands] == [0.5, 0.5]
-    assert [command.token_room for command in commands] == [6, 6]
+    assert [command.token_capacity for command in commands] == [6, 6]
     assert [command.seed for command in commands] == [seed_of(0, 1, 0), seed_of(0, 1, 1)]
     for command in packs:
         packed = [samples.pack() for samples in command.minibatches]
@@ -107,8 +107,8 @@ def test_the_next_step_is_packed_while_a_step_trains(taken: list[int], packed: l
     def pack(command: PackCommand) -> None:
         seen.append(sorted({*command.minibatches[0].policy_versions.tolist()} - {-1}))
 
-    def step(command: StepCommand, *, meanwhile: Any) -> StepResult:
-        meanwhile()
+    def step(command: StepCommand, *, after_last_backward: Any) -> StepResult:
+        after_last_backward()
         seen.append("step")
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
 

@@ -71,7 +71,7 @@ def _step(
     """One step on one rank without a process group; the statistics of the samples that are stored."""
     policy, optimizer = _build(model)
     plan, packed = _plan_and_pack(minibatches, **settings)
-    tokens = TokenCollector(plan.room, CPU) if plan.room else None
+    tokens = TokenCollector(plan.capacity, CPU) if plan.capacity else None
     result = _train(policy, optimizer, packed, section, tokens)
     return ({} if tokens is None else plan.by_rollout([tokens.on_host()], result.trained)), result, policy
 
