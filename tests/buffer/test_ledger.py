@@ -89,7 +89,8 @@ def test_events_grow_with_everything_that_moves_but_tokens_of_a_closed_group_are
 
 async def _start(ledger: Ledger, *group_ids: int) -> None:
     for group_id in group_ids:
-        await asyncio.wait_for(ledger.admit(), timeout=1.0)
+        async with asyncio.timeout(1.0):
+            await ledger.admit()
         ledger.start(group_id)
 
 

@@ -38,21 +38,21 @@ def test_take_hands_out_what_was_started_first_whatever_finished_first() -> None
 @pytest.mark.parametrize(
     ("late_version", "taken"),
     [
-        pytest.param(1, [0, 3], id="a late group that the step after can use waits for it"),
-        pytest.param(0, [0, 1], id="one that would be too stale for the step after comes first"),
+        pytest.param(1, [2, 4], id="a late group that the step after can use waits for it"),
+        pytest.param(0, [1, 2], id="one that would be too stale for the step after comes first"),
     ],
 )
 def test_what_is_reserved_stays_queued_and_is_taken_next(late_version: int, taken: list[int]) -> None:
-    """At version 1, with max_staleness 1: what was sampled at version 0 is of no use after this step."""
+    """At version 1, with max_staleness 1: what was sampled at version 0 is of no use after this step, group 0 is of none now."""
     fixture = _Fixture()
-    fixture.buffer.add(make_scored(0, version=1), make_scored(3, version=1))
+    fixture.buffer.add(make_scored(0, version=-1), make_scored(2, version=1), make_scored(4, version=1))
     assert fixture.buffer.reserve(3, trainer_version=1) == []  # too few
     reserved = fixture.buffer.reserve(2, trainer_version=1)
-    assert [scored.group.group_id for scored in reserved] == [0, 3]
-    assert len(fixture.buffer.queued()) == 2
+    assert [scored.group.group_id for scored in reserved] == [2, 4]
+    assert len(fixture.buffer.queued()) == 3
     fixture.buffer.add(make_scored(1, version=late_version))
     assert fixture.take(2, version=1) == taken
-    assert fixture.take(1, version=1) == [4 - taken[1]]
+    assert fixture.take(1, version=1) == [7 - sum(taken)]
 
 
 def test_nothing_too_stale_and_no_round_without_samples_is_reserved() -> None:
