@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from grpo_async.agents.calls import AgentRefusal, Call, refuse
+from grpo_async.agents.calls import ApiError, Call, bad_request
 from grpo_async.agents.history import Answer
 from grpo_async.config.sections import SAMPLING
 from grpo_async.utils.strict_json import arguments_text
@@ -82,25 +82,25 @@ class Exchange(ABC):
     Args:
         body: the request's JSON.
         model: the name that the answer carries.
-        kept: what the APIs remember of the rollout.
+        api_state: what the APIs remember of the rollout.
 
     Raises:
-        AgentRefusal: the request is wrong, or asks for what is not supported.
+        ApiError: the request is wrong, or asks for what is not supported.
     """
 
-    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[Any, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], model: str, api_state: dict[Any, Any]) -> None:
         self.id = secrets.token_hex(12)
         self.model = model
         self._json = body
-        self._kept = kept
+        self._api_state = api_state
         self._created = int(time.time())
         for name in _UNSUPPORTED:
             if body.get(name):
-                raise refuse(f"{name} is not supported", param=name)
+                raise bad_request(f"{name} is not supported", param=name)
         try:
             self._body = fields = _Body.model_validate(body)
         except ValidationError as error:
-            raise refuse(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
+            raise bad_request(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
         choice = fields.tool_choice or "auto"
         limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
         sampling = {name: value for name in SAMPLING if (value := getattr(fields, name)) is not None}
@@ -126,15 +126,15 @@ class Exchange(ABC):
         that equals that of the list before is not read again, and its older objects replace the new ones: one copy is alive."""
         found = self._json.get(name) or []
         if not isinstance(found, list):
-            raise refuse(f"{name} is not a list of objects", param=name)
-        given, made = self._kept.get((type(self), name), ([], []))
+            raise bad_request(f"{name} is not a list of objects", param=name)
+        given, made = self._api_state.get((type(self), name), ([], []))
         length = num_equal(found, given)
         for place, item in enumerate(found[length:], length):
             if not isinstance(item, Mapping):
-                raise refuse(f"{name}[{place}] is not an object", param=name)
+                raise bad_request(f"{name}[{place}] is not an object", param=name)
         found[:length] = given[:length]
         made = [*made[:length], *(read(item, f"{name}[{place}]") for place, item in enumerate(found[length:], length))]
-        self._kept[type(self), name] = found, made
+        self._api_state[type(self), name] = found, made
         return made
 
     @abstractmethod
@@ -165,9 +165,9 @@ class Exchange(ABC):
     stream_end: ClassVar[str] = ""
 
     @staticmethod
-    def error(refusal: AgentRefusal) -> dict[str, Any]:
+    def error(error: ApiError) -> dict[str, Any]:
         """The JSON of an error: OpenAI's, unless an API has its own."""
-        content = {"message": str(refusal), "type": refusal.kind, "param": refusal.param, "code": refusal.code}
+        content = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
         return {"error": content}
 
 
@@ -187,7 +187,9 @@ class ChatCompletion(Exchange):
             or not isinstance(function, Mapping)
             or not isinstance(function.get("name"), str)
         ):
-            raise refuse(f"{where} is not a function with a name; other kinds of tools are not supported", param=where)
+            raise bad_request(
+                f"{where} is not a function with a name; other kinds of tools are not supported", param=where
+            )
         return tool
 
     def answer(self, reply: Answer) -> dict[str, Any]:
@@ -250,9 +252,9 @@ class Responses(Exchange):
 
     def _messages(self) -> list[Mapping[str, Any]]:
         previous = self._json.get("previous_response_id")
-        if previous is not None and not (isinstance(previous, str) and previous in self._kept):
-            raise refuse(f"there is no response {previous!r} in this rollout", param="previous_response_id")
-        history: list[Mapping[str, Any]] = [] if previous is None else list(self._kept[previous])
+        if previous is not None and not (isinstance(previous, str) and previous in self._api_state):
+            raise bad_request(f"there is no response {previous!r} in this rollout", param="previous_response_id")
+        history: list[Mapping[str, Any]] = [] if previous is None else list(self._api_state[previous])
         given = self._json.get("input")
         if isinstance(given, str):
             history.append({"role": "user", "content": given})
@@ -265,11 +267,11 @@ class Responses(Exchange):
     @staticmethod
     def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise refuse(f"{where} is not a function; tools of OpenAI's servers are not supported", param=where)
+            raise bad_request(f"{where} is not a function; tools of OpenAI's servers are not supported", param=where)
         return _function_tool(tool, tool.get("parameters"))
 
     def answer(self, reply: Answer) -> dict[str, Any]:
-        self._kept[f"resp_{self.id}"] = [*self._history, reply.message]
+        self._api_state[f"resp_{self.id}"] = [*self._history, reply.message]
         output: list[dict[str, Any]] = []
         if reply.reasoning:
             content = [{"type": "reasoning_text", "text": reply.reasoning}]
@@ -283,15 +285,15 @@ class Responses(Exchange):
             output.append({**head, "name": name, "arguments": arguments_text(call)})
         usage = _usage(reply, "input_tokens", "output_tokens")
         usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-        is_cut = reply.finish_reason == "length"
+        is_truncated = reply.finish_reason == "length"
         echoed = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")
         return {
             "id": f"resp_{self.id}",
             "object": "response",
             "created_at": self._created,
-            "status": "incomplete" if is_cut else "completed",
+            "status": "incomplete" if is_truncated else "completed",
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
             "metadata": self._json.get("metadata") or {},
             "model": self.model,
             "output": [{**item, "status": "completed"} for item in output],
@@ -305,10 +307,10 @@ class Responses(Exchange):
         }
 
     def events(self, answer: Mapping[str, Any]) -> Iterator[Event]:
-        for number, (name, content) in enumerate(self._numberless_events(answer)):
+        for number, (name, content) in enumerate(self._unnumbered_events(answer)):
             yield name, {"type": name, "sequence_number": number, **content}
 
-    def _numberless_events(self, answer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _unnumbered_events(self, answer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         yield "response.created", {"response": begun}
         yield "response.in_progress", {"response": begun}
@@ -347,7 +349,9 @@ class Messages(Exchange):
     @staticmethod
     def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
-            raise refuse(f"{where} is not a client-side tool; Anthropic's server tools are not supported", param=where)
+            raise bad_request(
+                f"{where} is not a client-side tool; Anthropic's server tools are not supported", param=where
+            )
         return _function_tool(tool, tool.get("input_schema") or {"type": "object", "properties": {}})
 
     def answer(self, reply: Answer) -> dict[str, Any]:
@@ -398,9 +402,9 @@ class Messages(Exchange):
         yield "message_stop", {}
 
     @staticmethod
-    def error(refusal: AgentRefusal) -> dict[str, Any]:
-        kind = _ANTHROPIC_KINDS.get(refusal.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+    def error(error: ApiError) -> dict[str, Any]:
+        kind = _ANTHROPIC_KINDS.get(error.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 # -- items of a history, in the form of Chat Completions
@@ -410,13 +414,15 @@ def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     read = _plain_message(message, where, ("system", "developer", "user", "assistant", "tool"))
     if read["role"] == "tool":
         if not isinstance(message.get("tool_call_id"), str):
-            raise refuse(f"{where} has no tool_call_id", param=f"{where}.tool_call_id")
+            raise bad_request(f"{where} has no tool_call_id", param=f"{where}.tool_call_id")
         read["tool_call_id"] = message["tool_call_id"]
     if read["role"] == "assistant" and (calls := message.get("tool_calls")):
         for call in calls if isinstance(calls, list) else [calls]:
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                raise refuse(f"{where}.tool_calls has a call without a function's name", param=f"{where}.tool_calls")
+                raise bad_request(
+                    f"{where}.tool_calls has a call without a function's name", param=f"{where}.tool_calls"
+                )
         read["tool_calls"] = calls
     if isinstance(message.get("name"), str):
         read["name"] = message["name"]
@@ -436,7 +442,7 @@ def _response_message(item: Mapping[str, Any], where: str) -> dict[str, Any] | N
         case "function_call_output":
             return _result(item.get("call_id"), _text(item.get("output"), f"{where}.output"))
         case other:
-            raise refuse(f"{where} is of type {other!r}, which is not supported", param=where)
+            raise bad_request(f"{where} is of type {other!r}, which is not supported", param=where)
 
 
 def _joined(messages: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
@@ -478,7 +484,7 @@ def _anthropic_messages(message: Mapping[str, Any], where: str) -> list[dict[str
 def _plain_message(message: Mapping[str, Any], where: str, roles: Sequence[str]) -> dict[str, Any]:
     role = message.get("role")
     if role not in roles:
-        raise refuse(f"{where}.role is {role!r}; there are {', '.join(roles)}", param=f"{where}.role")
+        raise bad_request(f"{where}.role is {role!r}; there are {', '.join(roles)}", param=f"{where}.role")
     content = _text(message.get("content"), f"{where}.content")
     return {"role": "system" if role == "developer" else role, "content": content}
 
@@ -488,11 +494,11 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise refuse(f"{where} is neither text nor a list of parts", param=where)
+        raise bad_request(f"{where} is neither text nor a list of parts", param=where)
     try:
         return text_of_parts(content)
     except ValueError as error:
-        raise refuse(f"{where}: {error}", param=where) from error
+        raise bad_request(f"{where}: {error}", param=where) from error
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the endpoint's APIs translate a request to, and a refusal."""
+"""What the endpoint's APIs translate a request to, and the error that a request is answered with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Call:
     """Further fields of the request that would change what is sampled and have no effect."""
 
 
-class AgentRefusal(Exception):
+class ApiError(Exception):
     """A call that is answered with an error in the format of its API.
 
     Args:
@@ -44,6 +44,6 @@ class AgentRefusal(Exception):
         self.status, self.kind, self.param, self.code = status, kind, param, code
 
 
-def refuse(message: str, *, param: str | None = None, code: str | None = None) -> AgentRefusal:
-    """A refusal of a request that is wrong, or asks for what is not supported."""
-    return AgentRefusal(400, "invalid_request_error", message, param=param, code=code)
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """The error of a request that is wrong, or asks for what is not supported."""
+    return ApiError(400, "invalid_request_error", message, param=param, code=code)

@@ -109,8 +109,8 @@ class CommandAgent(Agent):
         try:
             result = await run(stdin, session)
         except (SandboxError, OSError) as error:
-            is_out = isinstance(error.__cause__ or error, OSError)  # of processes or descriptors
-            hint = "; lower rollout.agent.max_concurrent" if is_out else ""
+            lacks_resources = isinstance(error.__cause__ or error, OSError)  # of processes or descriptors
+            hint = "; lower rollout.agent.max_concurrent" if lacks_resources else ""
             raise AgentError(f"the agent's command ({self._name}) could not be started: {error}{hint}") from error
         if problem := self._problem_of(result):
             said = result.stderr.strip()[-_MAX_SHOWN:]
@@ -216,10 +216,10 @@ async def _serve(channel: socket.socket, session: AgentSession) -> None:
     assert session.serve is not None
     loop = asyncio.get_running_loop()
     channel.setblocking(False)
-    is_here = asyncio.Event()
-    loop.add_reader(channel, is_here.set)
+    has_listener = asyncio.Event()
+    loop.add_reader(channel, has_listener.set)
     try:
-        await is_here.wait()  # cancelled with the run, which has wall_s
+        await has_listener.wait()  # cancelled with the run, which has wall_s
     finally:
         loop.remove_reader(channel)
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)

@@ -21,9 +21,9 @@ import orjson
 from aiohttp import web
 
 from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
-from grpo_async.agents.calls import AgentRefusal, refuse
+from grpo_async.agents.calls import ApiError, bad_request
 from grpo_async.agents.history import HistoryRenderer
-from grpo_async.agents.session import AgentSession, Sessions, closed
+from grpo_async.agents.session import AgentSession, Sessions, unknown_key
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
@@ -143,14 +143,14 @@ class AgentEndpoint:
             if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
                 return self._models(path.removeprefix("/models").removeprefix("/"))
             if request.method != "POST" or path not in _EXCHANGES:
-                raise AgentRefusal(
+                raise ApiError(
                     404,
                     "invalid_request_error",
                     f"there is no {request.method} {request.path}; there are POST /v1{', /v1'.join(_EXCHANGES)} and "
                     "GET /v1/models",
                 )
             body = await _body(request)
-            exchange = kind(body, str(body.get("model") or self.sessions.model), session.kept)
+            exchange = kind(body, str(body.get("model") or self.sessions.model), session.api_state)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": session.prompt_length(exchange.call, is_trained=is_trained)})
             reply = await session.complete(exchange.call, exchange.id, is_trained=is_trained)
@@ -159,8 +159,8 @@ class AgentEndpoint:
                 return web.Response(body=exchange.stream(answer), headers=_SSE)
             return _json(answer)
         except Exception as error:  # noqa: BLE001 - every request is answered
-            refusal = _refusal_of(error, request)
-            return _json(kind.error(refusal), refusal.status)
+            answered = _api_error_of(error, request)
+            return _json(kind.error(answered), answered.status)
 
     def _session(self, request: web.BaseRequest) -> tuple[AgentSession, bool]:
         """The session of the key that comes with a request, and whether what it calls is trained."""
@@ -169,7 +169,7 @@ class AgentEndpoint:
         key = key.strip()
         session = self.sessions.by_key.get(key)
         if session is None:
-            raise closed()
+            raise unknown_key()
         return session, key == session.key
 
     def _models(self, name: str) -> web.Response:
@@ -194,31 +194,29 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        AgentRefusal: it is none, or too large.
+        ApiError: it is none, or too large.
     """
     try:
         content = await request.read()  # ends with the connection
     except web.HTTPRequestEntityTooLarge as error:
-        raise AgentRefusal(
-            413, "invalid_request_error", f"the request has more than {_MAX_REQUEST_BYTES} bytes"
-        ) from error
+        raise ApiError(413, "invalid_request_error", f"the request has more than {_MAX_REQUEST_BYTES} bytes") from error
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise refuse(f"the body is not JSON: {error}") from error
+        raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise refuse("the body is not a JSON object")
+        raise bad_request("the body is not a JSON object")
     return body
 
 
-def _refusal_of(error: Exception, request: web.BaseRequest) -> AgentRefusal:
+def _api_error_of(error: Exception, request: web.BaseRequest) -> ApiError:
     """What the client hears of an error; one that nobody expected goes into the log."""
-    if isinstance(error, AgentRefusal):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, RecursionError):
-        return refuse("the request holds lists or objects that are nested too deeply")
+        return bad_request("the request holds lists or objects that are nested too deeply")
     logger.error("%s %s failed", request.method, request.path, exc_info=error)
-    return AgentRefusal(500, "server_error", "the endpoint failed; the run's log has the traceback")
+    return ApiError(500, "server_error", "the endpoint failed; the run's log has the traceback")
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:

@@ -1,7 +1,8 @@
 """Agents that are a function of the user: `run(row, client, **arguments) -> float | dict | None`.
 
 A plain function runs in a thread, an async one on an event loop that all calls of it share, apart from the run's, so that it may
-block without holding up the rollouts of others. What it has in hand when its time is up is of no use anymore: its key is refused.
+block without holding up the rollouts of others. A function that still runs when its time is up cannot call the model anymore: its
+key is refused.
 """
 
 from __future__ import annotations
@@ -94,9 +95,8 @@ class OpenAiClients:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._shared: WeakKeyDictionary[Any, Any] = (
-            WeakKeyDictionary()
-        )  # by event loop; those of threads by this object
+        # by event loop; those of threads by this object
+        self._shared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def get(self, base_url: str, api_key: str, *, is_async: bool) -> Any:
         owner = asyncio.get_running_loop() if is_async else self

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_async.agents.calls import Call, refuse
+from grpo_async.agents.calls import Call, bad_request
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.chat.template import Message
 from grpo_async.chat.turn import ChatError
@@ -127,28 +127,27 @@ class HistoryRenderer:
     def __init__(self, renderer: ChatRenderer) -> None:
         self.chat = renderer
         self._ends = frozenset(renderer.end_of_turn_ids)
-        self._hopeless: set[tuple[bool, tuple[str, ...]]] = set()
+        self._unrenderable: set[tuple[bool, tuple[str, ...]]] = set()
 
     def prompt_ids(self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """
         Raises:
-            AgentRefusal: the chat template refuses the messages.
+            ApiError: the chat template refuses the messages.
         """
         try:
             return self.chat.prompt_ids(messages, tools=tools)
         except ChatError as error:
-            raise refuse(str(error), param="messages") from error
+            raise bad_request(str(error), param="messages") from error
 
     def suffix_ids(self, answer: Answer, messages: Sequence[TaggedMessage]) -> list[int] | None:
         """Ids of `messages` and of the next generation prompt, which follow those of `answer`; None where they depend on more."""
         shape = (bool(answer.calls), tuple(message.role for message in messages))
-        if shape in self._hopeless:
+        if shape in self._unrenderable:
             return None
         closing: list[int] = []
         ids = answer.generation.token_ids
-        if (
-            not ids or ids[-1] not in self._ends
-        ):  # cut, or ended by a stop string: the template's own token closes the turn
+        # truncated, or ended by a stop string: the template's own token closes the turn
+        if not ids or ids[-1] not in self._ends:
             end = self.chat.turn_end_id(answer.calls)
             if end is None:
                 return None
@@ -158,7 +157,7 @@ class HistoryRenderer:
             found is None
             and self._suffix_ids(answer.calls, [replace(each, content="text") for each in messages]) is None
         ):
-            self._hopeless.add(shape)  # whatever they say
+            self._unrenderable.add(shape)  # whatever they say
         return None if found is None else [*closing, *found]
 
     def _suffix_ids(self, calls: Sequence[ToolCall], messages: Sequence[TaggedMessage]) -> list[int] | None:
@@ -185,10 +184,10 @@ class History:
         """The tokens of a call.
 
         Raises:
-            AgentRefusal: the call has no messages, or they cannot be rendered.
+            ApiError: the call has no messages, or they cannot be rendered.
         """
         if not call.messages:
-            raise refuse("there are no messages", param="messages")
+            raise bad_request("there are no messages", param="messages")
         keys = self._keys([call.tools, *call.messages])
         length = next((length for length in range(len(call.messages), 0, -1) if keys[length] in self._by_key), 0)
         if length:
@@ -322,9 +321,8 @@ def _tagged(messages: Sequence[Message]) -> list[TaggedMessage]:
 
 def _tag(message: Message) -> TaggedMessage:
     role = str(message["role"])
-    origin = origin_of(
-        role, Origin.ENVIRONMENT
-    )  # a client may put anything into a user's message: control tokens stay text
+    # a client may put anything into a user's message: control tokens stay text
+    origin = origin_of(role, Origin.ENVIRONMENT)
     return TaggedMessage(role=role, content=message["content"], origin=origin, name=message.get("name"))
 
 

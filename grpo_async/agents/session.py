@@ -4,8 +4,8 @@
 
 Limits: `rollout.max_completion_tokens` bounds what the calls of the rollout sample together (calls that run at the same time may
 each use what was left when they began), `inference.max_model_len` context and answer of each call, `rollout.max_turns` their
-number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is cut, or for which no token is left,
-ends with finish_reason "length". After the first call that found nothing left, further ones are refused.
+number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is truncated, or that finds no token left,
+ends with finish_reason "length". After the first one that found none, further calls are refused.
 
 Sampling: what is trained is sampled as the run says, so its settings hold: `temperature`, `top_p`, `top_k`, `min_p` and
 `repetition_penalty` of a call are ignored, with one warning in a run, a `response_format` other than text is refused, and a `seed`
@@ -31,7 +31,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.agents.calls import AgentRefusal, Call, refuse
+from grpo_async.agents.calls import ApiError, Call, bad_request
 from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
@@ -115,10 +115,10 @@ class AgentSession:
         self.is_out_of_budget = False
         """A call found no token left of the rollout's budget, or of its number of turns."""
         self.is_truncated = False
-        """A limit of the run cut an answer, or left no room for one."""
+        """A limit of the run truncated an answer, or left no room for one."""
         self.last_error: str | None = None
         """Why the newest call that got no answer got none, where the inference servers are to blame."""
-        self.kept: dict[Any, Any] = {}
+        self.api_state: dict[Any, Any] = {}
         """What the APIs remember of this rollout."""
         self._sessions = sessions
         self._settings = settings
@@ -145,7 +145,7 @@ class AgentSession:
             is_trained: false: the answer is in no completion.
 
         Raises:
-            AgentRefusal: the session is closed, the call cannot be made, or no inference server answers.
+            ApiError: the session is closed, the call cannot be made, or no inference server answers.
         """
         self._check(call, is_trained=is_trained)
         request = self._history.prepare(call)
@@ -169,7 +169,7 @@ class AgentSession:
         try:
             asked = settings.request(request_id=f"{self.rollout_id}-t{number}", **fields)
         except ValidationError as error:
-            raise refuse(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
+            raise bad_request(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
         generation = await self._generate(asked, number)
         self._num_sampled += len(generation.token_ids)
         answer = self._read(call, request, generation, number=number, answer_id=answer_id, settings=settings)
@@ -201,7 +201,7 @@ class AgentSession:
         """What there is of the rollout: its own turns are the path to the newest answer, all else is in branches.
 
         Args:
-            status: how the agent ended; a finished rollout that a limit of the run cut is truncated.
+            status: how the agent ended; a finished rollout in which a limit of the run cut an answer is truncated.
             reward: the agent's own; None: the one that it set on the path to the newest answer, if any.
             reward_columns: further columns for reward functions.
         """
@@ -239,25 +239,25 @@ class AgentSession:
         """Number of tokens of a call's context; nothing is generated.
 
         Raises:
-            AgentRefusal: as `complete`.
+            ApiError: as `complete`.
         """
         self._check(call, is_trained=is_trained)
         return len(self._history.prepare(call).context)
 
     def _check(self, call: Call, *, is_trained: bool) -> None:
         if self.is_closed:
-            raise closed()
+            raise unknown_key()
         other = [name for name, value in call.sampling.items() if value != getattr(self._settings, name)]
         for name in (*(other if is_trained else ()), *call.ignored):
             self._sessions.warn_once(name, _IGNORED, name)
         if call.tool_choice not in ("auto", "none"):
-            raise refuse(
+            raise bad_request(
                 f"tool_choice {call.tool_choice!r} is not supported: a call that is forced is not sampled from the policy; "
                 'use "auto" or "none"',
                 param="tool_choice",
             )
         if _structured_outputs(call.response_format) is not None and is_trained:
-            raise refuse(
+            raise bad_request(
                 "response_format: a grammar's mask samples from another distribution than the policy's, and this call is trained; "
                 "describe the format in the prompt, and reward it",
                 param="response_format",
@@ -268,7 +268,7 @@ class AgentSession:
         settings = self._settings
         if self._num_sampled >= settings.max_completion_tokens or number >= settings.max_turns:
             if self.is_out_of_budget or not is_trained:
-                raise refuse(
+                raise bad_request(
                     f"the rollout has used its {settings.max_completion_tokens} tokens or {settings.max_turns} calls "
                     "(rollout.max_completion_tokens, rollout.max_turns)",
                     code="rollout_budget_exhausted",
@@ -292,13 +292,13 @@ class AgentSession:
                 return generation
         except asyncio.CancelledError as error:
             if self.is_closed and task.uncancel() == 0:
-                raise closed() from error
+                raise unknown_key() from error
             raise
         except RequestRejectedError as error:
-            raise refuse(str(error)) from error  # such as response_format, by an engine without grammars
+            raise bad_request(str(error)) from error  # such as response_format, by an engine without grammars
         except GrpoAsyncError as error:
             self.last_error = f"{type(error).__name__}: {error}"
-            raise AgentRefusal(503, "server_error", self.last_error) from error
+            raise ApiError(503, "server_error", self.last_error) from error
         finally:
             self._running.discard(task)
 
@@ -327,7 +327,7 @@ class AgentSession:
         text = settings.shown(text)
         reasoning, content = chat.split_thinking(text)
         called = [each.as_dict() for each in calls]
-        is_cut = generation.finish_reason is FinishReason.LENGTH
+        is_truncated = generation.finish_reason is FinishReason.LENGTH
         return Answer(
             id=answer_id,
             request=request,
@@ -337,7 +337,7 @@ class AgentSession:
             reasoning=reasoning,
             calls=calls,
             parse_error=parse_error,
-            finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
+            finish_reason="length" if is_truncated else "tool_calls" if calls else "stop",
             tokens=[chat.token_text(token) for token in generation.token_ids] if call.with_logprobs else (),
         )
 
@@ -348,7 +348,7 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
     {"type": "json_object"} -> {"json": {"type": "object"}}; {"type": "json_schema", "json_schema": {"schema": S}} -> {"json": S}
 
     Raises:
-        AgentRefusal: it is something else.
+        ApiError: it is something else.
     """
     given = response_format if isinstance(response_format, Mapping) else {"type": response_format or "text"}
     kind = given.get("type", "text")
@@ -359,16 +359,16 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
     nested = given.get("json_schema")
     schema = (nested if isinstance(nested, Mapping) else given).get("schema")
     if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise refuse(
+        raise bad_request(
             f"response_format {kind!r}: there are text, json_object, and json_schema with a schema",
             param="response_format",
         )
     return {"json": dict(schema)}
 
 
-def closed() -> AgentRefusal:
+def unknown_key() -> ApiError:
     """The answer to whoever has no key, or one of a rollout that is over."""
-    return AgentRefusal(
+    return ApiError(
         401,
         "authentication_error",
         "this key belongs to no rollout that is running: every rollout has a key of its own, until its agent ends",

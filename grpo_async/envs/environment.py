@@ -182,9 +182,11 @@ class Environment:
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
         self._running: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()  # held as long as a call runs
-        turn = asyncio.Lock()  # of tools, before their time counts; a call that was given up still holds `_lock`
+        tool_lock = (
+            asyncio.Lock()
+        )  # waited for before a tool's time counts; a call that was given up still holds `_lock`
         self.tools = [
-            Tool(getattr(instance, name), spec, self, warn=kind.warn_once, turn=turn)
+            Tool(getattr(instance, name), spec, self, warn=kind.warn_once, lock=tool_lock)
             for name, spec in kind.specs.items()
         ]
 

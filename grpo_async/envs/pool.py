@@ -91,7 +91,7 @@ class EnvironmentPool:
         self.schemas = [*extra_schemas, *(spec.schema for spec in kind.specs.values())]
         self._free = [probe]
         self._num_taken = 0  # leased, or on their way back
-        self._turn = asyncio.Lock()  # of the leases that wait
+        self._lease_lock = asyncio.Lock()  # of the leases that wait
         self._freed = asyncio.Event()
         self._returning: set[asyncio.Task[None]] = set()
         self._discarded: list[Future[Any]] = []
@@ -146,7 +146,7 @@ class EnvironmentPool:
             )
         if self._closed:
             raise EnvironmentCallError(self.name, "its pool was closed")
-        async with self._turn:  # the first first: a later, smaller request does not overtake
+        async with self._lease_lock:  # the first first: a later, smaller request does not overtake
             while limit is not None and self._num_taken + count > limit:
                 self._freed.clear()
                 await self._freed.wait()  # until rollouts end, which have limits

@@ -39,7 +39,7 @@ ASYNC_LOOP = UserLoop("async tools")
 """One for all of them and for async methods of environments: an HTTP client or a lock that two share belongs to one loop."""
 
 
-_ALONGSIDE = nullcontext()
+_NO_LOCK = nullcontext()
 
 
 class _Caller(Protocol):
@@ -59,7 +59,7 @@ class Tool:
         caller: runs the calls.
         fixed: arguments of every call that the model does not see.
         warn: gets the traceback of each kind of failure once, the model a line of each; shared by the instances of an environment.
-        turn: held during a call; calls of tools that share it wait for each other.
+        lock: held during a call; calls of tools that share it wait for each other.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Tool:
         *,
         fixed: Mapping[str, Any] | None = None,
         warn: WarnOnce | None = None,
-        turn: AbstractAsyncContextManager[None] = _ALONGSIDE,
+        lock: AbstractAsyncContextManager[None] = _NO_LOCK,
     ) -> None:
         self.function = function
-        self.turn = turn
+        self.lock = lock
         self._spec = spec
         self._caller = caller
         self._fixed = dict(fixed or {})
@@ -201,7 +201,7 @@ class ToolExecutor:
         started = time.monotonic()
         try:
             tool = self._tool_for(call)
-            async with tool.turn:  # the call before has a limit
+            async with tool.lock:  # the call before has a limit
                 started = time.monotonic()
                 outcome: str | ToolError = await tool.call(call.arguments)
         except ToolError as error:

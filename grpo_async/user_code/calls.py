@@ -146,7 +146,7 @@ class Caller:
             else:
                 result = await self._threads.run(call.attempt, self.timeout_s)
         except BlockedLoopError as error:
-            why = f"holds its event loop at {error.where}; an async function must `await` what takes time"
+            why = f"blocks its event loop at {error.where}; an async function must `await` what takes time"
             raise CallError(f"{too_long}, and {why}", is_timeout=True) from error
         except TimeoutError as error:
             raise CallError(too_long, is_timeout=True) from error

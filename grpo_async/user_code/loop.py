@@ -1,8 +1,8 @@
 """An event loop of its own for the async functions of users, in a daemon thread: one that blocks (`time.sleep`, a plain HTTP call)
-holds this loop and not the run's, so that its time limit still holds.
+blocks this loop and not the run's, so that its time limit still applies.
 
-A thread cannot be killed. A loop that is held past a call's limit is abandoned, the next call gets a new one, and with too many
-of them held further calls are refused.
+A thread cannot be killed. A loop that is blocked past a call's limit is abandoned, the next call gets a new one, and with too
+many of them blocked further calls are refused.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_TIMEOUT_S = 0.5  # a loop that is not held; else somebody holds it
+_ANSWER_TIMEOUT_S = 0.5  # of a loop that is not blocked
 _CLOSE_TIMEOUT_S = 5.0
-_MAX_HELD = 4  # loops; when that many are held, calls are refused
+_MAX_BLOCKED = 4  # loops; when that many are blocked, calls are refused
 
 
 class BlockedLoopError(TimeoutError):
-    """The call took too long, and its event loop answers no more; `where` says what holds it: `reward.py:7 in score`."""
+    """The call took too long, and its event loop answers no more; `where` says what blocks it: `reward.py:7 in score`."""
 
     def __init__(self, where: str) -> None:
         self.where = where
-        super().__init__(f"its event loop is held at {where}")
+        super().__init__(f"its event loop is blocked at {where}")
 
 
 class UserLoop:
@@ -55,7 +55,7 @@ class UserLoop:
 
         Raises:
             TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; BlockedLoopError: it cannot be.
-            ThreadsExhaustedError: too many loops are held.
+            ThreadsExhaustedError: too many loops are blocked.
         """
         future, loop = self._start(work)
         waiter = asyncio.wrap_future(future)
@@ -66,13 +66,13 @@ class UserLoop:
         if done and not waiter.cancelled():
             return waiter.result()
         if not done and not await loop.answers():
-            where = loop.held_at()
+            where = loop.blocked_at()
             self._abandon(loop)
             raise BlockedLoopError(where)
         raise TimeoutError  # or the loop was closed meanwhile
 
     def post(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Start the coroutine that `work` makes, which raises nothing. ThreadsExhaustedError: too many loops are held."""
+        """Start the coroutine that `work` makes, which raises nothing. ThreadsExhaustedError: too many loops are blocked."""
         return self._start(work)[0]
 
     def close(self) -> None:
@@ -86,10 +86,10 @@ class UserLoop:
     def _start(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Future[Result], _Loop]:
         with self._lock:
             self._abandoned = [loop for loop in self._abandoned if loop.thread.is_alive()]
-            if len(self._abandoned) >= _MAX_HELD:
+            if len(self._abandoned) >= _MAX_BLOCKED:
                 raise ThreadsExhaustedError(
-                    f"{self._name}: {len(self._abandoned)} of its event loops are still held past the time limit, the last "
-                    f"at {self._abandoned[-1].held_at()}, and threads cannot be killed"
+                    f"{self._name}: {len(self._abandoned)} of its event loops are still blocked past the time limit, the last "
+                    f"at {self._abandoned[-1].blocked_at()}, and threads cannot be killed"
                 )
             if self._current is None:
                 self._current = _Loop(self._name)
@@ -97,7 +97,7 @@ class UserLoop:
             return asyncio.run_coroutine_threadsafe(work(), self._current.loop), self._current
 
     def _abandon(self, loop: _Loop) -> None:
-        """Of several calls that meet the same held loop the first one does it."""
+        """Of several calls that meet the same blocked loop the first one does it."""
         with self._lock:
             if self._current is loop:
                 self._current = None
@@ -115,13 +115,13 @@ class _Loop:
         self.thread.start()
 
     async def answers(self) -> bool:
-        """Whether it runs callbacks, and is not held by a function that blocks."""
+        """Whether it runs callbacks, and is not blocked by a function."""
         answer: Future[None] = Future()
         self._soon(lambda: answer.set_result(None))
         done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=_ANSWER_TIMEOUT_S)
         return bool(done)
 
-    def held_at(self) -> str:
+    def blocked_at(self) -> str:
         """The line of the user's function, and the innermost one: `reward.py:7 in score > api.py:70 in post`."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []

@@ -185,7 +185,7 @@ async def ask(session: AgentSession, *messages: dict[str, Any], tools: Sequence[
 
 async def exchange(session: AgentSession, kind: type[Exchange], body: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """As the endpoint does it, without HTTP."""
-    made = kind(body, "tiny", session.kept)
+    made = kind(body, "tiny", session.api_state)
     reply = await session.complete(made.call, made.id)
     return reply, json.loads(json.dumps(made.answer(reply)))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
-from grpo_async.agents.calls import AgentRefusal
+from grpo_async.agents.calls import ApiError
 from grpo_async.agents.history import Answer
 from grpo_async.agents.session import AgentSession
 from grpo_async.buffer.ledger import Ledger, is_balanced
@@ -95,7 +95,7 @@ class Conversation:
             copies = self.chance.choice([1, 1, 1, 2, 3])  # parallel calls and retries
             try:
                 await asyncio.gather(*(self._call(session, held) for _ in range(copies)))
-            except AgentRefusal as refusal:
+            except ApiError as refusal:
                 if refusal.code == "rollout_budget_exhausted":
                     break
                 if refusal.param != "messages":  # the template refuses the roles

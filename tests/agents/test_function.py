@@ -73,7 +73,7 @@ def test_a_function_gets_row_client_and_arguments() -> None:
     [
         ("raises", r"the agent raised KeyError: 'answer' \(.*test_function\.py, line \d+\)"),
         ("hangs", r"the agent took longer than 0\.5 s; raise `rollout\.agent\.timeout_s`"),
-        ("blocks", r"holds its event loop at .*test_function\.py:\d+ in blocks.*; an async function must `await`"),
+        ("blocks", r"blocks its event loop at .*test_function\.py:\d+ in blocks.*; an async function must `await`"),
     ],
 )
 def test_a_function_that_fails_or_hangs_says_where(name: str, told: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from grpo_async.agents.calls import AgentRefusal, Call
+from grpo_async.agents.calls import ApiError, Call
 from grpo_async.agents.session import AgentSession
 from grpo_async.errors import ServerUnavailableError
 from grpo_async.inference.client import Generation
@@ -55,7 +55,7 @@ def test_the_budget_of_a_rollout_holds_over_its_calls_and_ends_with_length_then_
         empty = await ask(session, user("r"))
         assert (list(empty.ids), empty.content, empty.finish_reason) == ([], "", "length")
         assert session.is_out_of_budget
-        with pytest.raises(AgentRefusal, match="max_completion_tokens") as caught:
+        with pytest.raises(ApiError, match="max_completion_tokens") as caught:
             await ask(session, user("r"))
         assert (caught.value.status, caught.value.code) == (400, "rollout_budget_exhausted")
         completion = session.completion(RolloutStatus.FINISHED)
@@ -157,7 +157,7 @@ def test_a_closed_session_refuses_and_ends_what_is_under_way() -> None:
         session.close()
         session.close()
         for call in (running, ask(session, user("q"))):
-            with pytest.raises(AgentRefusal) as caught:
+            with pytest.raises(ApiError) as caught:
                 await call
             assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
         assert not session.completion(RolloutStatus.FAILED, error="x").turns
@@ -175,7 +175,7 @@ def test_servers_that_do_not_answer_are_a_503_and_the_session_knows_why() -> Non
     async def main() -> None:
         session = make_session(policy)
         session._sessions.client = Down()  # type: ignore[assignment]
-        with pytest.raises(AgentRefusal, match="nobody is there") as caught:
+        with pytest.raises(ApiError, match="nobody is there") as caught:
             await ask(session, user("q"))
         assert caught.value.status == 503
         assert session.last_error == "ServerUnavailableError: nobody is there"
@@ -206,7 +206,7 @@ def test_a_limit_that_cuts_or_refuses_what_is_not_trained_does_not_truncate_the_
         await ask(session, user("q"))
         assert session.is_truncated
         session.is_truncated = False
-        with pytest.raises(AgentRefusal, match="has used its"):
+        with pytest.raises(ApiError, match="has used its"):
             await session.complete(call, "w", is_trained=False)
         assert (session.is_truncated, session.is_out_of_budget) == (False, False)
 

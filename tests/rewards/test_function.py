@@ -41,7 +41,7 @@ def test_an_async_function_that_blocks_misses_its_limit_and_is_named_with_its_li
         for _ in range(3):
             with pytest.raises(RewardError, match="took longer than"):
                 await score(reward, ["block"])
-        with pytest.raises(RewardError, match="4 of its event loops are still held"):
+        with pytest.raises(RewardError, match="4 of its event loops are still blocked"):
             await score(reward, ["x"])
         _release.set()
         await until(lambda: not any("reward-_blocks" in thread.name for thread in threading.enumerate()[1:]))
