@@ -72,10 +72,10 @@ def all_keys() -> tuple[Key, ...]:
 
 
 def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
-    """The key with this path; else those whose path ends in it or that another trainer calls so; else those that contain all the
-    words, in path, meaning or other names."""
+    """The key with this path; else those whose path, or whose name in another trainer, is this word or ends in it; else those that
+    contain all the words, in path, meaning or other names."""
     bare = re.sub(r"\.[0-9]+(?=\.|$)|\[\]", "", word)
-    named = {other.here for other in OTHER_NAMES if other.name == word.lstrip("-")}
+    named = {other.here for other in OTHER_NAMES if f".{other.name}".endswith(f".{word.lstrip('-')}")}
     if exact := [key for key in keys if re.fullmatch(_plain(key).replace("NAME", "[^.]+"), bare)]:
         return exact
     if ends := [key for key in keys if _plain(key).endswith(f".{bare}") or key.path in named]:

@@ -54,12 +54,22 @@ def test_every_setting_is_told_with_its_meaning_and_what_others_call_it_leads_to
             assert path in keys or path == "metrics.jsonl", path
 
 
+def test_the_names_in_the_tables_of_the_migration_page_are_known() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+    cells = " ".join(re.findall(r"^\| (.+?) \|", page, re.M))
+    names = [name for name in re.findall(r"`(\w+(?:\.\w+)*)(?:=[^`]*)?`", cells) if re.search(r"[_.](?!toml)", name)]
+    assert len(names) > 30
+    unknown = [name for name in names if CliRunner().invoke(app, ["explain", name]).exit_code]
+    assert not unknown
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["rollout.group_size"], "rollout.group_size: whole number at least 2 and at most 1000000; default 8\n"),
         (["num_generations"], "rollout.group_size: "),
         (["actor_rollout_ref.rollout.n"], "rollout.group_size: "),
+        (["rollout.n"], "rollout.group_size: "),
         (["rewards.1.weight"], "rewards[].weight: "),
         (["environments.game.factory"], "environments.NAME.factory: "),
         (["oldest", "policy"], "rollout.max_staleness: "),
