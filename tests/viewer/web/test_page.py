@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -423,6 +424,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
         ]
         write_store(good.evaluation(step), held_out)
     write_whole_run(folder, "flat", metrics=steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0))
+    good.events.write_text(
+        '{"name":"forward","track":"trainer","start":1.0,"end":2.5,"details":{}}\n', encoding="utf-8"
+    )
     (good.logs / "attempt_1").mkdir()
     (good.logs / "attempt_1" / "trainer.log").write_text("INFO begins\nERROR <b>broke</b>\n", encoding="utf-8")
     with serving(folder=folder / "runs") as running:
@@ -466,6 +470,10 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
         page.fill("[aria-label='Find a setting']", "max_steps")
         assert "20" in page.inner_text("tbody tr:has-text('training.max_steps')")
         go(page, "#/run?run=good")
+        with page.expect_download() as downloading:
+            page.click("a.button:has-text('Timeline')")
+        assert downloading.value.suggested_filename == "good.trace.json.gz"
+        assert b'"forward"' in gzip.decompress(downloading.value.path().read_bytes())
         with page.context.expect_page() as opening:
             page.click("a.button:has-text('Report')")
         report = opening.value
