@@ -18,6 +18,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
@@ -36,6 +37,7 @@ from grpo_async.processes import machine as machine_module
 from grpo_async.run_directory import RunDir, partial_of, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.safe_text import plain
+from grpo_async.utils.validation import problems_of
 
 
 def run_evaluation(
@@ -111,23 +113,25 @@ def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, 
 def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> ExperimentConfig:
     """`config` as servers and evaluation need it: the model as it stands in the folder, and nothing of how it is trained."""
     content = config.model_dump(mode="json")
-    for section in ("loss", "advantage", "optimizer", "checkpoint", "weights", "tracking"):
+    for section in (
+        "advantage",
+        "optimizer",
+        "checkpoint",
+        "weights",
+        "tracking",
+    ):  # the rules of sampling need the loss
         content.pop(section)
     content["run"] = {**content["run"], "dir": str(run_dir.root.parent), "name": run_dir.root.name}
     revision = config.model.revision if model_path == config.model.path else None
     content["model"] = {**content["model"], "path": model_path, "revision": revision, "lora": None}
-    launch = config.launch
-    content["launch"] = {
-        "device": "cpu",
-        "stop_timeout_s": launch.stop_timeout_s,
-        "heartbeat_timeout_s": launch.heartbeat_timeout_s,
-    }
+    kept = ("server_port", "trainer_threads", "stop_timeout_s", "heartbeat_timeout_s")
+    content["launch"] = {"device": "cpu", **{name: content["launch"][name] for name in kept}}
     content["inference"]["vllm"]["sleep_while_training"] = False
     content["evaluation"]["every_steps"] = None
     try:
         return ExperimentConfig.model_validate(content)
-    except ValueError as error:
-        raise ConfigError(f"the configuration cannot be used for an evaluation: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"the configuration cannot be used for an evaluation: {problems_of(error)}") from error
 
 
 def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, output: Output) -> RunOutcome:

@@ -94,15 +94,26 @@ def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) 
         model={"path": "base", "lora": {}},
         loss={"type": "dapo", "beta": 0.1},
         training={"max_steps": 7},
-        launch={"num_trainer_ranks": 4, "stop_timeout_s": 9.0},
+        launch={"num_trainer_ranks": 4, "stop_timeout_s": 9.0, "server_port": 4000, "trainer_threads": 3},
         inference={"engine": "embedded", "max_model_len": 64},
         rollout={"max_completion_tokens": 16},
     )
     served = evaluate_module._to_serve(config, "exported", RunDir(tmp_path / "runs" / "x"))
     assert (served.model.path, served.model.lora) == ("exported", None)
     assert (served.launch.num_trainer_ranks, served.launch.device, served.launch.stop_timeout_s) == (1, "cpu", 9.0)
+    assert (served.launch.server_port, served.launch.trainer_threads) == (4000, 3)
     assert served.run_path == tmp_path / "runs" / "x"
     assert served.inference == config.inference
     assert served.rollout == config.rollout
     assert served.training.max_steps == 7
     assert served.evaluation == config.evaluation
+
+
+def test_a_run_that_samples_with_top_p_can_be_evaluated_and_what_cannot_is_said_in_short(tmp_path: Path) -> None:
+    corrected = {"proximal": "recomputed", "correction": {"level": "token"}}
+    config = _config(tmp_path, rollout={"top_p": 0.9}, loss=corrected)
+    served = evaluate_module._to_serve(config, "exported", RunDir(tmp_path / "runs" / "x"))
+    assert served.rollout.top_p == 0.9
+    with pytest.raises(ConfigError, match=r"for an evaluation: run\.name: [^\n]*$") as caught:
+        evaluate_module._to_serve(config, "exported", RunDir(Path("/")))
+    assert "input_value" not in str(caught.value)
