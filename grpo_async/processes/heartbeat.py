@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from grpo_async.errors import message_of
+from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.safe_text import plain
 
@@ -79,24 +79,27 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """What a rank says of its end. `time` is seconds since the epoch; `error`: see message_of."""
+    """How a rank ended. `time` is seconds since the epoch, and `error` that of message_of. `is_expected`: this package raised the
+    error on purpose, so its traceback stays in the log."""
 
     rank: int
     time: float
     error: str
     traceback: str
+    is_expected: bool
     kind: Literal["failure"] = "failure"
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankFailure:
         """That of a rank which `error` ends now."""
         trace = "".join(traceback.format_exception(error))
-        return cls(rank=rank, time=time.time(), error=message_of(error)[:_MAX_CHARS], traceback=trace[-_MAX_CHARS:])
-
-    @property
-    def is_expected(self) -> bool:
-        """Raised on purpose by this package: the message says it all, the traceback stays in the log."""
-        return any(line.startswith("grpo_async.") for line in self.traceback.strip().splitlines())
+        return cls(
+            rank=rank,
+            time=time.time(),
+            error=message_of(error)[:_MAX_CHARS],
+            traceback=trace[-_MAX_CHARS:],
+            is_expected=isinstance(error, GrpoAsyncError),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.output import Output
-from grpo_async.errors import DeadlineError
+from grpo_async.errors import ConfigError, DeadlineError
 from grpo_async.launcher.lifecycle import report_end
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankExit, RankFailure, Report, explain, from_json, report
@@ -57,6 +57,14 @@ def test_an_error_raised_on_purpose_is_shown_without_its_traceback() -> None:
     error = DeadlineError("samples of step 3", waited_s=600, setting="training.queue_timeout_s")
     (line,) = _lines(_failure(0, error))
     assert line.startswith("trainer rank 0 failed: waited 600 s for samples of step 3")
+
+
+def test_an_error_of_user_code_is_shown_with_its_traceback_whatever_it_was_raised_from() -> None:
+    error = KeyError("answer")
+    error.__cause__ = ConfigError("no column")
+    lines = _lines(_failure(0, error))
+    assert lines[0] == "trainer rank 0 failed: KeyError: 'answer'"
+    assert any("in _failure" in line for line in lines)
 
 
 def test_reports_reach_the_launcher_without_a_disk_and_one_that_is_gone_costs_nothing(tmp_path: Path) -> None:
