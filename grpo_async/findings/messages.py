@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_EQUAL = re.compile(r"all rewards are (\S+?)[:,]")
+_EQUAL = re.compile(r"all rewards are (-?\d\S*?)[:,]")
 _REWARD = re.compile(r"reward `[^`]+`: [^\n]+")
 
 

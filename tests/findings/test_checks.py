@@ -69,6 +69,9 @@ CASES = [
          metrics=steps(10, reward_min=1e9, reward_max=1e9 + 1e-4)),  # as has_zero_variance has it: noise relative to the size
     Case(key="unscored", severity=ERROR, what=["100% of the rollouts (8 of 8)"], query="unscored",
          metrics=_without("reward", steps(10)), more={"num_sampled": 8, "num_unscored": 8}),
+    # an error of user code that only reads like ours
+    Case(key="no-steps", severity=ERROR, what=["all rewards are wonderful"], metrics=[],
+         more={"status": "failed", "error": "all rewards are wonderful, said the judge"}),
     # held-out prompts
     Case(key="held-out", severity=WARNING, what=["the held-out reward did not follow", "games the reward"],
          metrics=RISES, more={"evaluations": _evaluations(0.4, 0.41, 0.4)}, query=""),
