@@ -71,7 +71,7 @@ class _Caller:
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
         self._tracker = tracker
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_warned = False
         self._closing = False
         self._failed = False
@@ -81,20 +81,17 @@ class _Caller:
     def call(self, step: int, function: Callable[[Tracker], None]) -> None:
         if self._closing:
             return
-        try:
-            self._calls.put_nowait(partial(function, self._tracker))
-        except queue.Full:
+        if self._calls.qsize() >= _MAX_WAITING:
             self._warn(f"it is {_MAX_WAITING} steps behind; step {step} is left out")
+            return
+        self._calls.put(partial(function, self._tracker))
 
     def begin_close(self, *, failed: bool) -> None:
         if self._closing:
             return
         self._closing = True
         self._failed = failed
-        try:
-            self._calls.put_nowait(None)
-        except queue.Full:
-            self._warn(f"it is {_MAX_WAITING} steps behind; what it has not taken is left out")
+        self._calls.put(None)
 
     def wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)

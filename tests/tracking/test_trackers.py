@@ -36,6 +36,7 @@ class _Recording(Tracker):
 
     def __init__(self, *, error: Exception | None = None, released: threading.Event | None = None) -> None:
         self.steps: list[int] = []
+        self.closed = threading.Event()
         self._error, self._released = error, released
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -45,7 +46,8 @@ class _Recording(Tracker):
             raise self._error
         self.steps.append(step)
 
-    def close(self, *, failed: bool) -> None: ...
+    def close(self, *, failed: bool) -> None:
+        self.closed.set()
 
 
 def _config(*tracking: dict[str, Any]) -> ExperimentConfig:
@@ -194,15 +196,16 @@ def test_a_tracker_that_cannot_be_set_up_stops_the_run_before_it_begins(
         open_trackers(_config({"type": "tensorboard"}, {"type": "wandb", "project": "p"}), RunDir(tmp_path))
 
 
-def test_a_hanging_tracker_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    released = threading.Event()
-    trackers = Trackers([("slow", _Recording(released=released))], close_s=0.2)
+def test_a_hanging_tracker_keeps_nobody_waiting_and_is_ended_when_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    slow = _Recording(released=(released := threading.Event()))
+    trackers = Trackers([("slow", slow)], close_s=0.2)
     started = time.monotonic()
     for step in range(1500):
         trackers.log(step, {"reward": 0.5})
     trackers.close()
     assert time.monotonic() - started < 5.0
     released.set()
+    assert slow.closed.wait(30.0)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     # the thread may have taken the first step before the queue was full
     assert re.search(r"failures of it are not shown\): it is 1000 steps behind; step 100[01] is left out$", warning)
