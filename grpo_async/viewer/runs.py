@@ -51,9 +51,13 @@ def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     Raises:
         ConfigError: there is neither; the message lists the nearest names.
     """
-    for candidate in (runs_folder / name, Path(name)):
-        if name.strip("/.") and candidate.is_dir():
-            return RunDir(candidate)
+    folder = Path(name)
+    if name.strip("/."):
+        for candidate in (runs_folder / name, folder):
+            if candidate.is_dir():
+                return RunDir(candidate)
+    elif name and is_run(folder):  # "." in a run directory
+        return RunDir(folder.resolve())
     known = _names(runs_folder)
     if not known:
         raise ConfigError(f"there is no run '{name}', and {runs_folder} holds none; start one: grpo-async train CONFIG")

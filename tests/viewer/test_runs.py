@@ -11,7 +11,9 @@ from grpo_async.run_directory import RunDir
 from grpo_async.viewer.runs import find_evaluation, find_run
 
 
-def test_a_run_is_found_by_name_and_by_path_and_an_unknown_one_lists_the_nearest(tmp_path: Path) -> None:
+def test_a_run_is_found_by_name_and_by_path_and_an_unknown_one_lists_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = tmp_path / "runs"
     with pytest.raises(ConfigError, match=r"there is no run 'a', and .*runs holds none"):
         find_run("a", runs)
@@ -26,6 +28,9 @@ def test_a_run_is_found_by_name_and_by_path_and_an_unknown_one_lists_the_nearest
     for nothing in ("", ".", ".."):
         with pytest.raises(ConfigError, match="there is no run"):
             find_run(nothing, runs)
+    (runs / "other" / "config.yaml").touch()
+    monkeypatch.chdir(runs / "other")
+    assert find_run(".", runs).root == runs / "other"
 
 
 def test_an_evaluation_is_found_by_its_step_or_as_the_last_one(tmp_path: Path) -> None:
