@@ -14,13 +14,12 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.processes.addresses import interface_of, resolve_host
 from grpo_async.processes.assignment import Node
-from grpo_async.utils.network import binding_error, is_loopback
+from grpo_async.utils.network import binding_error, host_and_port, is_loopback
 
 DEFAULT_PORT = 29400
 """Of the rendezvous, where no other is given; torchrun's."""
@@ -77,7 +76,7 @@ def find_node(
         host, port = config.launch.rendezvous_address
     else:
         host = environment.get("MASTER_ADDR") or _first_machine(source, environment)
-        port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
+        port = _port(environment.get("MASTER_PORT") or str(DEFAULT_PORT))
     if not host:
         raise ConfigError(
             f"launch.nodes: {_described(config)}, and no rendezvous address is set; set launch.rdzv to HOST:PORT of the machine "
@@ -108,13 +107,16 @@ def _described(config: ExperimentConfig) -> str:
 
 def _host_and_port(text: str) -> tuple[str, int]:
     try:
-        parts = urlsplit(f"//{text}")
-        host, port = parts.hostname, parts.port or DEFAULT_PORT
-    except ValueError:
-        host, port = None, 0
-    if not host or parts.netloc != text or "@" in text:
-        raise ConfigError(f"--master-addr: {text!r} is neither HOST nor HOST:PORT")
-    return host, port
+        host, port = host_and_port(text)
+    except ValueError as error:
+        raise ConfigError(f"--master-addr: {text!r} is neither HOST nor HOST:PORT") from error
+    return host, port or DEFAULT_PORT
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65_536:
+        raise ConfigError(f"$MASTER_PORT: {text!r} is not a port (1 to 65535)")
+    return int(text)
 
 
 def first_host(nodes: str) -> str:

@@ -8,10 +8,8 @@ The docstring under a field is its help text and goes into the JSON schema. Rule
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -41,7 +39,7 @@ from grpo_async.config.base import (
     Weight,
     default_type,
 )
-from grpo_async.utils.network import WILDCARDS
+from grpo_async.utils.network import WILDCARDS, host_and_port
 from grpo_async.utils.text import duplicates
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
@@ -1097,10 +1095,15 @@ class LaunchSection(StrictModel):
     @field_validator("rdzv")
     @classmethod
     def _rdzv_names_one_address(cls, rdzv: str | None) -> str | None:
-        host, _, port = (rdzv or "host:1").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65_536 or re.search(r"[\s/@]", host):
-            raise ValueError(f"{rdzv!r} is not host:port, such as 10.0.0.1:29400 or node-1:29400")
-        if host.strip("[]") in WILDCARDS:
+        if rdzv is None:
+            return None
+        try:
+            host, port = host_and_port(rdzv)
+        except ValueError:
+            port = None
+        if not port:
+            raise ValueError(f"{rdzv!r} is not host:port, such as 10.0.0.1:29400, [fd00::1]:29400 or node-1:29400")
+        if host in WILDCARDS:
             raise ValueError(
                 f"{host} would listen on every network; name the address of node 0 in the one that the machines share"
             )
@@ -1109,10 +1112,9 @@ class LaunchSection(StrictModel):
     @property
     def rendezvous_address(self) -> tuple[str, int]:
         """Host and port of `rdzv`: "10.0.0.1:29400" -> ("10.0.0.1", 29400); only where it is set."""
-        parts = urlsplit(f"//{self.rdzv}")
-        assert parts.hostname is not None
-        assert parts.port is not None
-        return parts.hostname, parts.port
+        host, port = host_and_port(self.rdzv or "")
+        assert port is not None
+        return host, port
 
     @property
     def world_size(self) -> int:

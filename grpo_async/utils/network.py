@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 import ssl
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -46,6 +48,18 @@ def family_of(address: str) -> socket.AddressFamily:
 def host_in_url(address: str) -> str:
     """As it stands before a port: "::1" -> "[::1]", "127.0.0.1" as it is."""
     return f"[{address}]" if ":" in address else address
+
+
+def host_and_port(text: str) -> tuple[str, int | None]:
+    """ "node-1:80" -> ("node-1", 80); "[::1]" -> ("::1", None).
+
+    Raises:
+        ValueError: it is neither HOST nor HOST:PORT.
+    """
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.netloc != text or re.search(r"[\s@]", text):
+        raise ValueError(f"{text!r} is neither HOST nor HOST:PORT")
+    return parts.hostname, parts.port
 
 
 def binding_error(address: str, port: int = 0) -> OSError | None:

@@ -67,6 +67,8 @@ _SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "node[
         ((None, None), _SLURM | {"SLURM_NNODES": "3"}, r"2 machines train and 2 serve, and \$SLURM_NNODES is 3"),
         ((1, None), {}, "no rendezvous address is set"),
         ((1, "a/b"), {}, "neither HOST nor HOST:PORT"),
+        ((1, None), _TORCHRUN | {"MASTER_PORT": "tcp"}, r"\$MASTER_PORT: 'tcp' is not a port"),
+        ((1, None), _TORCHRUN | {"MASTER_PORT": "123456"}, r"\$MASTER_PORT: '123456' is not a port"),
     ],
 )
 def test_a_machine_finds_its_place_by_what_started_it(
@@ -102,7 +104,9 @@ def test_the_first_machine_of_a_list_of_slurm(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-@pytest.mark.parametrize("rdzv", ["node-1", "http://node-1:80", "0.0.0.0:1", "[::]:1"])
+@pytest.mark.parametrize(
+    "rdzv", ["node-1", "http://node-1:80", "0.0.0.0:1", "[::]:1", "::1:29400", "fe80::1:29400", "a:70000"]
+)
 def test_the_rendezvous_is_one_address(tmp_path: Path, rdzv: str) -> None:
     with pytest.raises(ValueError, match=r"is not host:port|listen on every network"):
         _config(tmp_path, rdzv=rdzv)
