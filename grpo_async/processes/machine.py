@@ -80,7 +80,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = None if given is None else [part.strip() for part in given.split(",")]
-    if wanted is not None and wanted[0] in ("", "-1"):
+    if is_torch_for_cpus() or (wanted is not None and wanted[0] in ("", "-1")):
         return (), None
     try:
         found = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
@@ -91,8 +91,6 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
             raise ConfigError(
                 f"this machine has GPUs, and {error}; put nvidia-smi into PATH, or say in CUDA_VISIBLE_DEVICES which to use"
             ) from error
-        return (), None
-    if found and is_torch_for_cpus():
         return (), None
     if wanted is None:
         return tuple(map(str, range(len(found)))), min(found, default=None) if all(found) else None

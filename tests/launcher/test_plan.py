@@ -328,6 +328,9 @@ def test_without_a_driver_there_are_no_gpus_but_those_that_the_user_names(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine, "_DEVICES", ("no-such-device",))
+    monkeypatch.setattr(machine, "is_torch_for_cpus", lambda: True)
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == ((), None)
+    monkeypatch.setattr(machine, "is_torch_for_cpus", lambda: False)
     assert find_gpus({}) == ((), None)
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}) == (("1", "2"), None)
     monkeypatch.setattr(machine, "_DEVICES", ("null",))  # a container with devices and without nvidia-smi
