@@ -70,14 +70,16 @@ def check_inputs(
     found.check_machine()
     rows = found.read_rows()
     components = found.check_components(rows)
-    if components is not None and has_model:
-        found.check_text(components, rows, deep=deep)
-    if has_model and trains and deep:
-        found.check_room()
-    found.check_rewards(components, rows)
-    found.check_own_functions()
-    if components is not None:
-        asyncio.run(components.aclose())
+    try:
+        if components is not None and has_model:
+            found.check_text(components, rows, deep=deep)
+        if has_model and trains and deep:
+            found.check_room()
+        found.check_rewards(components, rows)
+        found.check_own_functions()
+    finally:
+        if components is not None:
+            asyncio.run(components.aclose())
     found.check_connections(node_rank)
     if found.problems:
         raise ConfigError("\n".join(found.problems))
@@ -318,7 +320,7 @@ class _Findings:
             for name in sorted(own & names)
         )
         kind, _, metric = config.checkpoint.best_metric.partition("/")
-        if kind == "rewards" and metric.partition("/")[0] not in names | own:
+        if kind == "rewards" and metric not in names | own:
             known = sorted(names | own)
             self.problems.append(
                 f"checkpoint.best_metric: rewards/{metric}: there is no such reward; the rewards are {known}"

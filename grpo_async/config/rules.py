@@ -227,7 +227,7 @@ def _of_evaluation(config: ExperimentConfig) -> Iterator[Rule]:
     evaluation, held_out, checkpoint = config.evaluation, config.data.held_out, config.checkpoint
     known = _metrics(evaluation.samples_per_prompt if evaluation is not None else 1)
     yield (
-        checkpoint.best_metric.partition("/")[0] not in (*known, "rewards"),
+        checkpoint.best_metric not in known and not checkpoint.best_metric.startswith("rewards/"),
         f"checkpoint.best_metric: an evaluation has no {checkpoint.best_metric!r} in which larger is better; it has "
         f"{', '.join(known)} and rewards/NAME",
     )

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo_async.checks import memory
+from grpo_async.checks import config_checks, memory
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer
+from grpo_async.rollout.components import Components
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, make_config
 from tests.support.local_server import local_server
@@ -76,6 +77,8 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
         (TRAIN, [], {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}, "loss": TOKEN_WEIGHTS,
                      "inference": {"engine": "auto"}}, "rollout.structured_outputs: the embedded engine has no grammars"),
         (TRAIN, [], {"checkpoint": {"best_metric": "rewards/typo"}}, "checkpoint.best_metric: rewards/typo"),
+        (TRAIN, [], {"checkpoint": {"best_metric": "rewards/exact_match/gsm8k"}, "rewards": [{"function": MATCH}]},
+         "checkpoint.best_metric: rewards/exact_match/gsm8k: there is no such reward"),
         (TRAIN, [], {"loss": {"type": "custom", "function": "tests.checks:no"}}, "loss.function: tests.checks:no"),
     ],
     ids=lambda value: str(value)[:40],
@@ -87,6 +90,26 @@ def test_rows_functions_and_addresses_that_cannot_be_used_are_found(
     config = make_config(tmp_path, **_in_folder(tmp_path, sections))
     _write(tmp_path / "train.jsonl", train)
     _refused(config, told)
+
+
+def test_tools_and_environments_are_closed_also_where_a_check_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Components] = []
+
+    async def close(self: Components) -> None:
+        closed.append(self)
+
+    def breaks(_: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Components, "aclose", close)
+    monkeypatch.setattr(config_checks, "resolve", breaks)
+    config = make_config(tmp_path)
+    _write(tmp_path / "train.jsonl", TRAIN)
+    with pytest.raises(ZeroDivisionError):
+        check_inputs(config, engine=EMBEDDED)
+    assert len(closed) == 1
 
 
 def test_a_run_with_an_agent_is_described(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples_per_prompt": 6, "temperature": 1.0}},
             "reward, pass@1, pass@2, pass@4, pass@6, mean@6",
         ),
+        ({"checkpoint": {"best_metric": "reward/gsm8k"}, "evaluation": {}}, "an evaluation has no 'reward/gsm8k'"),
         ({"data": {"train": JSONL, "held_out": 0.1}}, "data.held_out: 0.1 keeps rows back"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best: 1 goes by evaluations during training"),
         (
