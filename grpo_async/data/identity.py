@@ -4,9 +4,8 @@ The key is the conversation without its system messages, letter case and whitesp
 Worked example: "What is  2+2?" and [{system: Be brief.}, {user: what is 2+2?}] have one key. A prompt without any text says
 nothing about its task (an environment's reset does), so there every column counts.
 
-Below it: which rows are kept back for evaluation, and whether rows to evaluate on are trained on. A row's own key
-decides whether it is held out, nothing else: not its position, not the other rows' order. Rows with the same key stay on the same
-side, so the two sides never share a prompt.
+Below it: which rows are kept back for evaluation, and whether rows to evaluate on are trained on. Keys decide which rows are held
+out, never positions. Rows with the same key stay on the same side, so the two sides never share a prompt.
 """
 
 from __future__ import annotations
@@ -70,9 +69,9 @@ def split_held_out(rows: Rows, held_out: float, *, columns: Collection[str]) -> 
     """(rows to train on, rows held out). The held-out rows come in the order of their hashes, which is a random one, so that
     the first of them are a fair sample; the others keep their order.
 
-    A fraction: a row is held out if its hash, as a number in [0, 1), is below it: 1000 rows and 0.05 give about 50. A number: the
-    rows with the smallest hashes, at least that many (rows with one key are not torn apart). Either way rows that are added later
-    can push a held-out row back into training, but no row out of it.
+    A fraction: a row is held out if its hash, as a number in [0, 1), is below it: 1000 rows and 0.05 give about 50. Rows that are
+    added later move no other row. A number: the rows with the smallest hashes, at least that many (rows with one key are not torn
+    apart). Rows that are added later can push a held-out row back into training, but no row out of it.
 
     Raises:
         ConfigError: one of the two sides is empty.

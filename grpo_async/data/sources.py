@@ -1,6 +1,6 @@
 """Rows from any source, checked before anything is started.
 
-    read -> limit -> drop, columns -> check of prompt and values -> missing columns become None -> filters by length
+    read -> limit -> remove_columns, columns -> check of prompt and values -> missing columns become None -> filters by length
 
 A row is a dict with `prompt` (text, or a list of `{role, content}` messages) and any other columns. Whatever is wrong raises
 ConfigError with the place (`file:line`), the column, what is wrong there, and what to do; what was changed or looks odd is told

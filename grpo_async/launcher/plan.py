@@ -1,6 +1,6 @@
 """The processes of a run, as data: commands, environment, ports, threads, devices.
 
-    plan = plan_processes(config, engine=..., assignment=..., machine=...)
+    plan = plan_processes(config, engine=..., assignment=..., token=...)
     print(plan.describe())
 
 One machine: the trainer's ranks meet through private files, and nothing listens beyond loopback. Several: each has its part of

@@ -53,7 +53,8 @@ class Start:
     Args:
         resume_step: None is the beginning.
         resume_is_named: the user has named the step.
-        removes: the directory has an old run, or what a start that failed has left, whose logs stay.
+        removes: the directory has an old run, or what a start that failed has left.
+        keeps_logs: its logs stay.
         broken_steps: their checkpoints are damaged and newer than the one to resume from.
         notes: what the user should know.
     """

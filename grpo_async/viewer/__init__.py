@@ -1,1 +1,2 @@
-"""Looks at the rollouts of a run: which groups, one group, one rollout with its tokens. Reads the store only."""
+"""Looks at runs: their rollouts, metrics, evaluations, events, logs and settings. Reads the files of run
+directories, and writes none."""
