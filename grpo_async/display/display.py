@@ -25,7 +25,7 @@ from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Checkpoints, Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
-from grpo_async.findings.evidence import MetricLog, Row
+from grpo_async.findings.evidence import MetricRow, MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import json_safe
 from grpo_async.utils.safe_text import plain
@@ -215,7 +215,7 @@ class LiveView(View):
         self._run_name = run_name
         self._footer = f"logs: {run_dir.latest_logs} · Ctrl-C saves and stops"
         self._run_dir = run_dir
-        self._log = MetricLog(run_dir.metrics)
+        self._log = MetricsReader(run_dir.metrics)
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
         self._changed = threading.Event()
         self._ended = threading.Event()
@@ -243,7 +243,7 @@ class LiveView(View):
         self._changed.set()
 
     def _draw(self) -> None:
-        rows: dict[int, Row] = {}
+        rows: dict[int, MetricRow] = {}
         checkpoints = Checkpoints()
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()

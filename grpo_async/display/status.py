@@ -16,12 +16,12 @@ from rich.text import Text
 
 from grpo_async.display.dashboard import dashboard, server_text
 from grpo_async.display.display import print_line
-from grpo_async.display.progress import Progress, Row, ago, join, run_rows, step_line
+from grpo_async.display.progress import Fact, Progress, ago, join, run_rows, step_line
 from grpo_async.display.status_file import VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.findings import Evidence, judge
-from grpo_async.findings.evidence import MetricLog
+from grpo_async.findings import Evidence, MetricRow, judge
+from grpo_async.findings.evidence import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
 from grpo_async.utils.files import read_object
@@ -103,7 +103,7 @@ def print_status(console: Console, status: RunStatus) -> None:
     print_rows(console, [(name, Text(one_line(text), style=style)) for name, text, style in rows if text])
 
 
-def _rows(status: RunStatus, now: float) -> Iterator[Row]:
+def _rows(status: RunStatus, now: float) -> Iterator[Fact]:
     """What the dashboard shows, and after the end the summary, between what only status.json has."""
     content, is_running = status.content, status.state == RUNNING
     learning, problems = status.learning()
@@ -144,8 +144,9 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
     Raises:
         ConfigError, RunError: there is no status to be read.
     """
-    log, status, pause = MetricLog(run_dir.metrics), read_status(run_dir), threading.Event()
-    shown = (-1, "")
+    log, status, pause = MetricsReader(run_dir.metrics), read_status(run_dir), threading.Event()
+    phase, shown = "", log.rows()
+    shown.pop(max(shown, default=0), None)  # the newest step is news
     with contextlib.ExitStack() as stack:
         live = None
         if console.is_terminal and not console.is_dumb_terminal:
@@ -156,7 +157,9 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
                 if live is not None:
                     live.update(_picture(status, log, console), refresh=True)
                 else:
-                    shown = _print_news(status, shown, console)
+                    rows = log.rows()
+                    phase = _print_news(status, rows, shown, phase, console)
+                    shown = rows
                 if status.state != RUNNING:
                     return status
                 pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event to wait for
@@ -164,7 +167,7 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
             return status
 
 
-def _picture(status: RunStatus, log: MetricLog, console: Console) -> RenderableType:
+def _picture(status: RunStatus, log: MetricsReader, console: Console) -> RenderableType:
     progress = Progress.of(status.content)
     rows = list(log.rows().values())
     progress.set_past(rows)
@@ -175,10 +178,16 @@ def _picture(status: RunStatus, log: MetricLog, console: Console) -> RenderableT
     )
 
 
-def _print_news(status: RunStatus, shown: tuple[int, str], console: Console) -> tuple[int, str]:
+def _print_news(
+    status: RunStatus, rows: Mapping[int, MetricRow], shown: Mapping[int, MetricRow], phase: str, console: Console
+) -> str:
+    """What is new since `shown` and `phase`; returns the phase. A step that runs again has another row."""
     progress = Progress.of(status.content)
-    if progress.phase != shown[1]:
+    if progress.phase != phase:
         print_line(console, progress.phase)
-    elif progress.step > max(0, shown[0]):
-        print_line(console, step_line(progress))
-    return progress.step, progress.phase
+    progress.set_past(row for step, row in rows.items() if shown.get(step) is row)
+    for step, row in rows.items():
+        if shown.get(step) is not row:
+            progress.add_step(step, progress.max_steps, row)
+            print_line(console, step_line(progress))
+    return progress.phase

@@ -9,14 +9,14 @@ Everything here is pure but `Evidence.read`; who shows it only renders. The chec
 (rewards.check).
 """
 
-from grpo_async.findings.evidence import Evidence, Row
+from grpo_async.findings.evidence import Evidence, MetricRow
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.verdict import Verdict, find, judge
 
 __all__ = [
     "Evidence",
     "Finding",
-    "Row",
+    "MetricRow",
     "Severity",
     "Verdict",
     "find",

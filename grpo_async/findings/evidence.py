@@ -23,16 +23,16 @@ from grpo_async.utils.run_state import FINISHED, state_of
 
 _MIN_WINDOW, _MAX_WINDOW = 3, 50
 
-Row = Mapping[str, float]
+MetricRow = Mapping[str, float]
 """One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
 
 
-class PackedRow(Row):
+class PackedRow(MetricRow):
     """A row in 8 bytes a value: a dict takes twenty times as much, and a long run has many."""
 
     __slots__ = ("_places", "_values")
 
-    def __init__(self, row: Row, known: dict[tuple[str, ...], dict[str, int]]) -> None:
+    def __init__(self, row: MetricRow, known: dict[tuple[str, ...], dict[str, int]]) -> None:
         """`known`: the names of rows that were packed before, which this one shares where it has the same."""
         names = tuple(row)
         self._places = known.setdefault(names, {name: place for place, name in enumerate(names)})
@@ -62,7 +62,7 @@ class Evidence:
         problems: a sentence about each file that could not be read, or only in part.
     """
 
-    metrics: Sequence[Row] = ()
+    metrics: Sequence[MetricRow] = ()
     evaluations: Sequence[EvaluationRecord] = ()
     num_sampled: int = 0
     num_unscored: int = 0
@@ -73,7 +73,7 @@ class Evidence:
     problems: Sequence[str] = ()
 
     @classmethod
-    def read(cls, run_dir: RunDir, metrics: Sequence[Row] | None = None) -> Self:
+    def read(cls, run_dir: RunDir, metrics: Sequence[MetricRow] | None = None) -> Self:
         """Without the rollout store. `metrics`: if they were read already, which takes time for a long run."""
         problems: list[str] = []
         status, summary = read_object(run_dir.status, problems), read_object(run_dir.summary, problems)
@@ -160,16 +160,16 @@ class Evidence:
         )
 
 
-def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
+def read_metrics(run_dir: RunDir, problems: list[str]) -> list[MetricRow]:
     """The whole of metrics.jsonl, ascending by step."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, MetricRow] = {}
     known: dict[tuple[str, ...], dict[str, int]] = {}
     for line in read_objects(run_dir.metrics, problems):
         _add(rows, line, known)
     return list(rows.values())
 
 
-def _add(rows: dict[int, Row], line: object, known: dict[tuple[str, ...], dict[str, int]]) -> None:
+def _add(rows: dict[int, MetricRow], line: object, known: dict[tuple[str, ...], dict[str, int]]) -> None:
     """Add a line of metrics.jsonl. It replaces its own step and all later ones: the run was resumed from an earlier checkpoint."""
     row = numbers(line)
     if "step" not in row:
@@ -180,16 +180,16 @@ def _add(rows: dict[int, Row], line: object, known: dict[tuple[str, ...], dict[s
     rows[step] = PackedRow(row, known)
 
 
-class MetricLog:
+class MetricsReader:
     """metrics.jsonl, also while it grows. Safe in several threads."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, MetricRow] = {}
         self._known: dict[tuple[str, ...], dict[str, int]] = {}
         self._file = GrowingFile(path, self._rows.clear)
 
-    def rows(self) -> dict[int, Row]:
+    def rows(self) -> dict[int, MetricRow]:
         """The finite numbers of each step, ascending by step."""
         with self._lock:
             for _, line in self._file.new_lines():

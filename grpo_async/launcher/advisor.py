@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_async.display.display import Display, View
 from grpo_async.findings import Evidence, Verdict, judge
-from grpo_async.findings.evidence import MetricLog
+from grpo_async.findings.evidence import MetricsReader
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
@@ -45,7 +45,7 @@ class Advisor(View):
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_MIN_STEPS, every_steps))
         self._warned = False
         self._verdict: Verdict | None = None
-        self._metrics = MetricLog(run_dir.metrics)
+        self._metrics = MetricsReader(run_dir.metrics)
         with self._warning():
             keep_steps(log, resume_step or 0)
 

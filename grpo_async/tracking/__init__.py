@@ -1,6 +1,6 @@
 """Where numbers go: `jsonl` writes one line per step in metrics.jsonl, `trackers` hands the same to TensorBoard and others."""
 
-from grpo_async.tracking.jsonl import MetricsLog
+from grpo_async.tracking.jsonl import MetricsWriter
 from grpo_async.tracking.trackers import Trackers, open_trackers
 
-__all__ = ["MetricsLog", "Trackers", "open_trackers"]
+__all__ = ["MetricsWriter", "Trackers", "open_trackers"]

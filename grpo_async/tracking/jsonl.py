@@ -19,7 +19,7 @@ _ROOM_TIMEOUT_S = 60.0
 """How long a disk may be full: lines wait, and training continues."""
 
 
-class MetricsLog(Writer):
+class MetricsWriter(Writer):
     """Appends to a file; after a resume, the lines of steps that will run again are dropped first."""
 
     def __init__(self, path: Path, *, first_step: int = 1) -> None:

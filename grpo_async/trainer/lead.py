@@ -40,7 +40,7 @@ from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenSta
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.tracking import MetricsLog, Trackers, open_trackers
+from grpo_async.tracking import MetricsWriter, Trackers, open_trackers
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
 from grpo_async.trainer.packed_step import PackedStep, divide_step
@@ -158,7 +158,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             on_serving=lambda server: control.send("server_serving", index=server.index),
             timeline=timeline,
         )
-        log = stack.enter_context(MetricsLog(run_dir.metrics, first_step=start + 1))
+        log = stack.enter_context(MetricsWriter(run_dir.metrics, first_step=start + 1))
         is_run = assignment.purpose == "train"  # a preflight is no run that anybody wants to see in a tracker
         trackers = open_trackers(config, run_dir) if is_run else Trackers(())
         stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
@@ -224,7 +224,7 @@ class Leader:
         store: RolloutStore,
         sync: FleetSync,
         evaluations: RunEvaluations,
-        log: MetricsLog,
+        log: MetricsWriter,
         trackers: Trackers,
         state: CheckpointState | None,
     ) -> None:

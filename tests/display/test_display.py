@@ -19,7 +19,7 @@ from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
-from grpo_async.findings.evidence import MetricLog, Row
+from grpo_async.findings.evidence import MetricRow, MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
@@ -131,18 +131,18 @@ def test_the_dashboard_draws_no_step_beyond_the_checkpoint_and_outlives_a_file_s
     RunDir(tmp_path).metrics.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
     drawn: list[list[float]] = []
     is_broken = threading.Event()
-    read = MetricLog.rows
+    read = MetricsReader.rows
 
-    def rows(log: MetricLog) -> dict[int, Row]:
+    def rows(log: MetricsReader) -> dict[int, MetricRow]:
         if is_broken.is_set():
             raise OSError(errno.ESTALE, "stale")
         return read(log)
 
-    def picture(_: Progress, rows: list[Row], **place: Any) -> str:
+    def picture(_: Progress, rows: list[MetricRow], **place: Any) -> str:
         drawn.append([row["step"] for row in rows])
         return ""
 
-    monkeypatch.setattr(MetricLog, "rows", rows)
+    monkeypatch.setattr(MetricsReader, "rows", rows)
     monkeypatch.setattr(display_module, "dashboard", picture)
     progress = Progress(max_steps=4, step=2)
     with LiveView(_console(terminal=True), progress, run_name="x", run_dir=RunDir(tmp_path)) as view:

@@ -253,7 +253,7 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
     text = io.StringIO()
     console = Console(file=text, width=100, height=30, force_terminal=is_terminal, _environ={})
     status = _Run(run_dir)
-    run_dir.metrics.write_text('{"step": 1, "reward": 0.125}\n')
+    run_dir.metrics.write_text("")
 
     def shows(words: str) -> bool:
         return eventually(lambda: words in text.getvalue(), 20.0)
@@ -263,13 +263,21 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         watching.start()
         status.phase("training")
         assert shows("training")
-        for step in (1, 2):
-            status.step(step, 2, STEP)
-            assert shows(f"step {step}/2")
-        assert shows("0.125 (all groups)" if is_terminal else "0.530 (all groups")  # of metrics.jsonl, of the events
+        for steps in ((1,), (2, 3), (2,)):  # one, two within a moment, and one again after a resume
+            with run_dir.metrics.open("a") as file:
+                file.writelines(f'{{"step": {step}, "reward": 0.{step}25}}\n' for step in steps)
+            for step in steps:
+                status.step(step, 10, STEP)
+            status.phase(f"phase {steps}")
+            assert shows(f"phase {steps}")
+            assert shows(f"step {steps[-1]}/10")
+        assert shows("0.225 (all groups")
     status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()
+    if not is_terminal:
+        lines = text.getvalue().splitlines()
+        assert [line[:9] for line in lines if line.startswith("step")] == [f"step {step}/10" for step in (1, 2, 3, 2)]
 
 
 def _advised(run_dir: RunDir, every_steps: int) -> Mock:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.tracking import MetricsLog, jsonl
+from grpo_async.tracking import MetricsWriter, jsonl
 from grpo_async.utils import files as line_files
 from grpo_async.utils.files import read_objects
 
@@ -25,7 +25,7 @@ def _steps(path: Path) -> list[int]:
 
 def test_a_resumed_run_drops_the_lines_of_steps_that_run_again_and_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
+    log = MetricsWriter(path)
     for step in (1, 2, 3):
         log.write(step, {"reward": step / 10})
         assert _steps(path)[-1] == step  # a reader sees every whole line at once
@@ -33,7 +33,7 @@ def test_a_resumed_run_drops_the_lines_of_steps_that_run_again_and_a_torn_one(tm
     with path.open("a") as file:
         file.write('{"step": 4, "rew')
     assert _steps(path) == [1, 2, 3]
-    with MetricsLog(path, first_step=3) as resumed:
+    with MetricsWriter(path, first_step=3) as resumed:
         resumed.write(3, {"reward": float("nan"), "lr": 1.0})
     assert _lines(path) == [
         {"step": 1, "reward": 0.1},
@@ -46,7 +46,7 @@ def test_lines_wait_for_room_on_a_full_disk_and_none_is_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
+    log = MetricsWriter(path)
     log.write(1, {"reward": 0.1})
     write, now = os.write, [0.0]
 
@@ -78,7 +78,7 @@ def test_a_line_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 1, "reward": 0.5}\n{"step": 2, "re\xffard": 0.5}\n{"step": 3}\n'
     path.write_bytes(content)
-    log = MetricsLog(path, first_step=4)
+    log = MetricsWriter(path, first_step=4)
     log.close()
     assert _steps(path) == [1, 3]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content

@@ -1,4 +1,4 @@
-"""The data of the plots, as charts.js takes it. Pure. Which plots of metrics there are: `chapters`.
+"""The data of the plots, as charts.js takes it. Pure. Which plots of metrics there are: `layout`.
 
 With one run each metric of a plot has its color; with several runs each run has its color, and metrics differ by dashes. A long
 run is cut into few enough points to open fast, without losing peaks.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.findings import Row
+from grpo_async.findings import MetricRow
 from grpo_async.tracking.catalog import Reduction, describe
 from grpo_async.viewer.report.layout import Line, Plot
 from grpo_async.viewer.report.run_data import RunData
@@ -45,7 +45,7 @@ class Curve:
     high: Sequence[float | None] = ()
 
 
-def curve(rows: Sequence[Row], name: str, *, max_points: int = MAX_POINTS) -> Curve | None:
+def curve(rows: Sequence[MetricRow], name: str, *, max_points: int = MAX_POINTS) -> Curve | None:
     """The curve of a metric over all steps of the run; None where no step has it. A step that lacks it is None (a gap).
 
     Worked example: steps 1..6 with the values 1, 3, 2, 2, 5, 7, max_points 3, a mean: steps 2, 4, 6; values 2, 2, 6; low 1, 2, 5;
@@ -74,7 +74,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def _band(line: Line, middle: Curve, rows: Sequence[Row]) -> list[Sequence[float | None]] | None:
+def _band(line: Line, middle: Curve, rows: Sequence[MetricRow]) -> list[Sequence[float | None]] | None:
     """The lower and the upper bound of a line's band; None: it has none."""
     width = curve(rows, line.around) if line.around else None
     if width is not None:  # mean 0.5, width 0.7, lowest 0, highest 1 -> 0 to 1: a band ends where no value can be
@@ -137,7 +137,7 @@ def draw_all(plots: Iterable[Plot], runs: Sequence[RunData]) -> list[Drawing]:
     return [drawing for plot in plots if (drawing := draw(plot, runs)) is not None]
 
 
-def _rows_of(plot: Plot, run: RunData) -> Sequence[Row]:
+def _rows_of(plot: Plot, run: RunData) -> Sequence[MetricRow]:
     """Of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME` and those of a value of
     `evaluation.group_by` as `eval/NAME/VALUE`."""
     if not plot.of_evaluations:
@@ -155,7 +155,7 @@ def _rows_of(plot: Plot, run: RunData) -> Sequence[Row]:
     ]
 
 
-def _lines_of(plot: Plot, rows: Sequence[Row]) -> list[Line]:
+def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:
     """The lines of a plot for one run: its own, then those that its pattern finds in the rows, sorted by name."""
     if plot.pattern is None:
         return list(plot.lines)
@@ -171,7 +171,7 @@ def _lines_of(plot: Plot, rows: Sequence[Row]) -> list[Line]:
     return [*plot.lines, *sorted(found, key=lambda line: rank.get(line.label, len(rank)))]
 
 
-def _series(line: Line, rows: Sequence[Row]) -> dict[str, Any] | None:
+def _series(line: Line, rows: Sequence[MetricRow]) -> dict[str, Any] | None:
     middle = curve(rows, line.metric)
     if middle is None:
         return None

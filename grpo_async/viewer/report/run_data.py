@@ -13,7 +13,7 @@ from typing import Any
 from grpo_async.config.diff import Difference, differences
 from grpo_async.config.loader import read_values
 from grpo_async.config.public import public_sections
-from grpo_async.findings import Evidence, Row
+from grpo_async.findings import Evidence, MetricRow
 from grpo_async.findings.evidence import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations
@@ -51,7 +51,7 @@ class RunData(Evidence):
 
 
 def read_run(
-    run_dir: RunDir, label: str, *, metrics: Sequence[Row] | None = None, rollouts: RolloutOverview | None = None
+    run_dir: RunDir, label: str, *, metrics: Sequence[MetricRow] | None = None, rollouts: RolloutOverview | None = None
 ) -> RunData:
     """Everything of one run that the report shows. `metrics`, `rollouts`: where they are known already, or not wanted."""
     problems: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_async.config.diff import flat
 from grpo_async.errors import RunError
-from grpo_async.findings import Row
+from grpo_async.findings import MetricRow
 from grpo_async.findings.finding import sentence
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutRow
@@ -141,7 +141,7 @@ def on_axis(run: RunData, axis: str) -> RunData:
         return run
     name, total = AXES[axis][0], 0.0
     places = {0: 0.0}
-    rows: list[Row] = []
+    rows: list[MetricRow] = []
     for row in run.metrics:
         total += row.get(name, 0.0)
         places[int(row["step"])] = total

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.findings.evidence import MetricLog
+from grpo_async.findings.evidence import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable
@@ -47,7 +47,7 @@ class Source:
         self.name = name
         self.run = run
         self.beside = beside
-        self.metrics = MetricLog(run.metrics)
+        self.metrics = MetricsReader(run.metrics)
         self._lock = threading.Lock()
         self._table: RolloutTable | None = None
         self._texts: TokenTexts | str | None = None
