@@ -81,10 +81,10 @@ def token_weights(
         case "dapo":
             return [1.0 / max(sum(counts), 1)] * len(samples)
         case "bnpo":
-            return _of_micro_batches(counts, plan)
+            return _micro_batch_weights(counts, plan)
 
 
-def _of_micro_batches(counts: Sequence[int], plan: BatchPlan) -> list[float]:
+def _micro_batch_weights(counts: Sequence[int], plan: BatchPlan) -> list[float]:
     micro_batches = [micro_batch.indices for rank in plan.ranks for micro_batch in rank]
     tokens = [sum(counts[index] for index in indices) for indices in micro_batches]
     num_filled = sum(count > 0 for count in tokens)

@@ -93,7 +93,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     """
     training, launch, lora = config.training, config.launch, config.model.lora
     ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes.train)
-    master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype_in_use]
+    master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.resolved_compute_dtype]
     weights = model.parameters * master
     if config.loss.needs_reference and not config.reference_is_policy:
         weights += model.parameters * (master if config.loss.sync_ref_model else compute)
@@ -116,7 +116,7 @@ def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float)
     """Bytes of vLLM on one GPU: weights / parallel, its own work, and keys and values of `num_tokens` (an upper bound where layers
     have windows or share a cache)."""
     vllm = config.inference.vllm
-    share = ITEM_BYTES[config.inference.dtype_in_use] / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
+    share = ITEM_BYTES[config.inference.resolved_dtype] / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     return {
         "weights": model.parameters * share,
         "activations and graphs": _VLLM_WORK_BYTES,
@@ -140,7 +140,7 @@ def bytes_beside_vllm(config: ExperimentConfig, model: ModelSize) -> float:
 def _largest_bucket(config: ExperimentConfig, model: ModelSize) -> int:
     """Bytes. A parameter is never divided over buckets, so one bucket is at least as large as the embedding. Worked example: 8B
     in bfloat16 -> 128,256 x 4,096 x 2 = 1.05e9, and not 250 MB."""
-    item = ITEM_BYTES[config.inference.dtype_in_use]
+    item = ITEM_BYTES[config.inference.resolved_dtype]
     return max(config.weights.bucket_bytes(model.parameters * item), model.vocabulary * model.hidden * item)
 
 

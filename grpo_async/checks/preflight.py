@@ -97,13 +97,13 @@ def run_preflight(context: PreflightContext) -> list[Check]:
         context = replace(context, trainer_scores=context.score_on_trainer(context.probes, rounding))
     except GrpoAsyncError as error:
         checks.append(Check("logprobs", "fail", f"the trainer could not score the probes: {error}"))
-    for name, ask in _OF_SERVERS:
+    for name, ask in _SERVER_CHECKS:
         if name == "logprobs" and context.trainer_scores is None:
             continue  # said already
         for server in context.servers:
             asking = partial(_one, ask, context, server)
             checks += run_check(name, asking, timeout_s=config.weights.timeout_s, setting="weights.timeout_s")
-    for name, check in _OF_THE_RUN:
+    for name, check in _RUN_CHECKS:
         checks += run_check(name, partial(check, context), timeout_s=_LOCAL_TIMEOUT_S)
     write_atomically(context.run_dir.preflight, as_json(checks))
     return checks
@@ -208,7 +208,7 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
 def check_dtypes(context: PreflightContext) -> Iterator[Found]:
     """Weights are served in the dtype they are sent in, and the trainer computes in the same."""
     config = context.config
-    wire, compute = config.inference.dtype_in_use, config.model.compute_dtype_in_use
+    wire, compute = config.inference.resolved_dtype, config.model.resolved_compute_dtype
     problems = [
         f"{server.name} serves {_info(server).dtype} and gets {wire} (inference.dtype)"
         for server in context.servers
@@ -225,13 +225,13 @@ def check_dtypes(context: PreflightContext) -> Iterator[Found]:
 def _dtypes(context: PreflightContext) -> str:
     model, served = context.config.model, sorted({_info(server).dtype for server in context.servers})
     return (
-        f"master weights {model.dtype}, trainer computes in {model.compute_dtype_in_use}, sent as "
-        f"{context.config.inference.dtype_in_use}, served as {', '.join(served)}"
+        f"master weights {model.dtype}, trainer computes in {model.resolved_compute_dtype}, sent as "
+        f"{context.config.inference.resolved_dtype}, served as {', '.join(served)}"
     )
 
 
 def check_weights_host(context: PreflightContext) -> Iterator[Found]:
-    """The weight group listens where only servers reach it. That the address can be bound is checked before the start."""
+    """The weight group's store listens on an address that only servers reach. That it can be bound is checked before the start."""
     host = weights_host(context.config, [server.url for server in context.servers])
     if host in WILDCARDS:
         yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
@@ -331,12 +331,12 @@ def _name_of(tools: Sequence[Mapping[str, Any]]) -> str:
     return str(dict(tools[0].get("function", tools[0]))["name"])
 
 
-_OF_SERVERS: tuple[tuple[str, Callable[[PreflightContext, Server], Found]], ...] = (
+_SERVER_CHECKS: tuple[tuple[str, Callable[[PreflightContext, Server], Found]], ...] = (
     ("logprobs", check_logprobs),
     ("tokenizer", check_tokenizer),
     ("token", check_token),
 )
-_OF_THE_RUN: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]]], ...] = (
+_RUN_CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]]], ...] = (
     ("chat template", check_chat_template),
     ("dtypes", check_dtypes),
     ("weights host", check_weights_host),

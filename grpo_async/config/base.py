@@ -137,11 +137,11 @@ ServerUrl = Annotated[
     str, AfterValidator(_check_server_url), WithJsonSchema({"type": "string", "pattern": r"^https?://[^/]+$"})
 ]
 Seconds = Annotated[float, Field(gt=0.0, le=2e6)]
-"""A time limit: 23 days at most, about what the operating system takes in one wait."""
+"""A timeout in seconds, at most 2e6 (23 days): about the longest wait that select and poll accept."""
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 """How many of something are made or held at once."""
-Processes = Annotated[int, Field(ge=1, le=1024)]
-"""Processes, or threads of one, on one machine."""
+SmallCount = Annotated[int, Field(ge=1, le=1024)]
+"""How many processes, threads or GPUs on one machine."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """What every generator of random numbers takes."""
 TopP = Annotated[float, Field(ge=0.01, le=1.0)]

@@ -50,5 +50,5 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """As YAML has it."""
+    """The value in YAML."""
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, bool | None) else str(value)

@@ -116,7 +116,7 @@ class ExperimentConfig(StrictModel):
         return self.training.max_steps or 0
 
     def with_rows(self, num_rows: int) -> ExperimentConfig:
-        """With the steps that `training.epochs` over so many rows take at most, where it is set.
+        """The config with `training.max_steps` set to the most steps that `training.epochs` over `num_rows` can take.
 
         Worked example: 2 epochs of 50 rows at 16 groups per step: 100 / 16 -> 7 steps, the last one of 4 groups.
         """
@@ -134,18 +134,18 @@ class ExperimentConfig(StrictModel):
 
     @property
     def num_servers(self) -> int:
-        """Of all machines: those of `inference.urls`, else inference.replicas on each machine that serves."""
+        """Servers on all machines: those of `inference.urls`, else inference.replicas on each machine that serves."""
         return len(self.inference.urls) or self.inference.replicas * len(self.launch.nodes.serving)
 
     @property
-    def evaluation_in_flight(self) -> int:
+    def max_in_flight_evaluation(self) -> int:
         """Evaluation rollouts in progress in addition to those of training; by default max(1, rollout.max_in_flight / 4)."""
         if self.evaluation is not None and self.evaluation.max_in_flight is not None:
             return self.evaluation.max_in_flight
         return max(1, self.rollout.max_in_flight // 4)
 
     @property
-    def evaluation_in_flight_alone(self) -> int:
+    def max_in_flight_evaluation_only(self) -> int:
         """Evaluation rollouts in progress while nothing else is generated; by default rollout.max_in_flight."""
         limit = None if self.evaluation is None else self.evaluation.max_in_flight
         return limit or self.rollout.max_in_flight
@@ -173,8 +173,8 @@ class ExperimentConfig(StrictModel):
 
     @property
     def precision(self) -> str:
-        """For people: "float32 masters, computed and served in bfloat16, logits in float32"."""
-        compute, served = self.model.compute_dtype_in_use, self.inference.dtype_in_use
+        """For people: "float32 master weights, computed and served in bfloat16, logits in float32"."""
+        compute, served = self.model.resolved_compute_dtype, self.inference.resolved_dtype
         both = f"computed and served in {served}" if compute == served else f"computed in {compute}, served in {served}"
         head = f", logits in {self.model.head_dtype}" if self.model.head_dtype is not None else ""
-        return f"{self.model.dtype} masters, {both}{head}"
+        return f"{self.model.dtype} master weights, {both}{head}"

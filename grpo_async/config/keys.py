@@ -182,7 +182,7 @@ def _type_of(part: Mapping[str, Any]) -> str:
 
 
 def _default(node: Mapping[str, Any]) -> str:
-    """As YAML has it; a default made by a factory (a list, a mapping) is empty."""
+    """The default in YAML; one made by a factory (a list, a mapping) is empty."""
     empty: list[str] | dict[str, str] = [] if node.get("type") == "array" or "anyOf" in node else {}
     return json.dumps(node.get("default", empty), ensure_ascii=False)
 
@@ -273,7 +273,7 @@ def suggest_key(path: KeyPath) -> str:
     trainer is known; else it is the nearest key of ours, in the same section first.
 
     num_generations    -> 'rollout.group_size'   what TRL calls it
-    rollout.group_sise -> 'group_size'           a slip within the section: the key alone
+    rollout.group_sise -> 'group_size'           a typo within the section: the key alone
     rollout.lr         -> 'optimizer.lr'         right key, wrong section: the whole path
     optim.lrr          -> 'optimizer.lr'
     """

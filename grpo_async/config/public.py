@@ -12,7 +12,7 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 
 _LEFT_OUT = {"launch", "inference", "tracking"}
-_OF_AN_AGENT = {"command", "environment", "host", "port", "tls", "read_paths"}
+_AGENT_SECRETS = {"command", "environment", "host", "port", "tls", "read_paths"}
 _HIDDEN = "..."
 
 
@@ -38,7 +38,7 @@ def _public(value: Any) -> Any:
             for key, below in value.items()
         }
         if isinstance(agent := found.get("agent"), dict):
-            hidden = {key: _HIDDEN for key in _OF_AN_AGENT if agent.get(key)}
+            hidden = {key: _HIDDEN for key in _AGENT_SECRETS if agent.get(key)}
             found["agent"] = agent | hidden
         return found
     if isinstance(value, list):
@@ -47,5 +47,5 @@ def _public(value: Any) -> Any:
 
 
 def _hidden(arguments: Any) -> Any:
-    """Names stay, for they are the user's code's."""
+    """Keep the argument names, hide their values."""
     return dict.fromkeys(arguments, _HIDDEN) if isinstance(arguments, dict) else _HIDDEN

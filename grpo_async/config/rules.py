@@ -49,7 +49,7 @@ _SET_BY_US = {
 
 def conflicts(config: ExperimentConfig) -> list[str]:
     """What does not go together in this experiment; empty when everything does."""
-    parts = (_of_rollouts, _of_training, _of_the_loss, _of_sampling, _of_evaluation, _of_machines)
+    parts = (_rollout_rules, _training_rules, _loss_rules, _sampling_rules, _evaluation_rules, _machine_rules)
     return [_filled_in(text, config) for part in parts for is_wrong, text in part(config) if is_wrong]
 
 
@@ -61,7 +61,7 @@ def _filled_in(text: str, config: ExperimentConfig) -> str:
     return _SETTING.sub(shown, text)
 
 
-def _of_rollouts(config: ExperimentConfig) -> Iterator[Rule]:
+def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Rewards, tools, environments, agents, and their time limits."""
     rollout, agent = config.rollout, config.rollout.agent
     has_reward = config.rewards or config.environments or agent is not None
@@ -112,7 +112,7 @@ def _of_rollouts(config: ExperimentConfig) -> Iterator[Rule]:
     )
 
 
-def _of_training(config: ExperimentConfig) -> Iterator[Rule]:
+def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Steps, batches, and who gets them."""
     rollout, training = config.rollout, config.training
     behind = training.weight_sync_steps - 1
@@ -142,7 +142,7 @@ def _of_training(config: ExperimentConfig) -> Iterator[Rule]:
     )
 
 
-def _of_the_loss(config: ExperimentConfig) -> Iterator[Rule]:
+def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Proximal policy, correction, reference."""
     loss = config.loss
     yield (
@@ -182,7 +182,7 @@ def _of_the_loss(config: ExperimentConfig) -> Iterator[Rule]:
     )
 
 
-def _of_sampling(config: ExperimentConfig) -> Iterator[Rule]:
+def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Settings that sample from a distribution mu other than the trained policy pi, at the same temperature.
 
     Where tokens are cut off, mu is pi of those that are left, divided by their probability Z < 1. The sampler's log-probabilities
@@ -191,7 +191,7 @@ def _of_sampling(config: ExperimentConfig) -> Iterator[Rule]:
     vanishes: 0.97 for each of 500 tokens makes 2e-7. (docs/howto/sampling.md)
     """
     loss = config.loss
-    values = {name: getattr(config.rollout, name) for name in config.rollout.reshaping}
+    values = {name: getattr(config.rollout, name) for name in config.rollout.non_neutral_sampling}
     if not values or isinstance(loss, CustomLoss):
         return
     what = ", ".join(
@@ -222,7 +222,7 @@ def _metrics(samples: int) -> list[str]:
     return ["reward", *(f"pass@{k}" for k in powers_up_to(samples)), *several]
 
 
-def _of_evaluation(config: ExperimentConfig) -> Iterator[Rule]:
+def _evaluation_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Evaluation, and the checkpoints that are kept by it."""
     evaluation, held_out, checkpoint = config.evaluation, config.data.held_out, config.checkpoint
     known = _metrics(evaluation.samples_per_prompt if evaluation is not None else 1)
@@ -274,7 +274,7 @@ def _of_evaluation(config: ExperimentConfig) -> Iterator[Rule]:
         )
 
 
-def _of_machines(config: ExperimentConfig) -> Iterator[Rule]:
+def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Servers, weights, machines."""
     launch, inference, lora = config.launch, config.inference, config.model.lora
     remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]

@@ -1,4 +1,4 @@
-"""The JSON schema of a configuration file, for editors: completion, help texts, red lines under slips.
+"""The JSON schema of a configuration file, for editors: completion, help texts, squiggles under errors.
 
 It differs from pydantic's own where a file may say more than a resolved configuration: `extends` is allowed, a file that
 extends another may leave out what the other says, and `${NAME}` may stand for a number.

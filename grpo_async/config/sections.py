@@ -23,13 +23,13 @@ from grpo_async.config.base import (
     Host,
     MinP,
     ModelName,
-    Processes,
     PushMode,
     Reference,
     RepetitionPenalty,
     Seconds,
     Seed,
     ServerUrl,
+    SmallCount,
     StopStrings,
     StrictModel,
     StructuredOutputs,
@@ -117,8 +117,8 @@ class ModelSection(StrictModel):
     """Run Python code that comes with the model, in trainer and server. Only for models whose code you have read."""
 
     @property
-    def compute_dtype_in_use(self) -> ComputeDtype:
-        """`compute_dtype`, and where it is null that of a CPU: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+    def resolved_compute_dtype(self) -> ComputeDtype:
+        """`compute_dtype`, or float32 where it is null: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
         return self.compute_dtype or "float32"
 
 
@@ -281,8 +281,8 @@ class EvaluationSection(StrictModel):
     group_by: str | None = None
     """A column of the data, such as its source: results are also reported for each of its values."""
     max_in_flight: Count | None = None
-    """Most evaluation rollouts in progress at once, in addition to those of training (but never fewer than one prompt's); null = a
-    quarter of `rollout.max_in_flight` during training, all of it before and after."""
+    """Maximum number of evaluation rollouts in progress at once, in addition to those of training (but never fewer than one
+    prompt's); null = a quarter of `rollout.max_in_flight` during training, all of it before and after."""
     pin_version: bool = False
     """true: no weights are pushed while an evaluation runs, so that one policy version answers; training continues until
     `rollout.max_staleness` makes it wait. false: pushes continue, and a result from several versions is marked as mixed."""
@@ -334,13 +334,13 @@ class EnvironmentSection(StrictModel):
     timeout_s: Seconds = 60.0
     """Time limit of one call of an instance: reset, a tool, is_done, get_reward."""
     max_instances: Count | None = None
-    """Most instances at once; null = as many as there are rollouts in flight."""
+    """Maximum number of instances at once; null = as many as there are rollouts in flight."""
 
 
 class RolloutFunctionSection(StrictModel):
     function: Reference
     """`module:attribute` of `rollout_func(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, as in TRL."""
-    max_concurrent_calls: Processes = 1
+    max_concurrent_calls: SmallCount = 1
     """Calls that may run at once, each in a thread of its own."""
     timeout_s: Seconds = 300.0
     """Time limit of one call; then its groups fail, and its `trainer` refuses further calls."""
@@ -364,13 +364,13 @@ class AgentSection(StrictModel):
     timeout_s: Seconds = 300.0
     """Time limit of one rollout; then it fails, its key is refused, and its process is killed with all that it started."""
     max_concurrent: Count | None = None
-    """Most agents that run at once; null = `rollout.max_in_flight`."""
+    """Maximum number of agents that run at once; null = `rollout.max_in_flight`."""
     reward_weight: Weight = 1.0
     """Factor on the agent's own reward, in the sum of the rewards. It is the reward named `agent`."""
     host: Host = "127.0.0.1"
     """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Of the endpoint; 0 = a free one."""
+    """Port of the endpoint; 0 = a free one."""
     sandbox: bool = False
     """Run the command in the sandbox: it reaches the endpoint and no other address, reads the system's programs and libraries, the
     files that it names and `read_paths`, and works in an empty folder of its own; `python` in it is that of the run, with its
@@ -378,7 +378,7 @@ class AgentSection(StrictModel):
     read_paths: list[FilePath] = Field(default_factory=list)
     """Further files and folders that a command in the sandbox may read, under the same paths."""
     memory_mb: int | None = Field(default=None, ge=16)
-    """Most memory, in MiB, that each process of a command may allocate; null = no limit, in the sandbox 2048."""
+    """Memory limit, in MiB, of each process of a command; null = no limit, in the sandbox 2048."""
 
     @property
     def kind(self) -> Literal["function", "command", "environment"]:
@@ -427,7 +427,7 @@ class RewardSection(StrictModel):
     run_in: Literal["thread", "process"] = "thread"
     """process: in a pool of worker processes that are killed on timeout. For CPU-heavy functions, patterns that may backtrack, and
     functions that use signals. thread is the default, because a function may share objects with environments, tools and its own
-    earlier calls (as in TRL), and loads a model once; a function that holds the interpreter there ends the run after
+    earlier calls (as in TRL), and loads a model once; a function that holds the GIL there ends the run after
     launch.heartbeat_timeout_s."""
     timeout_s: Seconds = 60.0
     """Time limit of one call; then the group fails."""
@@ -442,7 +442,7 @@ class RewardSection(StrictModel):
 
     @property
     def reference(self) -> str:
-        """Of the function that scores."""
+        """Reference of the reward function."""
         return self.function or "grpo_async.rewards.model:model_reward"
 
     @property
@@ -467,10 +467,10 @@ class RolloutSection(StrictModel):
     max_completion_tokens: int = Field(default=512, ge=1)
     """Token budget of one completion, over all its turns, tool results included."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens that the policy may generate in one turn; null = what is left of the completion."""
+    """Maximum number of tokens that the policy may generate in one turn; null = what is left of the completion."""
     max_turns: int = Field(default=16, ge=1)
-    """Most turns of the policy in one rollout. One that calls a tool in its last turn counts as truncated. Of an agent: most of its
-    calls of the model, with retries and those of sub-agents."""
+    """Maximum number of turns of the policy in one rollout. A rollout that calls a tool in its last turn counts as truncated.
+    For an agent: maximum number of its calls of the model, with retries and those of sub-agents."""
     temperature: float = Field(default=1.0, ge=0.01, le=100.0)
     """Sampling temperature; the trainer's logprobs use the same. vLLM raises anything below 0.01 to that."""
     top_p: TopP = 1.0
@@ -491,7 +491,7 @@ class RolloutSection(StrictModel):
     whole, not truncated. All that was sampled is trained, the tokens of the text included; rewards and messages get what stands
     before it. A line feed needs double quotes in YAML."""
     max_in_flight: Count = 256
-    """Most rollouts in progress at once: generating, or waiting for a tool or an environment."""
+    """Maximum number of rollouts in progress at once: generating, or waiting for a tool or an environment."""
     zero_variance: Literal["skip", "resample", "train"] = "skip"
     """A group whose rewards are all equal teaches nothing. skip: not trained; the step uses the other groups.
     resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
@@ -507,13 +507,13 @@ class RolloutSection(StrictModel):
     """Your own agent, which calls the model over HTTP, as the rollout: any framework, without `tools` or `environments`."""
 
     @property
-    def reshaping(self) -> list[str]:
+    def non_neutral_sampling(self) -> list[str]:
         """Names of the settings that make the sampling distribution differ from the policy's."""
-        return [name for name, neutral in RESHAPING.items() if getattr(self, name) != neutral]
+        return [name for name, neutral in NEUTRAL_SAMPLING.items() if getattr(self, name) != neutral]
 
 
-RESHAPING = {name: RolloutSection.model_fields[name].default for name in (*SAMPLING[1:], "structured_outputs")}
-"""Settings of `rollout` that change the distribution which tokens are sampled from, and their defaults, which do not."""
+NEUTRAL_SAMPLING = {name: RolloutSection.model_fields[name].default for name in (*SAMPLING[1:], "structured_outputs")}
+"""Settings of `rollout` that change the sampling distribution, and their defaults, which do not."""
 
 
 # ---- the objective ----
@@ -602,7 +602,7 @@ class BaseLoss(StrictModel):
         return self.beta > 0.0
 
     @property
-    def reduction_in_use(self) -> Reduction:
+    def resolved_reduction(self) -> Reduction:
         """`reduction`, or that of the type."""
         return self.reduction or self.own_reduction
 
@@ -624,7 +624,7 @@ class ClippedLoss(BaseLoss):
         return self
 
     @property
-    def reduction_in_use(self) -> Reduction:
+    def resolved_reduction(self) -> Reduction:
         return self.type
 
     @model_validator(mode="after")
@@ -727,7 +727,7 @@ class TrainingSection(StrictModel):
     weight_sync_steps: int = Field(default=1, ge=1)
     """Push weights to the server every N optimizer steps."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
-    """Most tokens (padding included) that one forward holds on one rank."""
+    """Maximum number of tokens, padding included, of one forward pass on one rank."""
     pack: bool = True
     """The samples of a forward in one row, without padding. false: one sample per row, padded to the longest (for comparison; but
     for `bnpo`, which weighs by micro-batch, the loss is the same)."""
@@ -736,9 +736,9 @@ class TrainingSection(StrictModel):
     compile: bool = False
     """torch.compile the layers: slow first steps, then faster ones."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in the machine's memory, and only what is computed on the GPU. Slow."""
+    """Offload parameters, gradients and optimizer state to host memory (FSDP CPU offload). Slow."""
     reshard_after_forward: bool = True
-    """Give the gathered parameters of a layer back after its forward pass; false: less traffic, more memory."""
+    """Free a layer's unsharded parameters after its forward pass (FSDP); false: less traffic, more memory."""
     queue_timeout_s: Seconds = 600.0
     """Longest wait for samples without any progress of generation."""
     collective_timeout_s: Seconds = 600.0
@@ -771,17 +771,17 @@ class VllmOptions(StrictModel):
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Fraction of a GPU's memory that vLLM takes (GPU only), `kv_cache_mb` set aside. null = 0.9 on GPUs of its own; on one that it
     shares with the trainer, what the trainer leaves (the plan says how much)."""
-    tensor_parallel_size: Processes = 1
+    tensor_parallel_size: SmallCount = 1
     """GPUs that share each layer of the model."""
-    pipeline_parallel_size: Processes = 1
+    pipeline_parallel_size: SmallCount = 1
     """Stages, each with some of the layers and its own GPUs."""
-    data_parallel_size: Processes = 1
+    data_parallel_size: SmallCount = 1
     """Copies of the model behind one URL. For mixtures of experts, with `expert_parallel`; others gain more from `replicas`."""
     expert_parallel: bool = False
     """Divide the experts of a layer among all GPUs of `tensor_parallel_size` and `data_parallel_size`."""
     kv_cache_mb: int | None = Field(default=None, ge=16)
-    """Keys and values in MiB, on each GPU of a server. null = 512 on a CPU; on a GPU what `gpu_memory_utilization` leaves after
-    the weights."""
+    """Size of the KV cache in MiB, on each GPU of a server. null = 512 on a CPU; on a GPU what `gpu_memory_utilization` leaves
+    after the weights."""
     enforce_eager: bool = False
     """Skip graph capture and compilation: starts faster, generates slower."""
     sleep_while_training: bool = False
@@ -792,7 +792,7 @@ class VllmOptions(StrictModel):
 
     @property
     def num_gpus(self) -> int:
-        """Of one server: tensor_parallel_size x pipeline_parallel_size x data_parallel_size."""
+        """GPUs of one server: tensor_parallel_size x pipeline_parallel_size x data_parallel_size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
@@ -825,7 +825,7 @@ class InferenceSection(StrictModel):
     urls: list[ServerUrl] = Field(default_factory=list)
     """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
     join later. Their token: $GRPO_ASYNC_TOKEN."""
-    replicas: Processes = 1
+    replicas: SmallCount = 1
     """Servers that `train` starts on each machine that serves, or `serve-vllm` on one; each takes as many GPUs as the sizes under
     `vllm` multiply to. With `urls` only `serve-vllm` reads it."""
     host: Host = "127.0.0.1"
@@ -837,7 +837,7 @@ class InferenceSection(StrictModel):
     """dtype of the served weights; weights are cast to it before they are sent. null: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=8)
     """Longest prompt + completion in tokens."""
-    threads: Processes = 1
+    threads: SmallCount = 1
     """CPU threads of a server's compute."""
     startup_timeout_s: Seconds = 600.0
     """Longest time until a server answers /health, also after a restart. vLLM compiles for minutes when it first starts on a
@@ -867,8 +867,8 @@ class InferenceSection(StrictModel):
         return urls
 
     @property
-    def dtype_in_use(self) -> ComputeDtype:
-        """`dtype`, and where it is null that of a CPU: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+    def resolved_dtype(self) -> ComputeDtype:
+        """`dtype`, or float32 where it is null: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
         return self.dtype or "float32"
 
     @property
@@ -883,7 +883,7 @@ class InferenceSection(StrictModel):
 
     @property
     def scheme(self) -> str:
-        """Of the servers that this run starts."""
+        """URL scheme of the servers that this run starts."""
         return "https" if self.tls is not None and self.tls.certificate is not None else "http"
 
 
@@ -903,15 +903,15 @@ class WeightsSection(StrictModel):
     drain_timeout_s: Seconds = 600.0
     """Longest wait for requests in flight with `mode: drain`."""
     host: Host | None = None
-    """Address of the trainer's machine (node rank 0) on which the weight group meets. null = the one that reaches the servers:
-    127.0.0.1 where they are on the same machine."""
+    """Master address of the process group that transfers the weights: an address of the trainer's machine (node rank 0). null = the
+    one that the servers reach: 127.0.0.1 where they are on the same machine."""
     verify_every_pushes: int = Field(default=25, ge=0)
     """After every Nth push, and when a server joins, log-probabilities of trainer and servers are compared on fixed probe
     sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never. Finds weights
     that are wrong, not those that are a step of a small learning rate behind: that is within rounding, in bfloat16 above all."""
     verify_tolerance: float | None = Field(default=None, gt=0.0)
-    """Largest mean absolute difference of log-probabilities, in nats. null: twice what rounding does to the trainer's own, which
-    computes the same tokens twice; at least 1e-3, at most 0.5."""
+    """Largest mean absolute difference of log-probabilities, in nats. null: twice the difference that rounding alone causes,
+    measured by scoring the same tokens twice in the trainer; at least 1e-3, at most 0.5."""
 
     def bucket_bytes(self, num_bytes: int, *, free_bytes: int | None = None) -> int:
         """Size of the buckets of an update of `num_bytes`; see `bucket_mb`. Where it is null, at most an eighth of `free_bytes`:
@@ -1061,7 +1061,7 @@ class NodesSection(StrictModel):
 
 
 class LaunchSection(StrictModel):
-    num_trainer_ranks: Processes = 1
+    num_trainer_ranks: SmallCount = 1
     """Trainer processes of each machine that trains, under torchrun; one per GPU (or any number on CPU)."""
     nodes: NodesSection = NodesSection()
     """Machines that train, and machines that serve."""
@@ -1080,12 +1080,12 @@ class LaunchSection(StrictModel):
     """full: parameters are sharded over all ranks. hybrid: over the ranks of a machine, and replicated over machines (HSDP)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer runs; auto = cuda where there is one."""
-    trainer_threads: Processes = 1
+    trainer_threads: SmallCount = 1
     """CPU threads of each trainer rank."""
     stop_timeout_s: Seconds = 60.0
     """Time the trainer has to checkpoint and end after SIGINT / SIGTERM; then it is killed."""
     heartbeat_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Longest time without a sign of life of a trainer process: it is stopped, or some code holds its Python interpreter. Then its
+    """Longest time without a sign of life of a trainer process: it is stopped, or some code holds the GIL. Then its
     stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
     slurm: SlurmSection = SlurmSection()
     """For `grpo-async launch slurm`."""

@@ -41,7 +41,7 @@ YAML_1_2_RULES: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 """Tag, how a plain scalar with it is written, and the characters it may begin with."""
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<body>[^}]*)(?P<end>\}?)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OF_THE_JOB = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
+_SHELL_LINE_KEYS = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
 
 
 class Location(NamedTuple):
@@ -95,7 +95,7 @@ class Node:
         return found[-1] if len(found) == len(path) + 1 else None
 
     def nearest(self, path: KeyPath) -> Location:
-        """Of the value at `path`, or of the deepest one above it: where a missing key would have to be added."""
+        """Location of the value at `path`, or of the deepest one above it: where a missing key would have to be added."""
         return list(self.along(path))[-1].location
 
     def put(self, path: KeyPath, node: Node) -> None:
@@ -114,7 +114,7 @@ class Node:
         self.value[int(key) if isinstance(self.value, list) else key] = node
 
     def faults(self, path: KeyPath = ()) -> Iterator[Problem]:
-        """Of the values that cannot be used."""
+        """Problems of the values that cannot be used."""
         if self.fault:
             yield self.location, f"{'.'.join(path)}: {self.fault}" if path else self.fault
         keys = map(str, range(len(self.value))) if isinstance(self.value, list) else self.value
@@ -208,7 +208,7 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode):
                 key, problem = "?", "is a list or a mapping; keys are single words"
             elif _UNUSABLE.search(key):
-                problem = "holds what no text can; leave it out"
+                problem = "contains a NUL byte or an unpaired surrogate; remove it"
             elif key == "<<" and key_node.style is None:
                 problem = "is a merge key, which is not supported; share settings by `extends`"
             elif key in entries:
@@ -233,7 +233,7 @@ def _filled_in(text: str, path: KeyPath, *, is_plain: bool) -> Any:
     Raises:
         ValueError: it cannot be used.
     """
-    if path[:3] in _OF_THE_JOB:
+    if path[:3] in _SHELL_LINE_KEYS:
         return _usable(text.replace("$${", "${"))
     found = _VARIABLE.fullmatch(text)
     is_reference = found is not None and found["body"] is not None
@@ -276,5 +276,5 @@ def _read_scalar(text: str) -> Any:
 
 def _usable(text: str) -> str:
     if unusable := _UNUSABLE.search(text):
-        raise ValueError(f"holds {unusable[0]!a}, which no file name and no text can; leave it out")
+        raise ValueError(f"contains {unusable[0]!a}, a NUL byte or an unpaired surrogate; remove it")
     return text

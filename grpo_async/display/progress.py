@@ -24,7 +24,7 @@ from grpo_async.utils.text import both_ends, duration, finite
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
-_OF_SAMPLES = re.compile(r"(pass|mean)@\d+")
+_PASS_OR_MEAN_AT_K = re.compile(r"(pass|mean)@\d+")
 _MAX_MESSAGES = 500
 _TRAINER_TIME = {
     "idle": "trainer_idle_ratio", "train": "training_fraction", "push": "pushing_fraction", "save": "checkpoint_fraction",
@@ -403,7 +403,7 @@ def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:
     shown = join(
         f"{name} {value:.3f}"
         for name, value in metrics.items()
-        if isinstance(value, int | float) and (name in _EVALUATION_SHOWN or _OF_SAMPLES.fullmatch(name))
+        if isinstance(value, int | float) and (name in _EVALUATION_SHOWN or _PASS_OR_MEAN_AT_K.fullmatch(name))
     )
     mixed = f"versions {metrics['version_min']:.0f} to {metrics['version_max']:.0f}" if metrics.get("mixed") else None
     return f"held-out {where}: {join([shown, mixed])}"

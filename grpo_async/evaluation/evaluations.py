@@ -142,10 +142,10 @@ class RunEvaluations:
             return
         if start == 0 and section.at_start:
             self._listeners.phase("evaluating")
-            self._begin(start, when="before", max_in_flight=self._config.evaluation_in_flight_alone)
+            self._begin(start, when="before", max_in_flight=self._config.max_in_flight_evaluation_only)
             self._await()
         elif self._is_due(start):
-            self._begin(start, when="during", max_in_flight=self._config.evaluation_in_flight)
+            self._begin(start, when="during", max_in_flight=self._config.max_in_flight_evaluation)
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
         """`step` is done: add the result of an evaluation that has ended to its metrics, and start the one that is due, if the
@@ -161,7 +161,7 @@ class RunEvaluations:
             elif not is_served:
                 self._skip(step, "no server had the weights of this step")
             else:
-                self._begin(step, when="during", max_in_flight=self._config.evaluation_in_flight)
+                self._begin(step, when="during", max_in_flight=self._config.max_in_flight_evaluation)
         metrics.update(self._unreported)
         self._unreported = {}
 
@@ -191,7 +191,7 @@ class RunEvaluations:
             self._listeners.tell(last.label, flat_metrics(last.metrics, last.by_group))
             return
         self._listeners.phase("evaluating")
-        self._begin(step, when="after", max_in_flight=self._config.evaluation_in_flight_alone)
+        self._begin(step, when="after", max_in_flight=self._config.max_in_flight_evaluation_only)
         self._await_last(step)
 
     def summary(self) -> dict[str, Any] | None:

@@ -44,16 +44,16 @@ def choose_target(config: ExperimentConfig, checkpoint: str | None) -> Evaluatio
         )
     path = Path(checkpoint).resolve()
     if checkpoint in ("latest", "best") or checkpoint.isdecimal() or not path.is_dir():
-        return _of_run(RunDir(config.run_path), checkpoint)
+        return _from_run(RunDir(config.run_path), checkpoint)
     if (path / "config.json").is_file():
         return EvaluationTarget(label=re.sub(r"[^A-Za-z0-9._-]+", "-", path.name), folder=checkpoint)
     if (run_dir := RunDir(path.parent.parent)).checkpoints == path.parent:
-        return _of_run(run_dir, checkpoint)
+        return _from_run(run_dir, checkpoint)
     raise ConfigError(
         f"--checkpoint {checkpoint}: neither a Hugging Face folder (with a config.json) nor a folder RUN/checkpoints/step_N"
     )
 
 
-def _of_run(run_dir: RunDir, checkpoint: str) -> EvaluationTarget:
+def _from_run(run_dir: RunDir, checkpoint: str) -> EvaluationTarget:
     step = find_checkpoint(run_dir, checkpoint, option="--checkpoint")
     return EvaluationTarget(label=run_dir.checkpoint(step).name, run=run_dir, step=step)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import hypot, inf
 
-from grpo_async.config.sections import RESHAPING
+from grpo_async.config.sections import NEUTRAL_SAMPLING
 from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.messages import equal_value, first_reward_failure
@@ -337,7 +337,7 @@ def off_policy(evidence: Evidence) -> Finding | None:
         (differences[0] if differences else 0.0),
         evidence.recent("sampling/sampling_logp_difference/mean") or 0.0,
     )
-    if any(evidence.setting(f"rollout.{name}") not in (None, neutral) for name, neutral in RESHAPING.items()):
+    if any(evidence.setting(f"rollout.{name}") not in (None, neutral) for name, neutral in NEUTRAL_SAMPLING.items()):
         # sampler and trainer have two distributions on purpose: what the first step shows is that, what is more came later
         ratio /= next(iter(evidence.values(f"{_RATIO}/mean")), 1.0) or 1.0
         difference, first = difference - first, 0.0

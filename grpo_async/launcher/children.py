@@ -34,7 +34,7 @@ from grpo_async.utils.processes import (
 )
 from grpo_async.utils.safe_text import tail
 
-_OF_ANOTHER_RUN = re.compile(
+_FOREIGN_VARIABLES = re.compile(
     rf"{TOKEN_VARIABLE}|{ASSIGNMENT_VARIABLE}|TORCHELASTIC_.*|NNODES|((NODE|LOCAL|GROUP)_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
 )
 """Variables of another launcher or torchrun, whose child this launcher is."""
@@ -119,7 +119,7 @@ class Children:
         log = self._folder / spec.log_name
         if num_restarts > 0:
             log = log.with_name(f"{log.stem}.restart_{num_restarts}{log.suffix}")
-        own = {name: value for name, value in os.environ.items() if not _OF_ANOTHER_RUN.fullmatch(name)}
+        own = {name: value for name, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(name)}
         tags = {LAUNCHER_PID_VARIABLE: str(os.getpid()), TAG_VARIABLE: _tag_of(spec)}
         with log.open("wb") as output:
             try:

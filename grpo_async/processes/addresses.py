@@ -39,8 +39,8 @@ def interface_of(address: str) -> str | None:
 
 
 def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
-    """Where the weight group meets: `weights.host`, else the address of this machine that the first of `urls` on another machine
-    reaches, else loopback. Only right on the machine of trainer rank 0.
+    """Master address of the weight group: `weights.host`, else the address of this machine that the first of `urls` on another
+    machine reaches, else loopback. Only right on the machine of trainer rank 0.
 
     Raises:
         ConfigError: that server's name is not known, or no route leads there.

@@ -114,10 +114,10 @@ _MODULE_OF = {  # of the kinds that are no builtins
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
-_OF_ITEMS = ("list", "tuple", "set", "frozenset", "deque")
-_OF_PAIRS = ("dict", "OrderedDict", "defaultdict", "Counter")
-_OF_TEXT = ("bytes", "bytearray", "Decimal")
-_OF_FIELDS = {
+_ITEM_KINDS = ("list", "tuple", "set", "frozenset", "deque")
+_PAIR_KINDS = ("dict", "OrderedDict", "defaultdict", "Counter")
+_TEXT_KINDS = ("bytes", "bytearray", "Decimal")
+_FIELDS_OF = {
     "complex": ("real", "imag"),
     "range": ("start", "stop", "step"),
     "Fraction": ("numerator", "denominator"),
@@ -125,7 +125,7 @@ _OF_FIELDS = {
     "timedelta": ("days", "seconds", "microseconds"),
     "datetime": ("year", "month", "day", "hour", "minute", "second", "microsecond"),
 }
-_KINDS = frozenset((*_OF_ITEMS, *_OF_PAIRS, *_OF_TEXT, *_OF_FIELDS))
+_KINDS = frozenset((*_ITEM_KINDS, *_PAIR_KINDS, *_TEXT_KINDS, *_FIELDS_OF))
 
 
 def encode(value: Any, show: Callable[[Any], str], depth: int = 0) -> str:
@@ -170,9 +170,9 @@ def decode(value: Any, find: Callable[[list[Any]], Any], may_be_nan: bool = True
         return float(parts[0])
     _must(tag in _KINDS)
     kind = getattr(__import__(_MODULE_OF.get(tag, "builtins")), tag)
-    if tag in _OF_ITEMS:
+    if tag in _ITEM_KINDS:
         return kind(parts)
-    if tag in _OF_PAIRS:
+    if tag in _PAIR_KINDS:
         pairs = dict(zip(parts[::2], parts[1::2], strict=True))
         return kind(None, pairs) if tag == "defaultdict" else kind(pairs)
     made = kind.fromhex(*parts) if tag in ("bytes", "bytearray") else kind(*parts)
@@ -193,13 +193,13 @@ def _parts(value: Any, kind: type) -> Sequence[Any] | None:
         return None
     if getattr(sys.modules.get(_MODULE_OF.get(name, "builtins")), name, None) is not kind:
         return None
-    if name in _OF_ITEMS:
+    if name in _ITEM_KINDS:
         return list(value)
-    if name in _OF_PAIRS:
+    if name in _PAIR_KINDS:
         return [item for pair in value.items() for item in pair]
-    if name in _OF_TEXT:
+    if name in _TEXT_KINDS:
         return [str(value) if name == "Decimal" else value.hex()]
-    return [getattr(value, field) for field in _OF_FIELDS[name]]
+    return [getattr(value, field) for field in _FIELDS_OF[name]]
 
 
 def text_of(error: BaseException) -> str:

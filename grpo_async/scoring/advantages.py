@@ -68,7 +68,7 @@ class Advantages:
         if self._section.rewards != "normalize_each" and self._section.type != "batch":
             return list(groups)
         rewards, parts = [group.rewards for group in groups], [group.reward_parts for group in groups]
-        advantages = self._of_step(rewards, parts)
+        advantages = self._step_advantages(rewards, parts)
         changed = []
         for number, group in enumerate(groups):
             places = {each.rollout_id: place for place, each in enumerate(group.group.trainable)}
@@ -79,12 +79,12 @@ class Advantages:
                 if sample.rewards != parts[number][place]:  # a branch with its own reward
                     own_rewards = _with(rewards, number, _with(rewards[number], place, sample.reward))
                     own_parts = _with(parts, number, _with(parts[number], place, sample.rewards))
-                    advantage = self._of_step(own_rewards, own_parts)[number][place]
+                    advantage = self._step_advantages(own_rewards, own_parts)[number][place]
                 samples.append(replace(sample, advantage=advantage))
             changed.append(replace(group, samples=samples))
         return changed
 
-    def _of_step(
+    def _step_advantages(
         self, rewards: Sequence[Rewards], parts: Sequence[Sequence[Mapping[str, float | None]]]
     ) -> list[list[float]]:
         """Advantages of the completions of each group."""

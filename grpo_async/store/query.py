@@ -26,10 +26,10 @@ from grpo_async.store.query_names import (
     BLOCK_NAMES,
     BLOCK_SQL,
     BY_NAME,
+    GROUP_NAMES,
     INDEXED,
     MAP,
     NUMBER,
-    OF_GROUPS,
     ROW_KEY,
     TEXT,
     create_tables,
@@ -162,12 +162,12 @@ def find_value(name: str, *, of_group: bool = False, text: str | None = None) ->
         return Value(name, NUMBER if is_reward else TEXT, in_blocks=not is_reward)
     for candidate in (f"group_{name}", name) if of_group else (name,):
         known = BY_NAME.get(candidate)
-        if known is not None and known.kind != MAP and (not of_group or candidate in OF_GROUPS):
+        if known is not None and known.kind != MAP and (not of_group or candidate in GROUP_NAMES):
             return Value(f'"{candidate}"', known.kind, in_blocks=known in BLOCK_NAMES)
         if candidate in INDEXED and not of_group:  # the store's own name of a column
             return Value(f'"{candidate}"', NUMBER)
     where = name if text is None else text
-    names = sorted(each.removeprefix("group_") for each in OF_GROUPS) if of_group else list(BY_NAME)
+    names = sorted(each.removeprefix("group_") for each in GROUP_NAMES) if of_group else list(BY_NAME)
     what = f"groups have no {name}; they have {', '.join(names)}" if of_group else f"there is no column {name}"
     raise QueryError(
         where, max(where.find(name), 0), len(name), what, get_close_matches(name, names, n=_NUM_SUGGESTIONS)

@@ -160,7 +160,7 @@ BLOCK_NAMES = (
 
 NAMES: tuple[Name, ...] = (*_ROLLOUT, *FLAGS, *_GROUP, *BLOCK_NAMES)
 BY_NAME = {each.name: each for each in NAMES}
-OF_GROUPS = frozenset(
+GROUP_NAMES = frozenset(
     (*(each.name for each in _GROUP), "seq", "step", "prompt_id", "prompt_hash", "written_at", "superseded")
 )
 """Names that have one value for a whole group."""

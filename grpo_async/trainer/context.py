@@ -97,7 +97,7 @@ def build_context(
         parameters=choose_parameters(
             policy.model,
             config.model,
-            served_dtype=getattr(torch, config.inference.dtype_in_use),
+            served_dtype=getattr(torch, config.inference.resolved_dtype),
             # only rank 0 sends; the others leave what they gather where it is
             device=torch.device("cpu") if assignment.transport == "gloo" and assignment.rank == 0 else device,
         ),
@@ -127,7 +127,7 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
     shard_policy(
         policy,
         mesh,
-        compute_dtype=getattr(torch, section.compute_dtype_in_use),
+        compute_dtype=getattr(torch, section.resolved_compute_dtype),
         reshard_after_forward=training.reshard_after_forward,
         cpu_offload=training.cpu_offload,
     )
@@ -146,7 +146,7 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
         update={
             "path": path,
             "revision": model.revision if wanted == "initial" else None,
-            "dtype": model.dtype if config.loss.sync_ref_model else model.compute_dtype_in_use,
+            "dtype": model.dtype if config.loss.sync_ref_model else model.resolved_compute_dtype,
             "lora": None,
             "activation_checkpointing": "none",
         }

@@ -97,7 +97,7 @@ def _run(
     task = EvaluationTask(
         step=0,
         served_version=served_version,
-        max_in_flight=config.evaluation_in_flight_alone,
+        max_in_flight=config.max_in_flight_evaluation_only,
         store=store,
     )
 

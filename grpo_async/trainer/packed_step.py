@@ -57,7 +57,7 @@ def divide_step(
         weights = token_weights(
             samples,
             plan,
-            reduction=config.loss.reduction_in_use,
+            reduction=config.loss.resolved_reduction,
             max_completion_tokens=config.rollout.max_completion_tokens,
             num_masked=minibatch.num_masked,
         )

@@ -207,7 +207,7 @@ class FleetSync:
             ConfigError: it serves something else than this run trains.
         """
         check_server(info, self._config)
-        wire = self._config.inference.dtype_in_use
+        wire = self._config.inference.resolved_dtype
         if info.dtype != wire:
             logger.warning(
                 "the server serves %s, but inference.dtype is %s: weights are sent as %s and cast by the server",

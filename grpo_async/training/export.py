@@ -115,7 +115,7 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
         set_model_state_dict(policy, state["model"], options=TRAINED)
     card = model_card(config, step=step)
-    export_model(folder, policy, load_renderer(config).tokenizer, dtype=config.inference.dtype_in_use, card=card)
+    export_model(folder, policy, load_renderer(config).tokenizer, dtype=config.inference.resolved_dtype, card=card)
 
 
 def _write(

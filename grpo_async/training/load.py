@@ -76,7 +76,7 @@ def build_policy(
     has_dropout = section.lora is not None and section.lora.dropout > 0.0
     recompute_activations(model, section.activation_checkpointing, has_dropout=has_dropout)
     model.train()
-    compute_dtype = getattr(torch, section.compute_dtype_in_use)
+    compute_dtype = getattr(torch, section.resolved_compute_dtype)
     attention, why = choose_attention(
         section.attention, device=torch.device(device_type), dtype=compute_dtype, config=config
     )

@@ -213,7 +213,7 @@ class TrainerContext:
             self.run_dir.model,
             self.policy,
             self.tokenizer,
-            dtype=self.config.inference.dtype_in_use,
+            dtype=self.config.inference.resolved_dtype,
             adapter=self.run_dir.adapter,
             card=card,
             heartbeat=heartbeat,
@@ -261,7 +261,7 @@ class TrainerContext:
             self.policy,
             sequences,
             device=self.device,
-            compute=getattr(torch, model.compute_dtype_in_use),
+            compute=getattr(torch, model.resolved_compute_dtype),
             rounding=getattr(torch, rounding),
         )
 

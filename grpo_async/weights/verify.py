@@ -157,7 +157,7 @@ def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
     Args:
         served: what servers say they serve, in addition to `inference.dtype`.
     """
-    return max((config.model.compute_dtype_in_use, config.inference.dtype_in_use, *served), key=_DTYPES.index)
+    return max((config.model.resolved_compute_dtype, config.inference.resolved_dtype, *served), key=_DTYPES.index)
 
 
 def probe_sequences(prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int) -> list[list[int]]:

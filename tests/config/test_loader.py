@@ -293,7 +293,7 @@ def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> No
         ("run: {seed: " + "9" * 5000 + "}", "run.seed: 9999"),
         ("run: {seed: 0x" + "f" * 5000 + "}", "run.seed: 0xff"),
         ("training:\n  max_steps: ${DIGITS}", "training.max_steps: 9999"),
-        ('run: {dir: "a\\ud800"}', "run.dir: holds '\\ud800'"),
+        ('run: {dir: "a\\ud800"}', "run.dir: contains '\\ud800'"),
         ('run: {"a\\0b": 1}', "a\\x00b"),
         ("run: {dir: ~nobody-of-this-name/x}", "run.dir: there is no home"),
         ('extends: "a\\0b"', "extends: holds"),

@@ -193,9 +193,9 @@ def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> 
         checkpoint={"keep_best": 2, "every_steps": 4},
         rollout={"max_in_flight": 40},
     )
-    assert (config.evaluation_in_flight, config.evaluation_in_flight_alone) == (10, 40)
-    assert _config(evaluation={"max_in_flight": 3}).evaluation_in_flight == 3
-    assert _config(evaluation={}, rollout={"max_in_flight": 2}).evaluation_in_flight == 1
+    assert (config.max_in_flight_evaluation, config.max_in_flight_evaluation_only) == (10, 40)
+    assert _config(evaluation={"max_in_flight": 3}).max_in_flight_evaluation == 3
+    assert _config(evaluation={}, rollout={"max_in_flight": 2}).max_in_flight_evaluation == 1
 
 
 def test_the_reduction_in_use_is_the_types_unless_set() -> None:
@@ -208,9 +208,9 @@ def test_the_reduction_in_use_is_the_types_unless_set() -> None:
         "sapo": "grpo",
         "cispo": "dapo",
     }
-    assert {name: _config(loss={"type": name}).loss.reduction_in_use for name in own} == own
-    assert _config(loss={"type": "custom", "function": "a:b"}).loss.reduction_in_use == "dapo"
-    assert _config(loss={"type": "cispo", "reduction": "grpo"}).loss.reduction_in_use == "grpo"
+    assert {name: _config(loss={"type": name}).loss.resolved_reduction for name in own} == own
+    assert _config(loss={"type": "custom", "function": "a:b"}).loss.resolved_reduction == "dapo"
+    assert _config(loss={"type": "cispo", "reduction": "grpo"}).loss.resolved_reduction == "grpo"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class _Run(Display):
             engine="vllm",
             on_gpu=True,
             num_gpus=4,
-            precision="float32 masters, computed and served in bfloat16",
+            precision="float32 master weights, computed and served in bfloat16",
         )
         self.views.append(self.file)
 
@@ -124,7 +124,7 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
     content = _content(run_dir)
     expected = {
         "run": "x", "step": 3, "max_steps": 10, "engine": "vllm", "on_gpu": True, "num_gpus": 4,
-        "precision": "float32 masters, computed and served in bfloat16",
+        "precision": "float32 master weights, computed and served in bfloat16",
         "eta_s": 14.0,  # 7 steps x 2 s
         "reward": {"last": 0.53, "average": 0.53},
         "ledger": {"groups": {"queued": 3, "trained": 12, "in_flight": 16}, "tokens": {"trained": 1200}},

@@ -37,7 +37,7 @@ SETTINGS = (
 )
 # what depends on the clock: seconds and what is derived from them, and how far the next step's groups are when a line is written
 # (one of them may be filtered by then; the ledger at the end is compared whole)
-_OF_THE_MOMENT = (
+_TRANSIENT = (
     "step_time", "pipeline/", "perf/", "sync/", "checkpoint/", "buffer/", "rollout/duration_s", "fleet/", "servers/",
     "ledger/groups/started", "ledger/groups/in_flight", "ledger/groups/queued", "ledger/groups/filtered",
     "epoch", "ledger/tokens/started", "ledger/tokens/in_flight", "ledger/tokens/queued", "ledger/tokens/filtered",
@@ -45,7 +45,7 @@ _OF_THE_MOMENT = (
 
 
 def _of_the_moment(name: str) -> bool:
-    return name.startswith(_OF_THE_MOMENT) or name.endswith(("_s", "_per_s"))
+    return name.startswith(_TRANSIENT) or name.endswith(("_s", "_per_s"))
 
 
 def _what_is_repeatable(run: Run) -> list[dict[str, Any]]:

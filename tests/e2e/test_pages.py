@@ -81,7 +81,7 @@ def test_a_command_that_trains_is_understood(line: str, tmp_path: Path) -> None:
     done = _invoke(words)
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "runs").exists(), "a dry run starts and writes nothing"
-    assert "precision  float32 masters, computed" in done.stdout
+    assert "precision  float32 master weights, computed" in done.stdout
     if words[0] == "train":
         assert not {"compute_dtype: null", "dtype: null"} & set(map(str.strip, done.stdout.splitlines()))
 

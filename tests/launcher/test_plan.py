@@ -103,7 +103,7 @@ def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_pat
     assert "engine     embedded: inference.engine says so" in text
     assert "/runs/x/logs/attempt_3/server.log" in text
     assert "trainer: 2 processes, 1 CPU thread each, CPU" in text
-    assert "precision  float32 masters, computed and served in float32\n" in text
+    assert "precision  float32 master weights, computed and served in float32\n" in text
     assert "note: 3 compute threads on 2 CPUs" in text  # 2 ranks + 1 server
     assert "note: look here" in text
     assert "very-secret" not in text
@@ -112,8 +112,8 @@ def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_pat
 
 def test_dtypes_that_are_left_open_are_those_of_the_devices(tmp_path: Path) -> None:
     for sections, precision in (
-        ({}, "float32 masters, computed and served in bfloat16"),
-        ({"launch": {"device": "cpu"}}, "float32 masters, computed in float32, served in bfloat16"),
+        ({}, "float32 master weights, computed and served in bfloat16"),
+        ({"launch": {"device": "cpu"}}, "float32 master weights, computed in float32, served in bfloat16"),
     ):
         config = fill_dtypes(make_config(tmp_path, **sections), VLLM_ON_GPU, ("0",))
         assert config.precision == precision

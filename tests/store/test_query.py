@@ -12,7 +12,7 @@ from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
 from grpo_async.store.database import quote, time_limit
 from grpo_async.store.query import EVERYTHING, Query, QueryError, both, find_value, parse_query
-from grpo_async.store.query_names import BY_NAME, FLAG, HELP, LIST, MAP, NAMES, NUMBER, OF_GROUPS, help_text
+from grpo_async.store.query_names import BY_NAME, FLAG, GROUP_NAMES, HELP, LIST, MAP, NAMES, NUMBER, help_text
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
     append,
@@ -147,7 +147,7 @@ def test_every_column_can_be_asked_for(table: RolloutTable, name: str) -> None:
         assert len(table.page(sort=f"-{name}", limit=100)) == len(EVERY)
     if column.kind == NUMBER:
         assert sum(table.histogram(name).counts) == known
-    if name in OF_GROUPS:
+    if name in GROUP_NAMES:
         assert len(table.group_page(sort=name)) == 7
 
 

@@ -88,7 +88,7 @@ def one_step(
         if one_by_one:
             each = [MicroBatchPlan(rows=[[index]], row_tokens=length) for index, length in enumerate(lengths)]
             plan = BatchPlan(ranks=[each[rank::world_size] for rank in range(world_size)])
-        weights = token_weights(part, plan, reduction=section.reduction_in_use, max_completion_tokens=32)
+        weights = token_weights(part, plan, reduction=section.resolved_reduction, max_completion_tokens=32)
         minibatches.append(split_by_rank(part, weights, plan, trainer_version=trainer_version)[dist.get_rank()].pack())
     return train_step(
         policy,

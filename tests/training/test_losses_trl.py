@@ -84,7 +84,7 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
     weights = token_weights(
         samples,
         plan,
-        reduction=section.reduction_in_use,
+        reduction=section.resolved_reduction,
         max_completion_tokens=MAX_TOKENS,
         num_masked=len(batch.mask) - len(samples),
     )

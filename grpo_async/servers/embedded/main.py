@@ -47,7 +47,7 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
     description = ServerInfo(
         engine="embedded",
         model=str(config.model.path),
-        dtype=inference.dtype_in_use,
+        dtype=inference.resolved_dtype,
         head_dtype=config.model.head_dtype,
         max_model_len=inference.max_model_len,
         policy_version=0,
@@ -88,7 +88,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path,
             revision=config.model.revision,
-            dtype=getattr(torch, inference.dtype_in_use),
+            dtype=getattr(torch, inference.resolved_dtype),
             attn_implementation="sdpa",
             trust_remote_code=config.model.trust_remote_code,
         )

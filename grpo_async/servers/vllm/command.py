@@ -169,7 +169,7 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         *("--model", config.model.path),
         *("--host", inference.host),
         *("--port", str(port)),
-        *("--dtype", inference.dtype_in_use),
+        *("--dtype", inference.resolved_dtype),
         *("--max-model-len", str(inference.max_model_len)),
         *("--seed", str(config.run.seed)),
         *("--tensor-parallel-size", str(inference.vllm.tensor_parallel_size)),
