@@ -59,7 +59,8 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Validate, check what the configuration names, too, print the plan; start and write nothing.",
+            help="Validate the configuration, check the files and functions it names, and print the plan. "
+            "Starts and writes nothing.",
         ),
     ] = False,
     node_rank: Annotated[

@@ -5,7 +5,7 @@
     SLURM_NODEID                           a task of `srun`: node 0 is the first machine of the step
     JOB_COMPLETION_INDEX                   a pod of a Kubernetes Indexed Job with a headless service: node 0 is the pod JOB-0
 
-The first that gives a rank is believed. `launch.rdzv` goes before every other rendezvous address but --master-addr.
+The first source that gives a rank wins. `launch.rdzv` goes before every other rendezvous address but --master-addr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_async.processes.assignment import Node
 from grpo_async.utils.network import binding_error, host_and_port, is_loopback
 
 DEFAULT_PORT = 29400
-"""Of the rendezvous, where no other is given; torchrun's."""
+"""Port of the rendezvous, where no other is given; torchrun's."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RENDEZVOUS = "the rendezvous address (launch.rdzv, --master-addr, $MASTER_ADDR)"
 

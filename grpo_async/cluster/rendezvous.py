@@ -56,7 +56,7 @@ class NodeInfo(BaseModel):
 
 
 def versions() -> dict[str, str]:
-    """Of what all machines compute with: they make pieces of one computation."""
+    """Versions that must be equal on all machines."""
     return {"grpo_async": __version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 
@@ -120,20 +120,20 @@ def gather(
     """
     timeout_s, count = config.launch.rdzv_timeout_s, assignment.node.count
     launchers.put(_RUN, {"attempt": assignment.attempt_dir.name, "versions": versions()})
-    members: dict[int, NodeInfo] = {}
+    ready: dict[int, NodeInfo] = {}
     missing = list(range(1, count))
     say(f"waiting for {_nodes(missing)} at {assignment.node.address}:{assignment.node.port}")
     for _ in _ticks(time.monotonic() + timeout_s):
         for message in launchers.exchange():
-            sender = NodeInfo.model_validate(message["member"])
+            sender = NodeInfo.model_validate(message["node"])
             if message["kind"] == "refused":
                 raise RunError(f"{sender.name} cannot take part: {plain(str(message['reason']))}")
-            members[sender.rank] = sender
+            ready[sender.rank] = sender
             missing = [rank for rank in missing if rank != sender.rank]
             say(f"{sender.name} has joined{f'; still missing: {_nodes(missing)}' if missing else ''}")
-        if gone := launchers.silent(list(members)):
+        if gone := launchers.silent(list(ready)):
             raise RunError(
-                f"{members[gone[0]].name} was lost while others were joining: its launcher, the machine or the network failed"
+                f"{ready[gone[0]].name} was lost while others were joining: its launcher, the machine or the network failed"
             )
         if not missing:
             break
@@ -144,9 +144,9 @@ def gather(
             setting="launch.rdzv_timeout_s",
             hint="On each machine: grpo-async train CONFIG, started by the scheduler or with --node-rank K.",
         )
-    found = [members[rank] for rank in sorted(members)]
-    serving = [member for member in (own, *found) if member.urls]
-    if len({(member.engine, member.on_gpu) for member in serving}) > 1:
+    found = [ready[rank] for rank in sorted(ready)]
+    serving = [node for node in (own, *found) if node.urls]
+    if len({(node.engine, node.on_gpu) for node in serving}) > 1:
         several = "; ".join(f"{m.name}: {m.engine}{' on GPUs' if m.on_gpu else ''}" for m in serving)
         raise RunError(f"the machines serve with different engines or devices ({several}); set inference.engine")
     return found
@@ -201,12 +201,12 @@ def join(
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
             own = NodeInfo.of(config, node, engine)
         except BaseException as error:  # a signal, too: node 0 would wait for this machine
-            launchers.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
+            launchers.post(0, "refused", node=own.model_dump(), reason=str(error) or type(error).__name__)
             launchers.exchange()
             if isinstance(error, ConfigError):
                 raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error
             raise
-        launchers.post(0, "ready", member=own.model_dump())
+        launchers.post(0, "ready", node=own.model_dump())
         say(f"node {node.rank} has joined node 0 ({address}), and waits for the others")
         assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are not RuntimeErrors

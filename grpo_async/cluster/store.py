@@ -3,7 +3,7 @@
     node 0   puts "run": the attempt, the versions that it computes with
     node K   claims its rank, sees whether it means the same run, and posts "ready" (see rendezvous.NodeInfo) or "refused"
     node 0   posts "start" with the assignment when all are ready, and "end" with the exit code when the run is over
-    all      count up at every exchange, a heartbeat: one that stops is gone, dead or cut off
+    all      increment a heartbeat counter at every exchange: one that stands still is dead or cut off
 
 Between start and end they post what happens (launcher.hub, launcher.follower). The store has no password: who reaches it can end
 a run. So that nobody can do more, everything is signed with the token of the run, which lies in the run directory that all

@@ -72,7 +72,7 @@ class StatusFile(View):
         self._write()
 
     def end(self, state: str, *, exit_code: int, error: str | None) -> None:
-        """How the run went; the first word counts. Written when the context is left, or at once when it is over."""
+        """How the run went; the first call wins. Written when the context is left, or at once when it is over."""
         if self._result[0] == RUNNING:
             self._result = (state, exit_code, error)
         if self._ended.is_set():

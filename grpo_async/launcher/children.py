@@ -97,7 +97,7 @@ class Children:
         self._session = os.getsid(0)
 
     async def __aenter__(self) -> Self:
-        _adopt_orphans(True)
+        _set_subreaper(True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -105,7 +105,7 @@ class Children:
             for process in await self.kill():
                 self._warn(f"process {process.pid} survived SIGKILL (it is stuck in the kernel)")
         finally:
-            _adopt_orphans(False)
+            _set_subreaper(False)
 
     async def spawn(self, spec: ProcessSpec, *, num_restarts: int = 0) -> Child:
         """Start `spec`. Call it from the main thread: the death signal is bound to it.
@@ -179,14 +179,14 @@ class Children:
         return found
 
 
-def _adopt_orphans(does: bool) -> None:
+def _set_subreaper(enabled: bool) -> None:
     """Whether orphans below this process become its children (Linux; elsewhere nothing changes)."""
     if sys.platform == "linux":
-        prctl("child subreaper", PR_SET_CHILD_SUBREAPER, does)
+        prctl("child subreaper", PR_SET_CHILD_SUBREAPER, enabled)
 
 
 def _reap(pids: Iterable[int]) -> None:
-    """Take note of the end of adopted processes, so that they do not stay as zombies until the launcher ends."""
+    """Reap adopted processes, so that they do not stay as zombies until the launcher ends."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):  # it runs, or has another parent
             os.waitpid(pid, os.WNOHANG)
@@ -202,4 +202,4 @@ def _belongs(process: psutil.Process, child: Child) -> bool:
     try:
         return bool(process.environ().get(TAG_VARIABLE) == child.tag)
     except (psutil.AccessDenied, OSError):
-        return False  # it changed its user: it cannot be ended either
+        return False  # it runs as another user, so we cannot kill it either

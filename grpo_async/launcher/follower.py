@@ -1,7 +1,7 @@
 """The launcher of a machine that node 0 leads (node rank >= 1): its part of the trainer, its servers, or both.
 
 waits for   node 0 to be there, then all machines (cluster.rendezvous); then the first of: trainer exit, loss of the servers before
-            they served, node 0's word, a signal. A server that dies is started again here.
+            they served, the end that node 0 sends, a signal. A server that dies is started again here.
 outcome     node 0's exit code; 1 when the trainer here fails or node 0 is gone; 130 or 143 after a signal, which node 0 is
             told: it stops the run with a checkpoint, on every machine
 """
@@ -25,7 +25,7 @@ from grpo_async.launcher.hub import exchange
 from grpo_async.launcher.local import GRACE_S, LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.launcher.reaper import private_folder
-from grpo_async.launcher.signals import unwinding
+from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes.assignment import Node
 from grpo_async.run_directory import RunDir
@@ -48,10 +48,10 @@ def follow(
     Raises:
         ConfigError, DeadlineError, RunError: see rendezvous.join.
     """
-    with unwinding(), private_folder() as private:
+    with exit_on_signals(), private_folder() as private:
         joined = join(config, node, run_dir, engine=engine, say=output.say)
         attempt = run_dir.logs / joined.assignment.attempt_dir.name
-        own = {"run_dir": run_dir, "attempt_dir": attempt, "private": private}
+        own = {"run_dir": run_dir, "attempt_dir": attempt, "private_dir": private}
         assignment = joined.assignment.model_copy(update=own)
         plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token)
         output.say(plan.describe())
@@ -101,7 +101,7 @@ class Follower:
                     await exchange(self._launchers, within_s=GRACE_S)
 
     async def _end(self) -> RunOutcome:
-        """Whatever has happened here, node 0 has the last word."""
+        """Whatever has happened here, node 0 decides."""
         local = self._local
         if local.signals.arrived.is_set() and not self._ended.is_set() and (local.is_training or not self._trains):
             return await self._pass_on_signal()

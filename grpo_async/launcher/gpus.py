@@ -49,7 +49,7 @@ def trains_on_gpu(config: ExperimentConfig, gpus: Sequence[str]) -> bool:
 
 
 def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str], node: Node) -> GpuShares:
-    """Of one machine: GPUs of the trainer's ranks first, then of each server. With `launch.colocate` the servers begin at the
+    """GPUs of one machine for the trainer's ranks first, then for each server. With `launch.colocate` the servers begin at the
     first GPU, too, and share it with the trainer.
 
     Worked examples, 2 ranks: 4 GPUs 0-3, one vLLM with tensor_parallel_size 2 -> trainer (0, 1), server (2, 3).
@@ -99,7 +99,7 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
 
 
 def assumed_gpus(config: ExperimentConfig, engine: EngineChoice) -> tuple[str, ...]:
-    """Of each machine of a cluster that is not looked at: `launch.slurm.gpus_per_node`, else as many as it needs."""
+    """GPUs of each machine of a cluster that is not looked at: `launch.slurm.gpus_per_node`, else as many as it needs."""
     number = config.launch.slurm.gpus_per_node or gpus_needed(config, engine)
     return tuple(map(str, range(number)))
 

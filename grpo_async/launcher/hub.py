@@ -28,7 +28,7 @@ from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped
 
 _SHORT_TIMEOUT_S = 8.0
-"""While it is asked whether a machine is gone, because something else has failed."""
+"""Heartbeat timeout once something has failed: a lost machine, which may be the cause, should be found quickly."""
 
 
 async def exchange(launchers: LauncherStore, *, within_s: float = HEARTBEAT_TIMEOUT_S) -> list[Message]:
@@ -55,10 +55,10 @@ class NodeHub:
     """
 
     def __init__(
-        self, launchers: LauncherStore, members: Sequence[NodeInfo], assignment: Assignment, local: LocalProcesses
+        self, launchers: LauncherStore, nodes: Sequence[NodeInfo], assignment: Assignment, local: LocalProcesses
     ) -> None:
         self._launchers = launchers
-        self._members = {member.rank: member for member in members}
+        self._nodes = {node.rank: node for node in nodes}
         self._assignment = assignment
         self._local = local
         self._display = local.display
@@ -72,12 +72,12 @@ class NodeHub:
 
     def start(self) -> None:
         """Let every machine start its processes."""
-        for rank in self._members:
+        for rank in self._nodes:
             self._launchers.post(rank, "start", assignment=self._assignment.model_dump(mode="json"))
 
     def name_of(self, rank: int) -> str:
         """That of the machine `rank`, for messages."""
-        return self._members[rank].name
+        return self._nodes[rank].name
 
     async def watch(self) -> None:
         """Receive messages of the others until cancelled."""
@@ -89,20 +89,20 @@ class NodeHub:
                 return
             for message in messages:
                 self._take(message)
-            for rank in self._launchers.silent([r for r in self._members if r not in self._gone], self._limit_s):
-                self._lose(self._members[rank])
+            for rank in self._launchers.silent([r for r in self._nodes if r not in self._gone], self._limit_s):
+                self._lose(self._nodes[rank])
             await asyncio.sleep(HEARTBEAT_S)
 
     def tell_server(self, index: int, message: Mapping[str, Any]) -> None:
         """Pass on what the trainer says of a server on another machine."""
-        for member in self._members.values():
-            if self._assignment.server_urls[index] in member.urls:
-                self._launchers.post(member.rank, **message)
+        for node in self._nodes.values():
+            if self._assignment.server_urls[index] in node.urls:
+                self._launchers.post(node.rank, **message)
 
     async def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until the trainer of every machine has ended or the machine is gone, `timeout_s` at most."""
         self._limit_s = _SHORT_TIMEOUT_S
-        trains = {rank for rank in self._members if rank < self._assignment.node.num_train}
+        trains = {rank for rank in self._nodes if rank < self._assignment.node.num_train}
         try:
             async with asyncio.timeout(timeout_s):
                 while not trains <= self._ended:
@@ -113,53 +113,53 @@ class NodeHub:
 
     async def end(self, exit_code: int, error: str | None) -> None:
         """Tell every machine that the run is over and how it went; call it when nothing watches anymore."""
-        for rank in self._members:
+        for rank in self._nodes:
             self._launchers.post(rank, "end", exit_code=exit_code, error=error)
         left = range(1, self._assignment.node.count)
-        await asyncio.wrap_future(in_thread(partial(deliver_last_messages, self._launchers, left), name="farewell"))
+        await asyncio.wrap_future(in_thread(partial(deliver_last_messages, self._launchers, left), name="send-end"))
 
     def _take(self, message: Message) -> None:
-        member = self._members[int(message["from"])]
+        node = self._nodes[int(message["from"])]
         match message:
             case {"kind": "note", "text": str(text)}:
-                self._display.note(f"{member.name}: {text}")
+                self._display.note(f"{node.name}: {text}")
             case {"kind": "warning", "text": str(text)}:
-                self._display.warning(f"{member.name}: {text}")
+                self._display.warning(f"{node.name}: {text}")
             case {"kind": "server_event", "index": int(index), "event": str(event)}:
                 self._local.tell_trainer(
                     index=index, event=event, detail=message["detail"], num_restarts=message["num_restarts"]
                 )
                 if event == "given_up":
-                    self._local.give_up(index, f"server {index} of {member.name}: {message['detail']}")
+                    self._local.give_up(index, f"server {index} of {node.name}: {message['detail']}")
             case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
-                self._display.note(f"{member.name} got {name}")
+                self._display.note(f"{node.name} got {name}")
                 self._local.signals.take_remote(signal.Signals[name])
             case {"kind": "exited", "status": int(status)}:
-                self._end(member)
+                self._end(node)
                 self._local.liveness.reports += map(from_json, message["reports"])
                 if status != 0:
-                    self._fail(f"the trainer of {member.name} failed: {plain(str(message.get('error')))}")
+                    self._fail(f"the trainer of {node.name} failed: {plain(str(message.get('error')))}")
             case {"kind": "failed", "error": str(error)}:
-                self._local.lose_servers(f"on {member.name} {plain(error)}")
+                self._local.lose_servers(f"on {node.name} {plain(error)}")
             case _:
-                self._display.warning(f"{member.name} sent an unknown message: {clipped(str(message), 200)!r}")
+                self._display.warning(f"{node.name} sent an unknown message: {clipped(str(message), 200)!r}")
 
-    def _lose(self, member: NodeInfo) -> None:
-        self._gone.add(member.rank)
-        self._end(member)
-        gone = f"{member.name} is gone: its launcher was killed, or the machine or the network failed"
-        if member.rank < self._assignment.node.num_train:
+    def _lose(self, node: NodeInfo) -> None:
+        self._gone.add(node.rank)
+        self._end(node)
+        gone = f"{node.name} is gone: its launcher was killed, or the machine or the network failed"
+        if node.rank < self._assignment.node.num_train:
             self.has_lost_a_node = True
             self._fail(gone)
             return
         self._display.warning(gone)
         for index, url in enumerate(self._assignment.server_urls):
-            if url in member.urls:
+            if url in node.urls:
                 self._local.tell_trainer(index=index, event="given_up", detail=gone, num_restarts=0)
                 self._local.give_up(index, gone)
 
-    def _end(self, member: NodeInfo) -> None:
-        self._ended.add(member.rank)
+    def _end(self, node: NodeInfo) -> None:
+        self._ended.add(node.rank)
         self._changed.set()
 
     def _fail(self, reason: str) -> None:

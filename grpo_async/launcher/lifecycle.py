@@ -19,7 +19,7 @@ from grpo_async.display.summary import print_summary
 from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.signals import unwinding
+from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
@@ -35,23 +35,23 @@ def run_with_display(
     config: ExperimentConfig, plan: ProcessPlan, output: Output, cluster: Cluster | None = None
 ) -> RunOutcome:
     """Carry out the plan of a run in front of the user; status.json and advice.jsonl are kept meanwhile."""
-    given = plan.assignment
-    run_dir = given.run_dir
+    assignment = plan.assignment
+    run_dir = assignment.run_dir
     display = output.display(
         run_name=config.run.name,
         max_steps=config.num_steps,
         run_dir=run_dir,
-        resume_step=given.resume_step,
-        lines_only=given.purpose != "train",
+        resume_step=assignment.resume_step,
+        lines_only=assignment.purpose != "train",
     )
-    if given.purpose != "train":  # nothing of it is kept
+    if assignment.purpose != "train":  # nothing of it is kept
         return supervise(config, plan, display)
     on_gpu = plan.trainer is not None and bool(plan.trainer.gpus)
     status = StatusFile(
         run_dir,
         display.progress,
         run_name=config.run.name,
-        attempt=str(given.attempt_dir),
+        attempt=str(assignment.attempt_dir),
         engine=plan.engine.engine,
         on_gpu=on_gpu,
         num_gpus=plan.num_gpus,
@@ -68,7 +68,7 @@ def run_with_display(
         setup=PipelineSetup(config=config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
         every_steps=config.record.advise_every_steps,
         run_dir=run_dir,
-        resume_step=given.resume_step,
+        resume_step=assignment.resume_step,
     )
     display.views += [status, advisor]
     outcome = supervise(config, plan, display, cluster)
@@ -103,7 +103,7 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
         return report_end(outcome, run_dir, output)
     problem: object = None
     try:
-        with unwinding():
+        with exit_on_signals():
             exit_code = report_end(outcome, run_dir, output, report=run_dir.report)
             problem = _write_report(run_dir, _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S)
     except (KeyboardInterrupt, SystemExit):

@@ -1,11 +1,11 @@
-"""Judges from outside whether the processes of the trainer live: what watches from inside stands still with the interpreter.
+"""Judges from outside whether the processes of the trainer live: a watcher inside stands still while another thread holds the GIL.
 
-    every second   it is checked when each process that has ever sent a heartbeat (processes.heartbeat) sent the last
-    30 s           a warning names who is silent, and what the kernel says of it
+    every second   the last heartbeat (processes.heartbeat) of each process that has ever sent one is compared with the clock
+    30 s           a warning names the silent process, and what the kernel says of it
     at the limit   `launch.heartbeat_timeout_s`: its stacks are written, `frozen` is set, and the supervisor ends the run
 
-A step that takes long, a compile, a slow disk or an evaluation hold no interpreter for so long; what stands still with a free
-interpreter is the business of `trainer.stall`.
+A long step, a compile, a slow disk or an evaluation do not hold the GIL for so long. `trainer.stall` handles what stands still
+with the GIL free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOTICE_S = 30.0
 _MIN_SILENCE_S = 3.0
 """A heartbeat that is late by less is not silence: the machine may be busy."""
 _OWN_PAUSE_S = 5.0
-"""The launcher itself stood still (Ctrl-Z, a scheduler that suspends the whole job): nobody is judged by that time."""
+"""The launcher itself stood still (Ctrl-Z, a scheduler that suspends the whole job): that time does not count as silence."""
 _BUSY_SAMPLE_S = 0.5
 _STACKS_S = 5.0
 _MAX_FRAMES = 12
@@ -94,7 +94,7 @@ class Liveness:
         self.frozen = asyncio.Event()
         self.failure: str | None = None
         """Who is frozen, how, and where in its code; None until `frozen`."""
-        self.may_save = False
+        self.can_save = False
         """Whether what is frozen can save when it is asked to: it was stopped, and has been continued, or it is torchrun."""
         self.reports: list[Report] = []
         """What ranks and torchrun said of the end of ranks; of other machines, too, where this one leads."""
@@ -189,7 +189,7 @@ class Liveness:
             ". ".join(filter(None, [advice, "Raise `launch.heartbeat_timeout_s` if this is expected"])) + ".",
         ]
         self.failure = plain("\n".join(lines))
-        self.may_save = watched.is_stopped or watched.name == ELASTIC_AGENT
+        self.can_save = watched.is_stopped or watched.name == ELASTIC_AGENT
         self.frozen.set()
 
     async def _stacks_of(self, watched: _Watched) -> str | None:
@@ -222,7 +222,7 @@ class Liveness:
 
 
 async def _busiest_thread(pid: int) -> int:
-    """The thread that has computed most in half a second: one that waits for the interpreter computes next to nothing."""
+    """The thread that has computed most in half a second: one that waits for the GIL computes next to nothing."""
     process = psutil.Process(pid)
     before = _thread_times(process)
     await asyncio.sleep(_BUSY_SAMPLE_S)

@@ -3,12 +3,12 @@ follows (launcher.follower) or only serves (launcher.serve) starts, watches and 
 
     start       the servers, then the trainer
     wait        for the first of: the end of the trainer, an event of the caller's, a signal
-    end         SIGTERM and a grace, which a signal cuts short; what is left is killed when the context is left, with all that
-                descends from it
+    end         SIGTERM and a grace period, which a signal cuts short; what is left is killed when the context is left, with
+                all that descends from it
 
 A server that dies or hangs is killed with all its processes and started again; it keeps its URL. inference.fleet draws the states
-of a server, and which of them this module receives or sends. The waits before a restart are `inference.restart_delay_s`, doubled
-for each further one in a row, a minute at most. A row ends when a server has served for ten minutes.
+of a server, and which of them this module receives or sends. The wait before a restart is `inference.restart_delay_s`, doubled
+with each further consecutive restart, a minute at most. The count is reset when a server has served for ten minutes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TellTrainer: TypeAlias = Callable[..., None]
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
 _RESTART_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
-_RESTART_RESET_S = 600.0  # a server that served for so long has its restarts in a row counted from 0 again
+_RESTART_RESET_S = 600.0  # the count of a server that has served for so long is reset
 
 
 class LocalProcesses:
@@ -134,7 +134,7 @@ class LocalProcesses:
         await _first_of(children, [self.signals.arrived, *events], timeout_s)
 
     async def end_trainer(self) -> None:
-        """SIGTERM; a signal to the launcher cuts the grace short."""
+        """SIGTERM; a signal to the launcher cuts the grace period short."""
         if self._trainer is not None:
             await self._end([self._trainer])
 
@@ -168,7 +168,7 @@ class LocalProcesses:
         self.server_failure = self.server_failure or failure
         self.lost_servers.set()
 
-    def give_up(self, index: int, why: str, *last_words: str) -> None:
+    def give_up(self, index: int, why: str, *log_tail: str) -> None:
         """A server, of any machine, is given up or gone; the run continues as long as there is another."""
         if index in self._given_up:
             return
@@ -176,7 +176,7 @@ class LocalProcesses:
         if left := self._total - len(self._given_up):
             self.display.warning(f"{why}; the run continues with {left} of {self._total}")
         else:
-            self.lose_servers("\n".join([*self._given_up.values(), *last_words]))
+            self.lose_servers("\n".join([*self._given_up.values(), *log_tail]))
 
     async def _end(self, children: Sequence[Child]) -> None:
         self.signals.arrived.clear()
@@ -203,7 +203,7 @@ async def _first_of(children: Sequence[Child], events: Sequence[asyncio.Event], 
 
 
 class RestartCount:
-    """Restarts in a row of one server, see `inference.max_restarts` and `inference.restart_delay_s`. `clock` gives seconds."""
+    """Consecutive restarts of one server, see `inference.max_restarts` and `inference.restart_delay_s`. `clock` gives seconds."""
 
     def __init__(self, max_restarts: int, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_restarts = max_restarts
@@ -291,15 +291,15 @@ class SpawnedServer:
         local, restarts = self._local, self._restarts
         end = await self._wait_for_end()
         while end is not None:
-            last_words = await self._kill_the_rest(end)
+            log_tail = await self._kill_the_rest(end)
             if not self._has_served and not end.asked:
-                local.lose_servers(f"the {last_words}")
+                local.lose_servers(f"the {log_tail}")
                 return
             delay_s = restarts.next_delay_s()
             if delay_s is None:
                 after = f"after {count(restarts.in_a_row, 'consecutive restart')} (inference.max_restarts)"
                 self._tell("given_up", f"{end.how}, {after}")
-                local.give_up(self._index, f"the {self.name} was given up {after}: it {end.how}", f"the {last_words}")
+                local.give_up(self._index, f"the {self.name} was given up {after}: it {end.how}", f"the {log_tail}")
                 return
             restart = f"restart {restarts.in_a_row} of {restarts.max_restarts}"
             local.display.warning(f"the {self.name} {end.how}; {restart} in {delay_s:g} s")

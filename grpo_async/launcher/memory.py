@@ -1,7 +1,7 @@
 """What the plan says of memory, and how a GPU is divided that the trainer shares with vLLM.
 
-vLLM measures at its start how much is free, which whatever else happens on the GPU falsifies. So on a shared one it is given what
-to take for keys and values (`--kv-cache-memory-bytes`), at the first start and at every restart.
+vLLM measures free memory at its start; other work on the GPU at that moment makes the result wrong. So on a shared GPU it is told
+the size of its KV cache (`--kv-cache-memory-bytes`), at the first start and at every restart.
 """
 
 from __future__ import annotations

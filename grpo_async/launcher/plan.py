@@ -87,21 +87,21 @@ class ProcessPlan:
 
     def describe(self) -> str:
         """The plan for humans; also the content of plan.txt."""
-        given = self.assignment
+        assignment = self.assignment
         start = {
             "preflight": "checks only",
             "evaluation": "evaluation only",
             "train": "from the beginning"
-            if given.resume_step is None
-            else f"from the checkpoint of step {given.resume_step}",
-        }[given.purpose]
+            if assignment.resume_step is None
+            else f"from the checkpoint of step {assignment.resume_step}",
+        }[assignment.purpose]
         is_external = self.engine.engine == "external" and self.engine is not SERVERS_ELSEWHERE
         external = " (not started by this run)" if is_external else ""
         lines = [
             f"run        {self.run_name}, {start}",
-            f"directory  {given.run_dir.root}",
+            f"directory  {assignment.run_dir.root}",
             f"engine     {self.engine.engine}: {self.engine.reason}",
-            *(f"server     {url}{external}" for url in given.server_urls if urlsplit(url).port),
+            *(f"server     {url}{external}" for url in assignment.server_urls if urlsplit(url).port),
             *(f"{name:<10} {text}" for name, text in self.facts),
         ]
         for spec in self.processes:
@@ -111,7 +111,7 @@ class ProcessPlan:
                 f"{spec.name}: {count(spec.num_processes, 'process')}, {count(spec.threads, 'CPU thread')} each, {where}",
                 f"  command  {shlex.join(spec.command)}",
                 *([f"  memory   {spec.memory}, estimated"] if spec.memory else []),
-                f"  log      {given.attempt_dir / spec.log_name}",
+                f"  log      {assignment.attempt_dir / spec.log_name}",
             ]
         if self.notes:
             lines += ["", *(f"note: {note}" for note in self.notes)]
@@ -127,8 +127,8 @@ def plan_dry(
     plans_memory: bool = False,
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
-    """Of a run that is not started: names of the right shape. Nothing is made or looked up; port 0 means one that is chosen at
-    the start. Of several machines the others need not be there, and what this one lacks, they are taken to have.
+    """Plan a run without starting it. Names are placeholders: nothing is made or looked up, and port 0 means one that is chosen
+    at the start. The other machines of a cluster need not be there; what this one lacks, they are taken to have.
 
     Args:
         node: None: node 0.
@@ -151,7 +151,7 @@ def plan_dry(
     assignment = Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.attempt("N"),
-        private=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
+        private_dir=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
         server_urls=tuple(url for host in hosts for url in own_urls(config, host, ports=ports)),
         resume_step=resume_step,
         node=node,
@@ -270,7 +270,7 @@ def _servers(
             environment={
                 **_environment(common, config.inference.threads, own),
                 # unix sockets between vLLM's processes: by default in a folder that everybody can list
-                **({"VLLM_RPC_BASE_PATH": str(assignment.private)} if engine.engine == "vllm" else {}),
+                **({"VLLM_RPC_BASE_PATH": str(assignment.private_dir)} if engine.engine == "vllm" else {}),
             },
             log_name="server.log" if is_alone else f"server_{index}.log",
             num_processes=1,
@@ -283,7 +283,7 @@ def _servers(
 
 
 def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] | None) -> dict[str, str]:
-    """Of one process: CPU threads, for every library that has a say, and the GPUs that it may see (None: as they are)."""
+    """Environment of one process: thread counts of OpenMP, MKL and OpenBLAS, and the GPUs that it may see (None: as they are)."""
     libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return {**common, **dict.fromkeys(libraries, str(threads)), **visible}
@@ -323,12 +323,12 @@ def _trainer(
         # without an address the host's name is looked up
         "--local-addr": node.own_address or "127.0.0.1",
         # without a folder it makes one in the temporary directory, and leaves it there
-        "--log-dir": assignment.private / "torchrun",
+        "--log-dir": assignment.private_dir / "torchrun",
     }
     if node.num_train == 1:
         options |= {
             "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": assignment.private / "rendezvous",
+            "--rdzv-endpoint": assignment.private_dir / "rendezvous",
             "--rdzv-conf": "store_type=file",
         }
         # torchrun would otherwise listen on every interface, for a store that the ranks do not use
@@ -358,7 +358,7 @@ def _trainer(
 
 
 def _nodes_facts(config: ExperimentConfig, engine: EngineChoice, machine: Machine, node: Node) -> Iterator[Fact]:
-    """Which machine does what; nothing where there is one. GPUs are counted on each, which is taken to have what it needs."""
+    """Which machine does what; empty on a single machine. GPUs are counted on each, which is taken to have what it needs."""
     if node.is_alone:
         return
     ranks, replicas = config.launch.num_trainer_ranks, config.inference.replicas

@@ -43,7 +43,7 @@ _FIXED = (
     "rollout.group_size",
     "rollout.groups_per_step",
 )
-_FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it runs: no word needed
+_FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it runs: no note is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.launcher.reaper import private_folder
-from grpo_async.launcher.signals import unwinding
+from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir
@@ -35,7 +35,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
         ConfigError: this machine has too few GPUs.
     """
     output = Output()
-    with unwinding(), private_folder() as private:
+    with exit_on_signals(), private_folder() as private:
         launch = config.launch.model_copy(update={"nodes": NodesSection(), "server_port": port, "colocate": False})
         config = config.model_copy(update={"launch": launch})
         run_dir = RunDir((config.run.dir / f"{config.run.name}.serve-{port}").absolute())
@@ -43,7 +43,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
         assignment = Assignment(
             run_dir=run_dir,
             attempt_dir=run_dir.new_attempt(),
-            private=private,
+            private_dir=private,
             server_urls=own_urls(config, config.inference.host),
             node=Node(num_train=0, num_infer=1),
         )

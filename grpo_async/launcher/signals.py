@@ -43,17 +43,17 @@ class Signals:
             self.arrived.set()
 
     def _take(self, number: signal.Signals) -> None:
-        is_the_same_stop = self.first is not None and not self._has_own  # it has reached another machine earlier
+        is_repeat = self.first is not None and not self._has_own  # another machine has passed it on already
         self._has_own = True
         self.first = self.first or number
-        if not is_the_same_stop:
+        if not is_repeat:
             self.arrived.set()
 
 
 @contextlib.contextmanager
-def unwinding() -> Iterator[None]:
-    """Until a loop takes the signals (`Signals.installed`): SIGTERM and SIGHUP raise SystemExit(143), so that what was made on the
-    way (the token's file, a temporary folder) is removed."""
+def exit_on_signals() -> Iterator[None]:
+    """Before the event loop handles signals (`Signals.installed`): SIGTERM and SIGHUP raise SystemExit(143), so that context
+    managers clean up (the token's file, a temporary folder)."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(143)

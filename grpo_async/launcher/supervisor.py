@@ -8,7 +8,7 @@
     machines    of several, this one leads (node 0): it begins when all are there; one that trains and is lost ends the run
 
 The first failure wins: what dies after it is a consequence and not reported. Afterward everything that was started,
-and everything that those started, is ended: SIGTERM with a grace, then SIGKILL.
+and everything that those started, is ended: SIGTERM with a grace period, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Cluster:
     """The other machines of a run, which are ready."""
 
     launchers: LauncherStore
-    members: Sequence[NodeInfo]
+    nodes: Sequence[NodeInfo]
 
 
 def supervise(
@@ -81,7 +81,7 @@ class Supervisor:
         self._local = LocalProcesses(config, plan, display, tell_trainer=partial(self._control.send, "server_event"))
         self._hub: NodeHub | None = None
         if cluster is not None:
-            self._hub = NodeHub(cluster.launchers, cluster.members, self._assignment, self._local)
+            self._hub = NodeHub(cluster.launchers, cluster.nodes, self._assignment, self._local)
         self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root)
         self._config_text = self._assignment.run_dir.config.read_text(encoding="utf-8")
         self._summary: Mapping[str, Any] | None = None
@@ -119,7 +119,7 @@ class Supervisor:
             await hub.wait_for_ends(_NODES_TIMEOUT_S)
             return self._failed(self._nodes_failure(hub))
         if local.liveness.failure is not None and local.is_training:
-            await self._end_trainer("a process of the trainer is frozen", saves=local.liveness.may_save)
+            await self._end_trainer("a process of the trainer is frozen", saves=local.liveness.can_save)
             return self._failed(local.liveness.failure)
         if local.server_failure is not None and not has_ended_well:
             # both at once: lost servers end the trainer, never the other way round

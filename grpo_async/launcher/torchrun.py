@@ -1,4 +1,4 @@
-"""torchrun, tied to the launcher's life, which it tells how its ranks ended.
+"""Runs torchrun. It exits with the launcher, and reports to it how its ranks ended.
 
 Run as `python -m grpo_async.launcher.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed. On several machines the agents and
 their ranks meet in the store that node 0's launcher has opened on one address (torchrun's own listens on all of a machine).

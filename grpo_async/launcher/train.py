@@ -32,7 +32,7 @@ from grpo_async.launcher.lifecycle import end_with_report, report_end, run_with_
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, plan_dry, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, lock, make_room, writing
 from grpo_async.launcher.reaper import private_folder
-from grpo_async.launcher.signals import unwinding
+from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.launcher.supervisor import Cluster, RunOutcome
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.addresses import own_urls
@@ -72,7 +72,7 @@ def launch(
     with output.reporting():
         node = _find_node(config, node_rank, master_addr, dry_run=dry_run)
         engine = SERVERS_ELSEWHERE
-        if node.serves:  # a dry run of several machines tells of them, not of this one
+        if node.serves:  # a dry run describes the whole cluster, not this machine
             engine = choose_engine(config, is_here=not dry_run or node.is_alone)
         config = _fill_dtypes_on_nodes(config, engine, node, dry_run=dry_run)
         notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
@@ -108,7 +108,7 @@ def _find_node(config: ExperimentConfig, node_rank: int | None, master_addr: str
 def _fill_dtypes_on_nodes(
     config: ExperimentConfig, engine: EngineChoice, node: Node, *, dry_run: bool
 ) -> ExperimentConfig:
-    """The same on every machine of a cluster, whichever of them has servers: they compare their configurations."""
+    """The config with its dtypes filled in. All machines of a cluster must get the same, because they compare configs."""
     gpus = machine_module.inspect().gpus
     if not node.is_alone:
         engine = choose_engine(config, is_here=False)
@@ -181,7 +181,7 @@ def lead_run(
         attempt = run_dir.new_attempt()
         if (job := os.environ.get("SLURM_JOB_ID")) is not None:  # for the job's script, should it be queued again
             write_atomically(job_note(attempt), f"{job}\n")
-    with unwinding(), ExitStack() as stack:
+    with exit_on_signals(), ExitStack() as stack:
         token = token_from_environment()  # that of running servers, which need not ask for one
         if not config.inference.urls or not node.is_alone:
             with writing(run_dir):
@@ -189,7 +189,7 @@ def lead_run(
         assignment = Assignment(
             run_dir=run_dir,
             attempt_dir=attempt,
-            private=stack.enter_context(private_folder()),
+            private_dir=stack.enter_context(private_folder()),
             resume_step=start.resume_step,
             resume_is_named=start.resume_is_named,
             purpose=purpose,
@@ -202,10 +202,10 @@ def lead_run(
             assert token is not None
             launchers = stack.enter_context(hosting(node, token))
             own = NodeInfo.of(config, node, engine)
-            members = gather(launchers, config, assignment, own, output.say)
-            cluster = Cluster(launchers=launchers, members=members)
-            urls = tuple(url for each in (own, *members) for url in each.urls)
-            if (serving := next((m for m in members if m.urls), None)) is not None and engine is SERVERS_ELSEWHERE:
+            nodes = gather(launchers, config, assignment, own, output.say)
+            cluster = Cluster(launchers=launchers, nodes=nodes)
+            urls = tuple(url for each in (own, *nodes) for url in each.urls)
+            if (serving := next((n for n in nodes if n.urls), None)) is not None and engine is SERVERS_ELSEWHERE:
                 engine = EngineChoice(engine=serving.engine, reason=f"as on {serving.name}", on_gpu=serving.on_gpu)
         plan = plan_processes(
             config,

@@ -1,4 +1,4 @@
-"""Which address and which network interface of this machine something goes over. Sends nothing; imports no torch."""
+"""Chooses addresses and network interfaces of this machine. Sends nothing; imports no torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
 
 
 def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:
-    """Of the servers that a machine starts, one for each of `inference.replicas`; empty when others run them.
+    """URLs of the servers that a machine starts, one for each of `inference.replicas`; empty when others run them.
 
     Args:
         host: address of the machine that the trainer reaches.

@@ -21,11 +21,11 @@ class _Record(BaseModel):
 
 
 class Node(_Record):
-    """One machine of a run. With one machine nothing but the defaults."""
+    """A node: one machine of a run. A run on one machine has the defaults."""
 
     rank: int = 0
     num_train: int = 1
-    """Those that train are the first ones. 0: of a machine whose servers are for a run that others start."""
+    """Nodes that train; they come first. 0: this machine only has servers, for a run that others start."""
     num_infer: int = 0
     address: str = ""
     """Node 0's: the store in which launchers and ranks meet listens there, at `port`."""
@@ -62,7 +62,7 @@ class Assignment(_Record):
     run_dir: RunDir
     attempt_dir: Path
     """Folder of this attempt's logs."""
-    private: Path
+    private_dir: Path
     """A folder that only this user can enter, of this machine: sockets, the files through which ranks meet, and trainer and
     servers for weights. The launcher removes it."""
     server_urls: tuple[str, ...] = ()
@@ -78,24 +78,24 @@ class Assignment(_Record):
     """preflight: make the checks, report them and end (exit code 0 when none failed, else 1); evaluation: `grpo-async eval`."""
     node: Node = Node()
     rank: int = 0
-    """Of this process among `world_size`, over all machines; torchrun sets it, like the other two."""
+    """Rank of this process among `world_size`, over all machines; torchrun sets it, like the other two."""
     local_rank: int = 0
     world_size: int = 1
 
     @property
     def control_socket(self) -> Path:
-        """Of the launcher, for rank 0 (processes.control)."""
-        return self.private / "control"
+        """Socket of the launcher, for rank 0 (processes.control)."""
+        return self.private_dir / "control"
 
     @property
     def heartbeat_socket(self) -> Path:
-        """Of the launcher (launcher.liveness)."""
-        return self.private / "heartbeat"
+        """Socket of the launcher for heartbeats (launcher.liveness)."""
+        return self.private_dir / "heartbeat"
 
     @property
     def store(self) -> Path | None:
         """The file through which the ranks meet; None: in the store of node 0 (ranks on several machines)."""
-        return self.private / "store" if self.node.num_train == 1 else None
+        return self.private_dir / "store" if self.node.num_train == 1 else None
 
     @classmethod
     def from_environment(cls) -> Assignment:

@@ -27,7 +27,7 @@ _MAX_CHARS = 1000
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
     """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log and sent to the
-    launcher. Only rank 0 has a line to the launcher.
+    launcher. Only rank 0 has a connection to the launcher.
 
     It ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be awaited
     in a collective that it will never join, and libraries that are torn down under their own threads abort.
@@ -60,7 +60,8 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
 
 
 class WarningForwarder(logging.Handler):
-    """Hands on what this package warns of, for nobody reads a log while a run goes well. Of one line of code once a minute.
+    """Forwards this package's warnings to the launcher, since nobody reads a log while a run goes well; at most once a minute per
+    source line.
 
     Args:
         tell: gets the text, without a traceback; from any thread; must be quick.

@@ -1,10 +1,9 @@
 """What the processes of the trainer tell the launcher from outside of their work: that they live, and how they fail. No torch.
 
-Heartbeats   of each process, every second (launcher.liveness judges them). A thread sends them, and a thread gets the interpreter
-             every few milliseconds whatever else computes: so they are missing of a process that is stopped, or of which one
-             thread holds the interpreter (a regular expression that backtracks, C code that never comes back), and of no other.
-             When the launcher sends STACKS_SIGNAL, the stacks of all threads are written by a signal handler in C, which needs
-             no interpreter.
+Heartbeats   of each process, every second (launcher.liveness judges them). A thread sends them, and a thread gets the GIL every
+             few milliseconds whatever else computes. So they stop only when the process is stopped, or when one of its threads
+             holds the GIL (a regular expression that backtracks, C code that never comes back). When the launcher sends
+             STACKS_SIGNAL, a signal handler in C writes the stacks of all threads, which needs no GIL.
 Failures     A rank that raises reports a RankFailure; torchrun's agent reports a RankExit for each rank that failed. A rank that
              raises takes the others with it, because their collectives break: so the earliest failure is the cause. But a rank
              that was killed reports nothing, and then the failures of the others are consequences.
@@ -49,7 +48,7 @@ def stacks_file(heartbeat: Path, pid: int) -> Path:
 
 
 class Heartbeat:
-    """Of this process, from construction on.
+    """Heartbeat of this process, from construction on.
 
     Args:
         name: of the process, for the user ("trainer rank 0").

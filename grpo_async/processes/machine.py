@@ -22,7 +22,7 @@ _DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that may be given away."""
+    """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that the run may use."""
 
     num_cpus: int = 1
     gpus: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def query_gpus(*fields: str, timeout_s: float = _QUESTION_TIMEOUT_S) -> list[lis
     if done.returncode != 0:
         said = (done.stdout + done.stderr).strip()[-300:] or "no message"
         raise RunError(
-            f"nvidia-smi failed: {said}; if the driver and the kernel module do not fit, reinstall the driver"
+            f"nvidia-smi failed: {said}; if the driver and the kernel module do not match, reinstall the driver"
         )
     return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
@@ -137,5 +137,5 @@ def _run(*command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{command[0]} timed out after {timeout_s:g} s: the driver of the GPUs hangs; restart the machine, or run without "
-            "GPUs: set CUDA_VISIBLE_DEVICES to an empty text"
+            "GPUs: set CUDA_VISIBLE_DEVICES to an empty string"
         ) from error

@@ -4,7 +4,7 @@ Meant for `run_in: process`: math-verify limits its time with signals, which wor
 In a thread it runs without that limit, and only the reward's own `timeout_s` holds.
 
 A guard keeps expressions from sympy that would keep it busy forever: `\boxed{9^{9^{9^{9}}}}`, `99999999!`, a set of 3000. Such a
-power is one C call: it holds the interpreter, so that no time limit inside the process ends it, and a policy needs one sample of
+power is one C call: it holds the GIL, so that no time limit inside the process ends it, and a policy needs one sample of
 it. What the guard refuses is compared as text only. Sizes are estimated in decimal digits:
 digits(b^e) = log10(b) x |e|; 9^9^9: 0.95 x 387420489, refused; 2^2^3: 0.3 x 8 = 2.4.
 """

@@ -43,7 +43,7 @@ def _check_pattern(arguments: Mapping[str, Any]) -> None:
 def regex_match(completions: Sequence[Any], *, pattern: str, **_: Any) -> list[float | None]:
     """1.0 if the regular expression `pattern` is found anywhere in the text (`re.search`; `.` does not match newlines).
 
-    A pattern that backtracks without end holds the interpreter: use `run_in: process` for intricate ones.
+    A pattern that backtracks without end holds the GIL: use `run_in: process` for intricate ones.
     """
     compiled = re.compile(pattern)
     return [float(compiled.search(final_text(completion)) is not None) for completion in completions]

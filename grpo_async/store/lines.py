@@ -5,7 +5,7 @@
 Example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 1.0] of the trained tokens: the line has
 "entropies": [0.5, 0.25, null, 1.0].
 
-Runs in the thread of the store, in parallel with training: each rollout is made into text by itself, so the interpreter's lock is
+Runs in the thread of the store, in parallel with training: each rollout is made into text by itself, so the GIL is
 never held for longer than one takes, and numbers with a fraction go as float32 arrays, whose text is half as long as that of
 Python's floats.
 Whatever JSON cannot hold (half a surrogate pair, integers above 64 bits, a user's own type) becomes text; NaN becomes null.

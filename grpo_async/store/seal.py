@@ -2,7 +2,7 @@
 
     rollout_store.Sealer --names of blocks--> python -m grpo_async.store.seal PARENT_PID FOLDER MAX_BYTES
 
-A process of its own, at the lowest priority: neither the interpreter's lock nor the caches of the training process are touched.
+A process of its own, at the lowest priority: neither the GIL nor the caches of the training process are touched.
 The lines are removed last, after the Parquet file is on the disk under its name and has been counted. What cannot be sealed stays
 as it is, and can be read as well; a line on stderr says so. The newest block is never deleted.
 """

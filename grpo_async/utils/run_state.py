@@ -20,7 +20,7 @@ RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 """What stands in status.json; stopped: by a signal, after a checkpoint."""
 
 KILLED, SILENT = "killed", "silent"
-"""The file says running, and that cannot be: its launcher is gone without a word; or it is on another machine and has written
+"""The file says running, and that cannot be: its launcher no longer runs; or it is on another machine and has written
 nothing for SILENT_S."""
 
 UNFINISHED = "unfinished"
@@ -67,4 +67,4 @@ def state_of(
     if type(pid) is int and 0 < pid < 2**31 and started_at is not None and is_running(pid, started_at):
         return RunState(state=RUNNING)
     when = "" if age is None else f", {age} ago or less"
-    return RunState(state=KILLED, why=f"its launcher (pid {pid}) is gone without a word: it was killed{when}")
+    return RunState(state=KILLED, why=f"its launcher (pid {pid}) is no longer running: it was killed{when}")

@@ -296,7 +296,7 @@ def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> No
         ('run: {dir: "a\\ud800"}', "run.dir: contains '\\ud800'"),
         ('run: {"a\\0b": 1}', "a\\x00b"),
         ("run: {dir: ~nobody-of-this-name/x}", "run.dir: there is no home"),
-        ('extends: "a\\0b"', "extends: holds"),
+        ('extends: "a\\0b"', "extends: contains"),
         (f"extends: {'x' * 300}", "File name too long"),
         ("tool_calling: {max_result_chars: !!bool yes}", "tool_calling.max_result_chars: the tag"),
         ("inference: {urls: ['http://[']}", "inference.urls.0: 'http://['"),

@@ -169,7 +169,11 @@ def test_the_plan_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         inference={"engine": "vllm", "replicas": 2, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
     )
     node = Node(rank=rank, num_train=2, num_infer=2, address="10.0.0.1", port=555, own_address=f"10.0.0.{rank + 1}")
-    folders = {"run_dir": RunDir(Path("/runs/x")), "attempt_dir": Path("/runs/x/logs/a"), "private": Path("/private")}
+    folders = {
+        "run_dir": RunDir(Path("/runs/x")),
+        "attempt_dir": Path("/runs/x/logs/a"),
+        "private_dir": Path("/private"),
+    }
     plan = plan_processes(
         config,
         engine=EngineChoice(engine="vllm", reason="test", on_gpu=True) if rank != 1 else SERVERS_ELSEWHERE,
@@ -225,7 +229,7 @@ class _Run:
         stack.enter_context(self.run_dir.new_token(TOKEN))
         self.node = node = Node(num_train=count, address="127.0.0.1", port=free_port(), own_address="127.0.0.1")
         self.assignment = Assignment(
-            run_dir=self.run_dir, attempt_dir=self.run_dir.new_attempt(), private=Path("/private"), node=node
+            run_dir=self.run_dir, attempt_dir=self.run_dir.new_attempt(), private_dir=Path("/private"), node=node
         )
         self.launchers = stack.enter_context(hosting(node, TOKEN))
         self.notes: list[str] = []
@@ -248,7 +252,7 @@ def test_machines_join_in_any_order_start_with_node_0_and_hear_its_messages_and_
         run = _Run(_config(tmp_path, train=3, server_port=4711), stack)
         joining = [in_thread(partial(run.join, rank), name="join") for rank in (2, 1)]
         found = run.gather()
-        assert [(member.rank, member.urls) for member in found] == [
+        assert [(node.rank, node.urls) for node in found] == [
             (1, ("http://127.0.0.1:4711",)),
             (2, ("http://127.0.0.1:4711",)),
         ]
@@ -340,7 +344,7 @@ def test_what_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Path) -> 
         run = _Run(_config(tmp_path), stack)
         store = TCPStore("127.0.0.1", run.node.port, is_master=False, wait_for_workers=False)
         stranger = LauncherStore(store, "guessed", rank=1, count=2)
-        stranger.post(0, "ready", member={"rank": 1, "host": "evil", "urls": ["http://evil:1"]})
+        stranger.post(0, "ready", node={"rank": 1, "host": "evil", "urls": ["http://evil:1"]})
         stranger.exchange()
         with pytest.raises(ForgedError, match="not signed with the token of this run"):
             run.gather()

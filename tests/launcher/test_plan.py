@@ -42,7 +42,7 @@ def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) 
         assignment=Assignment(
             run_dir=run_dir,
             attempt_dir=run_dir.logs / "attempt_3",
-            private=Path("/private"),
+            private_dir=Path("/private"),
             server_urls=own_urls(config, config.inference.host, ports=ports),
             **given,
         ),
@@ -77,7 +77,7 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
     assert given == Assignment(
         run_dir=RunDir(Path("/runs/x")),
         attempt_dir=Path("/runs/x/logs/attempt_3"),
-        private=Path("/private"),
+        private_dir=Path("/private"),
         server_urls=("http://127.0.0.1:4711",),
         resume_step=40,
         rank=1,

@@ -199,7 +199,7 @@ def _spawned(news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_
     )
     config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
     assignment = Assignment(
-        run_dir=RunDir(folder), attempt_dir=folder, private=folder, node=Node(num_train=0, num_infer=1)
+        run_dir=RunDir(folder), attempt_dir=folder, private_dir=folder, node=Node(num_train=0, num_infer=1)
     )
     plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None)
     display: Any = news

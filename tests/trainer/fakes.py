@@ -112,7 +112,7 @@ def make_leader(
     sync = sync or FakeSync()
     log: Any = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
     return Leader(
-        Assignment(run_dir=RunDir(here), attempt_dir=here, private=here),
+        Assignment(run_dir=RunDir(here), attempt_dir=here, private_dir=here),
         ControlClient(None),
         context,
         fleet=sync.fleet,

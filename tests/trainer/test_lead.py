@@ -195,7 +195,7 @@ def _lead(
     run_dir = RunDir(config.run_path)
     run_dir.create()
     place = Assignment(
-        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private=run_dir.root, server_urls=(url,), resume_step=resume_step,
+        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=(url,), resume_step=resume_step,
         purpose=purpose,
     )  # fmt: skip
     told: list[str] = []

@@ -43,7 +43,9 @@ def _place(config: ExperimentConfig, folder: Path) -> Assignment:
     run_dir.create()
     # a path that no test before had: the store of one before, which is collected late, would remove the file of this one
     private = Path(tempfile.mkdtemp(dir=folder))
-    return Assignment(run_dir=run_dir, attempt_dir=run_dir.latest_logs, private=private, server_urls=("http://server",))
+    return Assignment(
+        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=private, server_urls=("http://server",)
+    )
 
 
 def _run(config: ExperimentConfig, folder: Path) -> None:

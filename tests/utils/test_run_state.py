@@ -31,7 +31,7 @@ def test_a_launcher_of_this_machine_is_looked_for_however_old_its_file_is() -> N
     assert state_of(_status(), now=NOW + 1e6).state == "running"
     assert state_of(_status(pid_started_at=psutil.Process().create_time() - 60), now=NOW).state == "killed"
     assert state_of(_status(pid=2**22 + 1), now=NOW + 90).why == (
-        f"its launcher (pid {2**22 + 1}) is gone without a word: it was killed, 1:30 ago or less"
+        f"its launcher (pid {2**22 + 1}) is no longer running: it was killed, 1:30 ago or less"
     )
 
 
