@@ -143,7 +143,7 @@ def _make_step(
     def chunked() -> torch.Tensor | None:
         by_token = not options.any_loss
         return chunked_logprobs(
-            hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=loss_of, is_by_token=by_token
+            hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=loss_of, is_per_token=by_token
         ).objective
 
     def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -4,8 +4,8 @@
     after_step        never waits: collects one that has ended, starts the one that is due
     after_training    waits for the one that runs, then for the last, on the final policy
 
-They run on the rollout thread and the servers of training, with a separate bound (`evaluation.max_in_flight`): the servers'
-slots are shared out by the order in which requests arrive. One runs at a time: what is due meanwhile is left out, and said.
+They run on the rollout thread and the servers of training, with a separate bound (`evaluation.max_in_flight`): servers
+take requests in the order in which they arrive. One runs at a time: one that is due meanwhile is skipped, with a warning.
 Results are shown at once (display), stand in evaluations.jsonl, and in the metrics of the step that finds them done as `eval/...`,
 `eval/step` being the step at whose end the evaluation began. Rollouts stand in evaluations/step_N/.
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import GrpoAsyncError
+from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
 from grpo_async.rollout.source import RolloutSource
@@ -44,6 +44,7 @@ class Listeners:
     tell: (EvaluationRecord.label, metrics), for the display.
     track: (step, metrics) of a result that no step reports anymore.
     phase: what rank 0 does.
+    warn: what the user should know.
     heartbeat: called now and then.
     on_change: called when the servers have changed.
     """
@@ -51,6 +52,7 @@ class Listeners:
     tell: Callable[[str, Mapping[str, float]], None]
     track: Callable[[int, Mapping[str, float]], None]
     phase: Callable[[str], None]
+    warn: Callable[[str], None]
     heartbeat: Callable[[], None]
     on_change: Callable[[], None]
 
@@ -102,7 +104,7 @@ class RunEvaluations:
         self._completions: list[Mapping[str, str | float | None]] = []
         self._num_skipped = 0
         self._num_failed = 0
-        self.owes_the_last = False
+        self.is_final_missing = False
         """Whether a stop broke off the evaluation after training; a resume makes it."""
         if evaluator is not None:
             for step in run_dir.evaluation_steps():  # those after `start` will be made again
@@ -238,7 +240,7 @@ class RunEvaluations:
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
     def _skip(self, step: int, why: str) -> None:
-        logger.warning("the evaluation of step %d is left out: %s", step, why)
+        logger.warning("the evaluation of step %d is skipped: %s", step, why)
         self._add(EvaluationRecord(step=step, when="during", skipped=why))
         self._num_skipped += 1
         self._unreported["eval/num_skipped"] = float(self._num_skipped)
@@ -280,8 +282,8 @@ class RunEvaluations:
 
     def _fail(self, running: _Running, error: Exception) -> None:
         logger.exception("the evaluation of step %d failed", running.step, exc_info=error)
-        message = str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"
-        self._listeners.phase(f"the evaluation of step {running.step} failed: {message}")
+        message = message_of(error)
+        self._listeners.warn(f"the evaluation of step {running.step} failed: {message}")
         self._add(EvaluationRecord(step=running.step, when=running.when, error=message))
         self._release(running)
         self._num_failed += 1
@@ -292,8 +294,8 @@ class RunEvaluations:
         if result is None:
             self._release(running)
             if running.when == "after":
-                self.owes_the_last = True
-                self._listeners.phase("stopped during the evaluation after training; --resume makes it")
+                self.is_final_missing = True
+                self._listeners.warn("stopped during the evaluation after training; --resume makes it")
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})

@@ -80,10 +80,10 @@ class RewardFunction:
         if run_in == "process" or loads:
             if reference is None:
                 raise TypeError("run_in='process' needs `reference`: workers import the function by its name")
-            nothing = RewardRequest(
+            empty = RewardRequest(
                 name=self.name, prompts=(), completions=(), completion_ids=(), arguments=self._arguments
             )
-            self._pool = WorkerPool(f"reward-{self.name}", reference, first=nothing if loads else None)
+            self._pool = WorkerPool(f"reward-{self.name}", reference, first=empty if loads else None)
 
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r}, weight={self.weight})"

@@ -36,7 +36,6 @@ Result = TypeVar("Result")
 class Components:
     """What the configuration names, imported and checked."""
 
-    config: ExperimentConfig
     tools: Sequence[Tool]
     environments: Environments | None
     function: Callable[..., Any] | None
@@ -68,8 +67,8 @@ class Components:
         found: list[str] = []
         if self.environments is not None:
             found += self.environments.notes
-        for tool, section in zip(self.tools, self.config.tools, strict=True):
-            found += startup_notes(tool.function, section.arguments)
+        for tool in self.tools:
+            found += startup_notes(tool.function, tool.fixed)
         if self.agent is not None:
             found += self.agent.agent.notes()
         return list(dict.fromkeys(found))
@@ -195,7 +194,7 @@ def load_components(config: ExperimentConfig) -> Components:
         if environments is not None:
             asyncio.run(environments.aclose())
         raise ConfigError("\n".join(problems))
-    return Components(config=config, tools=tools, environments=environments, function=function, agent=agent)
+    return Components(tools=tools, environments=environments, function=function, agent=agent)
 
 
 def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:

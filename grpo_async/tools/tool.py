@@ -76,7 +76,7 @@ class Tool:
         self.lock = lock
         self._spec = spec
         self._caller = caller
-        self._fixed = dict(fixed or {})
+        self.fixed = dict(fixed or {})
         self._warn = warn or WarnOnce(logger)
 
     @classmethod
@@ -109,7 +109,7 @@ class Tool:
         """
         checked = check_arguments(self._spec.arguments, self._spec.parameters, arguments)
         try:
-            return await self._caller.run(UserCall(self.function, {**checked, **self._fixed}, as_text))
+            return await self._caller.run(UserCall(self.function, {**checked, **self.fixed}, as_text))
         except CallError as error:
             origin = error.origin
             raised = Raised(origin)

@@ -30,7 +30,7 @@ from grpo_async.training.reference import (
     check_vocabulary,
 )
 
-_MARGIN_S = 60.0
+_COMMAND_MARGIN_S = 60.0
 
 
 def join_process_group(assignment: Assignment, config: ExperimentConfig) -> None:
@@ -84,7 +84,7 @@ def build_context(
             config.rollout.agent.timeout_s if config.rollout.agent else 0.0,
             config.weights.drain_timeout_s,
             config.weights.timeout_s,
-            _MARGIN_S,
+            _COMMAND_MARGIN_S,
         )
     )
     return TrainerContext(

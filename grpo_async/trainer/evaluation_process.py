@@ -36,7 +36,7 @@ def evaluate_served(assignment: Assignment, config: ExperimentConfig, control: C
             RolloutStore(assignment.run_dir.rollouts, settings=all_groups(config.record.rollouts))
         )
         control.send("phase", name="waiting for the server")
-        _take_servers(config, fleet, control)
+        _serve_what_is_loaded(config, fleet, control)
         fleet.start()
         is_ready = fleet.wait_for_members(deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested)
         result = _run(config, control, fleet, store, stack) if is_ready else None
@@ -47,7 +47,7 @@ def evaluate_served(assignment: Assignment, config: ExperimentConfig, control: C
         control.send("summary", summary=result)
 
 
-def _take_servers(config: ExperimentConfig, fleet: Fleet, control: ControlClient) -> None:
+def _serve_what_is_loaded(config: ExperimentConfig, fleet: Fleet, control: ControlClient) -> None:
     """A server that is up serves what it has loaded at its start: also one that was restarted."""
     from grpo_async.trainer.weight_sync import check_server
 

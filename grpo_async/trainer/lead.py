@@ -127,6 +127,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
                 tell=lambda when, metrics: control.send("evaluation", when=when, metrics=dict(metrics)),
                 track=lambda step, metrics: trackers.log(step, metrics),
                 phase=lambda name: control.send("phase", name=name),
+                warn=lambda text: control.send("warning", text=text),
                 heartbeat=lambda: leader.heartbeat(),
                 on_change=lambda: leader.push_if_needed(),
             ),
@@ -710,7 +711,7 @@ class Leader:
         run_dir, memory, ledger = self._assignment.run_dir, self._memory_summary(), self._source.ledger_snapshot()
         has_model = self._is_complete
         summary = {
-            "status": FINISHED if has_model and not self._evaluations.owes_the_last else STOPPED,
+            "status": FINISHED if has_model and not self._evaluations.is_final_missing else STOPPED,
             "steps": steps,
             "model": str(run_dir.model) if has_model else None,
             "num_devices": self._assignment.world_size,

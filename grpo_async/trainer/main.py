@@ -44,7 +44,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.trainer.context import build_context, join_process_group
     from grpo_async.trainer.lead import lead_ranks
-    from grpo_async.training.checkpoint import find_whole
+    from grpo_async.training.checkpoint import find_undamaged
     from grpo_async.training.ranks import follow
 
     timeline.add("importing", "run", began, time.time())
@@ -57,7 +57,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     try:
         if assignment.resume_step is not None:
             with timeline.span("checking the checkpoint", "run"):
-                step, notes = find_whole(
+                step, notes = find_undamaged(
                     assignment.run_dir, assignment.resume_step, is_named=assignment.resume_is_named
                 )
             for note in notes:

@@ -98,7 +98,7 @@ class FleetSync:
             except WeightPushError:
                 self._transport.close()
                 raise
-            self._served(members, version)
+            self._mark_served(members, version)
             return metrics
         logger.warning("no inference server is up: version %d will be pushed when one is", version)
         return None
@@ -137,7 +137,7 @@ class FleetSync:
         )
         return metrics
 
-    def _served(self, members: Sequence[Server], version: int) -> None:
+    def _mark_served(self, members: Sequence[Server], version: int) -> None:
         every = self._config.weights.verify_every_pushes
         joined = [server for server in members if server.state is not ServerState.SERVING]
         is_first = self._num_pushes == 0  # the preflight compares then

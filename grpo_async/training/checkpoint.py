@@ -69,7 +69,7 @@ from grpo_async.training.checkpoint_manifest import (
 from grpo_async.training.model import Policy
 from grpo_async.utils.files import put_in_place, sync
 
-_MARGIN_S = 30.0
+_WRITE_MARGIN_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def load_state(run_dir: RunDir, step: int) -> CheckpointState:
         raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
 
 
-def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list[str]]:
+def find_undamaged(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list[str]]:
     """The step to resume from, `step` or the newest before it whose files of tensors have their checksums, and a sentence about
     each one that was damaged and set aside. A collective: each rank reads its part of the files (`holds_tensors`).
 
@@ -154,11 +154,11 @@ def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list
         if rank == 0:
             set_aside(run_dir.checkpoint(step), "broken")
         dist.broadcast_object_list(earlier, src=0)  # one answer, whatever a rank's machine sees of a shared disk
-        said = damaged(step, problem)
+        message = damaged(step, problem)
         if earlier[0] is None:
-            raise CheckpointError(f"{said}; there is no earlier one: start over with --clean")
+            raise CheckpointError(f"{message}; there is no earlier one: start over with --clean")
         step = earlier[0]
-        notes.append(f"{said}; resuming from step {step}")
+        notes.append(f"{message}; resuming from step {step}")
 
 
 def model_state(policy: Policy, options: StateDictOptions = TRAINED) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class CheckpointWriter:
     @property
     def longest_s(self) -> float:
         """How long one write may take."""
-        return 2 * self._timeout_s + _MARGIN_S
+        return 2 * self._timeout_s + _WRITE_MARGIN_S
 
     def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         """Rank 0, before the others begin: wait for the last one and remove what a crash left half-written.

@@ -4,7 +4,7 @@ written last. One that is not to be taken for a whole one is set aside.
     {"format": 4, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
 The files of tensors are large, so no process reads those of all ranks: the launcher compares sizes and the checksums of the other
-files, and each rank the checksums of its part before anything is loaded (checkpoint.find_whole). Loads no torch.
+files, and each rank the checksums of its part before anything is loaded (checkpoint.find_undamaged). Loads no torch.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def chunked_logprobs(
     chunk_tokens: int,
     transform: LogitTransform = _IDENTITY,
     objective: TokenObjective | None = None,
-    is_by_token: bool = True,
+    is_per_token: bool = True,
     in_float32: bool = False,
     loss_scale: float = 1.0,
 ) -> TokenLogprobs:
@@ -90,7 +90,7 @@ def chunked_logprobs(
         head: maps (n, H) to (n, vocab); see `is_plain_linear`.
         chunk_tokens: logits are computed for this many tokens at a time.
         objective: is computed, with the gradients of hidden states and head, in the forward pass, and allows one backward pass.
-        is_by_token: the objective is a sum over tokens, and is asked for the tokens of one chunk after the other. Else it is asked
+        is_per_token: the objective is a sum over tokens, and is asked for the tokens of one chunk after the other. Else it is asked
             for all at once.
         in_float32: a head of 16 bits gives logits of 32: its products, exact in float32, are added up there. Gradients
             are products in its own dtype.
@@ -107,7 +107,7 @@ def chunked_logprobs(
         with torch.no_grad():
             logprobs, entropy, *_ = _first_pass(logits, target_ids, chunks)
         return TokenLogprobs(logprobs, entropy)
-    groups = [[rows] for rows in chunks] if is_by_token else [chunks]
+    groups = [[rows] for rows in chunks] if is_per_token else [chunks]
     found = _Objective.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, target_ids, logits, transform, groups, objective, loss_scale
     )

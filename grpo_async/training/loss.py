@@ -364,16 +364,16 @@ class Objective:
         return isinstance(self.section, GspoLoss) if correction is None else correction.level == "sequence"
 
     @property
-    def is_sum_over_tokens(self) -> bool:
+    def is_per_token(self) -> bool:
         """Whether what a token adds depends on no other token of the micro-batch."""
         section = self.section
-        is_by_token = section.correction is None or section.correction.level == "token"
-        return is_by_token and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
+        has_token_weights = section.correction is None or section.correction.level == "token"
+        return has_token_weights and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
 
     def of_tokens(
         self, batch: MicroBatch, *, ref_logprobs: torch.Tensor | None = None, old: torch.Tensor | None = None
     ) -> TokenObjective:
-        """What some of the trained tokens of `batch` add; all of them unless `is_sum_over_tokens`. For `Policy.forward`.
+        """What some of the trained tokens of `batch` add; all of them unless `is_per_token`. For `Policy.forward`.
 
         Args:
             ref_logprobs, old: as those of the call.

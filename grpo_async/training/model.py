@@ -104,14 +104,14 @@ class Policy(nn.Module):
         *,
         temperature: float | None = None,
         objective: TokenObjective | None = None,
-        is_by_token: bool = True,
+        is_per_token: bool = True,
         loss_scale: float = 1.0,
     ) -> PolicyOutput:
         """Log-probabilities and entropies of the trained tokens.
 
         Args:
             temperature: of the distribution; None = that of the run.
-            objective, is_by_token: see `chunked_logprobs`.
+            objective, is_per_token: see `chunked_logprobs`.
             loss_scale: by which the loss is multiplied before its backward pass.
 
         Raises:
@@ -134,7 +134,7 @@ class Policy(nn.Module):
             chunk_tokens=self._chunk_tokens,
             transform=self._transform,
             objective=objective,
-            is_by_token=is_by_token,
+            is_per_token=is_per_token,
             in_float32=self._head_in_float32,
             loss_scale=loss_scale,
         )

@@ -114,7 +114,7 @@ def train_step(
                     output: PolicyOutput = policy(
                         batch,
                         objective=objective.of_tokens(batch, ref_logprobs=ref_logprobs, old=old),
-                        is_by_token=objective.is_sum_over_tokens,
+                        is_per_token=objective.is_per_token,
                         loss_scale=loss_scale,
                     )
                 with timeline.span("backward", "trainer", micro_batch=number):

@@ -70,7 +70,7 @@ class _Run:
         self.source: Any = _Source()
         self.heard: list[tuple[str, Mapping[str, float]]] = []
         self.tracked: list[tuple[int, Mapping[str, float]]] = []
-        self.phases: list[str] = []
+        self.warnings: list[str] = []
         evaluator: Any = SimpleNamespace(num_tokens=7, run=lambda task: task, majority_baseline=0.1)
         self.evaluations = RunEvaluations(
             self.config,
@@ -81,7 +81,8 @@ class _Run:
             listeners=Listeners(
                 tell=lambda when, metrics: self.heard.append((when, metrics)),
                 track=lambda step, metrics: self.tracked.append((step, metrics)),
-                phase=self.phases.append,
+                phase=lambda name: None,
+                warn=self.warnings.append,
                 heartbeat=lambda: None,
                 on_change=lambda: None,
             ),
@@ -134,7 +135,7 @@ def test_what_is_due_while_one_runs_is_left_out_and_said(tmp_path: Path, caplog:
     run.after(2)
     metrics = run.after(4)
     assert metrics == {"eval/num_skipped": 1.0}
-    assert "the evaluation of step 4 is left out: the evaluation of step 2 was still running" in caplog.text
+    assert "the evaluation of step 4 is skipped: the evaluation of step 2 was still running" in caplog.text
     run.source.end()
     run.after(5)
     assert run.source.begun == [(2, 10)]
@@ -161,7 +162,7 @@ def test_a_failure_beside_training_is_recorded_and_training_goes_on(tmp_path: Pa
     run.after(2)
     run.source.end(RunError("3 of 8 rollouts failed"))
     assert run.after(3) == {"eval/num_errors": 1.0}
-    assert run.phases == ["the evaluation of step 2 failed: 3 of 8 rollouts failed"]
+    assert run.warnings == ["the evaluation of step 2 failed: 3 of 8 rollouts failed"]
     assert [record.error for record in run.evaluations.records] == ["3 of 8 rollouts failed"]
     run.after(4)
     assert run.source.begun[-1][0] == 4

@@ -143,7 +143,7 @@ def save_a_reference_that_moves(model: str, run: str) -> dict[str, Any]:
     return {"first": found[0], "again": found[1], "is_synced": all(is_synced)}
 
 
-def find_whole_steps(model: str, run: str) -> dict[str, Any]:
+def find_undamaged_steps(model: str, run: str) -> dict[str, Any]:
     """Checkpoints of steps 1 to 3, a bit of the last rank's tensors flipped in those of 2 and 3: where each way to resume goes
     on."""
     policy, optimizer = build(model)
@@ -160,12 +160,12 @@ def find_whole_steps(model: str, run: str) -> dict[str, Any]:
     dist.barrier()
     found: dict[str, Any] = {}
     try:
-        checkpoint.find_whole(run_dir, 3, is_named=True)
+        checkpoint.find_undamaged(run_dir, 3, is_named=True)
     except CheckpointError as error:
         found["named"] = str(error)
     found["untouched"] = run_dir.checkpoint_steps()
-    found["step"], found["notes"] = checkpoint.find_whole(run_dir, 3, is_named=False)
-    found["again"] = checkpoint.find_whole(run_dir, 1, is_named=True)[0]
+    found["step"], found["notes"] = checkpoint.find_undamaged(run_dir, 3, is_named=False)
+    found["again"] = checkpoint.find_undamaged(run_dir, 1, is_named=True)[0]
     dist.barrier()
     found["left"] = sorted(path.name for path in run_dir.checkpoints.iterdir())
     found["steps"] = _gathered([float(found["step"])])
@@ -174,7 +174,7 @@ def find_whole_steps(model: str, run: str) -> dict[str, Any]:
         (run_dir.checkpoint(1) / "__0_0.distcp").unlink()
     dist.barrier()
     try:
-        checkpoint.find_whole(run_dir, 1, is_named=False)
+        checkpoint.find_undamaged(run_dir, 1, is_named=False)
     except CheckpointError as error:
         found["none"] = str(error)
     return found

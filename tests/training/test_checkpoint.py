@@ -83,7 +83,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_i
 
 @pytest.mark.slow
 def test_ranks_find_a_flipped_bit_and_go_on_from_the_checkpoint_before_it(tiny_model: Path, tmp_path: Path) -> None:
-    found = run_on_ranks("find_whole_steps", 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    found = run_on_ranks("find_undamaged_steps", 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
     assert found["untouched"] == [1, 2, 3]
     for part in ("--resume 3: ", "__1_0.distcp is damaged: its checksum", "--resume latest"):
         assert part in found["named"]

@@ -116,12 +116,12 @@ class _Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("frozen", ["nothing", "hidden", "head"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("is_by_token", [True, False])
+@pytest.mark.parametrize("is_per_token", [True, False])
 @pytest.mark.parametrize(
     ("chunk_tokens", "dtype"), [(1, torch.float64), (3, torch.float64), (100, torch.float64), (3, torch.bfloat16)]
 )
 def test_values_and_gradients_are_those_of_full_logits(
-    chunk_tokens: int, dtype: torch.dtype, is_by_token: bool, transform: LogitTransform, frozen: str
+    chunk_tokens: int, dtype: torch.dtype, is_per_token: bool, transform: LogitTransform, frozen: str
 ) -> None:
     """Of what wants them only; times 2, as what comes from above scales them."""
     head, hidden, targets = _case(dtype, bias=True)
@@ -138,7 +138,7 @@ def test_values_and_gradients_are_those_of_full_logits(
     else:  # full logits of 16 bits are rounded elsewhere: what one chunk gives
         *right, wanted = chunked_logprobs(hidden, targets, head, chunk_tokens=N, objective=objective, **settings)
     found = chunked_logprobs(
-        hidden, targets, head, chunk_tokens=chunk_tokens, objective=objective, is_by_token=is_by_token, **settings
+        hidden, targets, head, chunk_tokens=chunk_tokens, objective=objective, is_per_token=is_per_token, **settings
     )
     assert found.objective is not None
     near = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
@@ -154,9 +154,9 @@ def test_values_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(gradient, expected, **near)
 
 
-@pytest.mark.parametrize(("is_by_token", "computed"), [(True, 40), (False, 76)])
+@pytest.mark.parametrize(("is_per_token", "computed"), [(True, 40), (False, 76)])
 def test_logits_are_held_for_one_chunk_and_computed_once_or_again_but_for_the_last_chunk(
-    monkeypatch: pytest.MonkeyPatch, is_by_token: bool, computed: int
+    monkeypatch: pytest.MonkeyPatch, is_per_token: bool, computed: int
 ) -> None:
     """40 tokens in chunks of 4: no tensor is larger than 4 x vocab, the head itself is smaller."""
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_logits_are_held_for_one_chunk_and_computed_once_or_again_but_for_the_la
     )
     with _Shapes() as shapes:
         total = chunked_logprobs(
-            hidden, targets, head, temperature=1.0, chunk_tokens=4, objective=_sum_of_both, is_by_token=is_by_token
+            hidden, targets, head, temperature=1.0, chunk_tokens=4, objective=_sum_of_both, is_per_token=is_per_token
         ).objective
         assert total is not None
         total.backward(retain_graph=True)

@@ -124,7 +124,7 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
     known: dict[str, Any] = {"ref_logprobs": references, "old": old}
     total = objective(policy, batch, **known).total
     wanted = torch.autograd.grad(total, [policy.logprobs, policy.entropy], allow_unused=True)
-    assert objective.is_sum_over_tokens
+    assert objective.is_per_token
     of = objective.of_tokens(batch, **known)
     together = sum(of(policy.logprobs[rows], policy.entropy[rows], rows) for rows in _PARTS)
     assert isinstance(together, torch.Tensor)
@@ -143,4 +143,4 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
     ],
 )
 def test_what_looks_at_whole_samples_is_no_sum_over_tokens(values: dict[str, Any]) -> None:
-    assert not Objective(loss_section(**values)).is_sum_over_tokens
+    assert not Objective(loss_section(**values)).is_per_token
