@@ -70,7 +70,7 @@ class CommandAgent(Agent):
         section: limits and sandbox.
 
     Raises:
-        ConfigError: the sandbox of this machine cannot hold what an agent needs.
+        ConfigError: the sandbox cannot enforce on this machine what an agent needs.
     """
 
     start_timeout_s = START_TIMEOUT_S
@@ -236,7 +236,7 @@ def load_command_agent(section: AgentSection) -> CommandAgent:
     """Look for the program.
 
     Raises:
-        ConfigError: it is not there, or the sandbox cannot hold what an agent needs on this machine.
+        ConfigError: it is not there, or the sandbox cannot enforce on this machine what an agent needs.
     """
     command = section.command
     assert command is not None

@@ -95,7 +95,7 @@ class ResumeState:
         queued: groups that are scored and wait for their step, in the order of their ids.
         in_progress: in the order of their prompts.
         noted: filtered and stale groups whose rewards the metrics of the next step are to see; they are stored already.
-        store: place in the rollout store behind the last closed group: the seq of the next one.
+        next_seq: of the rollout store: what it gives to the next group. ("store" in the file.)
         failures: counts of the error log.
     """
 
@@ -105,7 +105,7 @@ class ResumeState:
     queued: Sequence[ScoredGroup] = ()
     in_progress: Sequence[GroupSnapshot] = ()
     noted: Sequence[ScoredGroup] = ()
-    store: int | None = None
+    next_seq: int | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def small(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class ResumeState:
             "data": dict(self.data),
             "outstanding": list(self.outstanding),
             "ledger": {kind: dict(counts) for kind, counts in self.ledger.items()},
-            "store": self.store,
+            "store": self.next_seq,
             "failures": dict(self.failures),
         }
 
@@ -161,7 +161,7 @@ def read_resume_state(
         queued=queued,
         in_progress=in_progress,
         noted=noted,
-        store=small["store"],
+        next_seq=small["store"],
         failures=small["failures"],
     )
 

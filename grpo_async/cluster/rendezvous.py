@@ -15,8 +15,15 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from grpo_async import __version__
+from grpo_async.cluster.launcher_store import (
+    HEARTBEAT_S,
+    PREFIX,
+    STORE_TIMEOUT_S,
+    ForgedError,
+    LauncherStore,
+    read_signed,
+)
 from grpo_async.cluster.nodes import cannot_listen
-from grpo_async.cluster.store import HEARTBEAT_S, PREFIX, STORE_TIMEOUT_S, ForgedError, LauncherStore, read_signed
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences

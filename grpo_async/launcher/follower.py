@@ -15,8 +15,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from grpo_async.cluster.launcher_store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.cluster.rendezvous import JoinedRun, join
-from grpo_async.cluster.store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output

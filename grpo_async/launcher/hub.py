@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from grpo_async.cluster.launcher_store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.cluster.rendezvous import NodeInfo, deliver_last_messages
-from grpo_async.cluster.store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.errors import RunError
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.processes.assignment import Assignment

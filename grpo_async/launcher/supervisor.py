@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 from grpo_async.checks.report import Check
+from grpo_async.cluster.launcher_store import LauncherStore
 from grpo_async.cluster.rendezvous import NodeInfo
-from grpo_async.cluster.store import LauncherStore
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example

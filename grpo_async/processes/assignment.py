@@ -93,8 +93,8 @@ class Assignment(_Record):
         return self.private_dir / "heartbeat"
 
     @property
-    def store(self) -> Path | None:
-        """The file through which the ranks meet; None: in the store of node 0 (ranks on several machines)."""
+    def file_store(self) -> Path | None:
+        """The file of the torch FileStore in which the ranks meet; None: in the TCPStore of node 0 (ranks on several machines)."""
         return self.private_dir / "store" if self.node.num_train == 1 else None
 
     @classmethod

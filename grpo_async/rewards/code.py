@@ -66,7 +66,7 @@ _EXAMINER_SPARE_S = 10.0  # it waits for the candidate, and has to tell the verd
 
 
 def prepare_worker() -> None:
-    """Called once in each worker process: to find out what the sandbox can hold here is not part of a call."""
+    """Called once in each worker process: to find out what the sandbox can enforce here is not part of a call."""
     startup_notes()
 
 
@@ -106,7 +106,7 @@ async def code_tests(
         memory_mb: memory of the code, in MiB.
         max_parallel: completions judged at once, over all calls; null = half the CPUs.
         with_site_packages: whether the code may import the packages of this environment.
-        require: what the sandbox must hold on this machine; [] = whatever it can.
+        require: what the sandbox must enforce on this machine; [] = whatever it can.
 
     Raises:
         SandboxError: the sandbox failed. Never a score.

@@ -314,7 +314,7 @@ class RolloutWorker:
             queued=self.buffer.queued(),
             in_progress=[group for group in in_progress if group.rollouts],
             noted=self.buffer.noted(),
-            store=self._store.position(),
+            next_seq=self._store.position(),
             failures=self.errors.counts,
         )
 

@@ -6,7 +6,7 @@
       `- what the child does to itself before the code        `inside`
 
 Invariants: a run returns in `wall_s` and a little, with nothing of it left running and nothing left on disk; the code sees
-neither the environment nor the files of this process; what the system cannot hold is in `startup_notes`, never dropped in
+neither the environment nor the files of this process; what the system cannot enforce is in `startup_notes`, never dropped in
 silence, and refused if it is required. Two things are left to others: how many runs there are at once, and what the
 result is worth. The code may always lie about its own doings: exit code and output are what it says.
 """

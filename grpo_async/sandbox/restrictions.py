@@ -1,8 +1,9 @@
-"""What the sandbox can hold on this machine, found by trying: a short program attacks each restriction from inside, once a process.
+"""What the sandbox can enforce on this machine, found by trying: a short program attacks each restriction from inside, once a
+process.
 
 Restrictions, strongest first; the next one is tried where the kernel, or a container around us, refuses one:
 
-    namespaces + seccomp         its own root, processes, network, users; everything holds
+    namespaces + seccomp         its own root, processes, network, users; everything is enforced
     Landlock + seccomp           in most containers: no second process, so that nothing needs to be counted or found
     resource limits only         macOS, old kernels
 """
@@ -69,7 +70,7 @@ _WITHOUT_NAMESPACES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One thing that the sandbox can hold, or not."""
+    """One restriction that the sandbox can enforce here, or not."""
 
     name: str
     is_available: bool
@@ -78,20 +79,20 @@ class Capability:
 
 
 _lock = threading.Lock()
-_findings: Findings | None = None
+_probed: ProbeResult | None = None
 
 
-def findings() -> Findings:
-    """What was found on this machine; tried at the first call (about half a second), then remembered.
+def probe_result() -> ProbeResult:
+    """What can be enforced on this machine; tried at the first call (about half a second), then remembered.
 
     Raises:
         SandboxError: not even a plain process with limits can be run.
     """
-    global _findings
+    global _probed
     with _lock:
-        if _findings is None:
-            _findings = try_restrictions()
-        return _findings
+        if _probed is None:
+            _probed = probe_restrictions()
+        return _probed
 
 
 def capabilities() -> list[Capability]:
@@ -99,13 +100,13 @@ def capabilities() -> list[Capability]:
 
     Example: Capability(name="network", is_available=True, how="network namespace", consequence="...").
     """
-    found = findings()
+    found = probe_result()
     means = _BY_NAMESPACES if NAMESPACES in found.mechanisms else _WITHOUT_NAMESPACES
-    held = {
+    is_enforced = {
         LIMITS: not found.passed & {"cpu", "memory", "file"},
         NETWORK: "connect" not in found.passed,
         FILESYSTEM: not found.passed & {"read", "write"},
-        # RLIMIT_NPROC alone may look as if it held: it counts all that this user runs just now.
+        # RLIMIT_NPROC alone may look as if it were enforced: it counts all that this user runs just now.
         PROCESSES: bool(found.mechanisms & {NAMESPACES, SECCOMP}) and "processes" not in found.passed,
         SIGNALS: "signal" not in found.passed,
         TOTALS: "totals" not in found.passed,
@@ -114,8 +115,8 @@ def capabilities() -> list[Capability]:
     return [
         Capability(
             name=name,
-            is_available=held[name],
-            how=means[name] if held[name] else refused or "this system has no means for it",
+            is_available=is_enforced[name],
+            how=means[name] if is_enforced[name] else refused or "this system has no means for it",
             consequence=_CONSEQUENCES[name],
         )
         for name in NAMES
@@ -174,15 +175,15 @@ os._exit(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """Which restrictions hold, and what got through them all the same."""
+class ProbeResult:
+    """Which restrictions can be set up, and what got through them all the same."""
 
     mechanisms: frozenset[str]
     passed: frozenset[str]  # names of attacks of PROGRAM that went through
     refused: Mapping[str, str]  # mechanism -> the system's answer
 
 
-def try_restrictions(*, without: frozenset[str] = frozenset()) -> Findings:
+def probe_restrictions(*, without: frozenset[str] = frozenset()) -> ProbeResult:
     """Find the strongest restrictions that can be set up here.
 
     Args:
@@ -195,7 +196,7 @@ def try_restrictions(*, without: frozenset[str] = frozenset()) -> Findings:
     while True:
         mechanisms = _candidates() - refused.keys()
         if NAMESPACES in mechanisms:
-            mechanisms -= {LANDLOCK, USER}  # what they would hold, namespaces hold better
+            mechanisms -= {LANDLOCK, USER}  # namespaces enforce the same, and better
         try:
             passed = _attack(mechanisms)
         except SandboxError as error:
@@ -206,7 +207,7 @@ def try_restrictions(*, without: frozenset[str] = frozenset()) -> Findings:
                 raise
             refused[suspect] = str(error)
         else:
-            return Findings(mechanisms=mechanisms, passed=passed, refused=refused)
+            return ProbeResult(mechanisms=mechanisms, passed=passed, refused=refused)
 
 
 def _candidates() -> frozenset[str]:
@@ -219,7 +220,7 @@ def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
     """Run the program under these restrictions; returns the attacks that went through."""
     with contextlib.ExitStack() as stack:
         outside = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-async-probe-"))
-        os.chmod(outside, 0o777)  # the restriction is to hold, not the permissions
+        os.chmod(outside, 0o777)  # the restriction is tried, not the permissions
         secret = os.path.join(outside, "secret")
         with open(secret, "w", encoding="ascii") as file:
             file.write("secret")

@@ -14,7 +14,7 @@ from grpo_async.sandbox.restrictions import (
     NETWORK,
     PROCESSES,
     capabilities,
-    findings,
+    probe_result,
 )
 
 REQUIRED = (LIMITS, NETWORK, PROCESSES)
@@ -95,7 +95,7 @@ class Sandbox:
         job = Job(
             limits=self.limits,
             interpreter=self._interpreter,
-            mechanisms=findings().mechanisms,
+            mechanisms=probe_result().mechanisms,
             read_paths=self._read_paths,
             **options,
         )
@@ -105,7 +105,7 @@ class Sandbox:
 def has_loopback() -> bool:
     """Whether code in the sandbox can have its own network on this machine, in which it reaches its owner and nobody else.
     Without namespaces it has no sockets at all."""
-    return NAMESPACES in findings().mechanisms
+    return NAMESPACES in probe_result().mechanisms
 
 
 def _check(require: Iterable[str]) -> None:
@@ -118,7 +118,7 @@ def _check(require: Iterable[str]) -> None:
         lines = [f"  {c.name}: {c.consequence} (tried: {c.how})" for c in missing]
         rest = [name for name in wanted if name not in {c.name for c in missing}]
         raise ConfigError(
-            "the sandbox for model-written code cannot hold this here:\n" + "\n".join(lines) + "\n"
+            "the sandbox for model-written code cannot enforce this here:\n" + "\n".join(lines) + "\n"
             "Allow unprivileged user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0, or "
             "user.max_user_namespaces > 0), or run on Linux 5.13 or later with Landlock and seccomp, in a container too; "
             f"or do without on your own risk: `require: {rest}`"
@@ -135,15 +135,15 @@ def _checked_path(name: str) -> str:
 
 
 def startup_notes(require: Iterable[str] = REQUIRED) -> list[str]:
-    """Lines for the start of a run: what holds on this machine, what does not, and what follows from it.
+    """Lines for the start of a run: what is enforced on this machine, what is not, and what follows from it.
 
     Raises:
         ConfigError: a required capability is not available on this machine, or its name is unknown.
     """
     _check(require)
     found = capabilities()
-    notes = [f"sandbox holds: {', '.join(f'{c.name} ({c.how})' for c in found if c.is_available) or 'nothing'}"]
+    notes = [f"sandbox enforces: {', '.join(f'{c.name} ({c.how})' for c in found if c.is_available) or 'nothing'}"]
     for c in found:
         if not c.is_available:
-            notes.append(f"sandbox does NOT hold {c.name}: {c.consequence} (tried: {c.how})")
+            notes.append(f"sandbox does NOT enforce {c.name}: {c.consequence} (tried: {c.how})")
     return notes

@@ -1,7 +1,7 @@
 """A tool that runs Python in the sandbox. In a config: `function: grpo_async.tools.python:run_python`.
 
 The model sees `code` alone. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages (may the
-code import what is installed here) and require (what the sandbox must hold). The tool's own `timeout_s` must be above wall_s.
+code import what is installed here) and require (what the sandbox must enforce). The tool's own `timeout_s` must be above wall_s.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def join_process_group(assignment: Assignment, config: ExperimentConfig) -> None
     kind = device_kind(assignment)
     if kind == "cuda":
         torch.cuda.set_device(assignment.local_rank)
-    store = dist.FileStore(str(assignment.store), assignment.world_size) if assignment.store else None
+    store = dist.FileStore(str(assignment.file_store), assignment.world_size) if assignment.file_store else None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=store,

@@ -123,8 +123,8 @@ def build_rollout_side(
     resume = state.resume_state(stream.prompt) if state else None
 
     def supersede() -> None:
-        if resume is not None and resume.store is not None:
-            store.supersede_from(resume.store, step=start)
+        if resume is not None and resume.next_seq is not None:
+            store.supersede_from(resume.next_seq, step=start)
 
     client = make_client(config, fleet)
     errors = ErrorLog(resume.failures if resume else None)

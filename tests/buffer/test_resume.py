@@ -60,7 +60,7 @@ def _state() -> ResumeState:
         queued=[scored, make_scored(7, has_samples=False)],
         in_progress=[GroupSnapshot(prompt_id=9, rollouts={0: over, 1: partial})],
         noted=[make_scored(6, has_samples=False)],
-        store=1234,
+        next_seq=1234,
         failures={"rollout: TimeoutError": 2},
     )
 
@@ -76,7 +76,7 @@ def test_a_state_is_read_back_as_it_was() -> None:
     read = _through_files(state)
     assert math.isnan(read.queued[0].metrics["mine"])
     assert (read.small(), list(read.lines())) == (state.small(), list(state.lines()))  # tuples have become lists
-    assert read.store == 1234
+    assert read.next_seq == 1234
     turn = read.in_progress[0].rollouts[0].turns[0]
     assert turn.output_logprobs.tolist() == _turn().output_logprobs.tolist()  # to the last bit
     assert turn.policy_versions.tolist() == [3, 4]

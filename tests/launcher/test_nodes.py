@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from grpo_async.cluster import nodes, rendezvous
-from grpo_async.cluster import store as launcher_store
+from grpo_async.cluster import launcher_store, nodes, rendezvous
+from grpo_async.cluster.launcher_store import ForgedError, LauncherStore
 from grpo_async.cluster.nodes import find_node, first_host, leading_node, socket_names
 from grpo_async.cluster.rendezvous import JoinedRun, NodeInfo, gather, hosting, join
-from grpo_async.cluster.store import ForgedError, LauncherStore
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, DeadlineError, RunError
@@ -203,7 +202,7 @@ def test_the_plan_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert options["--rdzv-conf"].startswith(f"rank={rank},")
     assert options["--local-addr"] == f"10.0.0.{rank + 1}"
     assert names.items() <= plan.trainer.environment.items()
-    assert plan.assignment.store is None
+    assert plan.assignment.file_store is None
     assert plan.trainer.log_name == ("trainer.log" if rank == 0 else "trainer_node1.log")
 
 
@@ -212,7 +211,7 @@ def test_one_machine_that_trains_keeps_its_ranks_off_the_network(tmp_path: Path)
     plan = plan_dry(config, machine=Machine(num_cpus=8))
     assert plan.trainer is not None
     assert "store_type=file" in plan.trainer.command
-    assert plan.assignment.store is not None
+    assert plan.assignment.file_store is not None
 
 
 # ---- how they meet ----

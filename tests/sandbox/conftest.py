@@ -1,5 +1,5 @@
 """Every attack runs under two sets of restrictions: the strongest that this machine has, and those of a container that refuses
-namespaces. A test whose subject they cannot hold is skipped by name; with namespaces nothing may be skipped."""
+namespaces. A test whose subject they cannot enforce is skipped by name; with namespaces nothing may be skipped."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 
 from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxResult, capabilities
-from grpo_async.sandbox.restrictions import Findings, try_restrictions
+from grpo_async.sandbox.restrictions import ProbeResult, probe_restrictions
 from tests.sandbox.support import Run
 
 _WITHOUT = {"strongest": frozenset[str](), "without namespaces": frozenset({"namespaces"})}
 
 
 @pytest.fixture(scope="session")
-def findings_of() -> Callable[[frozenset[str]], Findings]:
+def probe_result_of() -> Callable[[frozenset[str]], ProbeResult]:
     """What is found on this machine without some mechanisms, each tried once."""
-    known: dict[frozenset[str], Findings] = {}
+    known: dict[frozenset[str], ProbeResult] = {}
 
-    def find(without: frozenset[str]) -> Findings:
+    def find(without: frozenset[str]) -> ProbeResult:
         if without not in known:
-            known[without] = try_restrictions(without=without)
+            known[without] = probe_restrictions(without=without)
         return known[without]
 
     return find
@@ -34,19 +34,19 @@ def findings_of() -> Callable[[frozenset[str]], Findings]:
 @pytest.fixture(params=_WITHOUT)
 def restrictions(
     request: pytest.FixtureRequest,
-    findings_of: Callable[[frozenset[str]], Findings],
+    probe_result_of: Callable[[frozenset[str]], ProbeResult],
     monkeypatch: pytest.MonkeyPatch,
-) -> Findings:
-    found = findings_of(_WITHOUT[request.param])
-    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", found)
+) -> ProbeResult:
+    found = probe_result_of(_WITHOUT[request.param])
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", found)
     return found
 
 
 @pytest.fixture
-def strongest(findings_of: Callable[[frozenset[str]], Findings], monkeypatch: pytest.MonkeyPatch) -> Findings:
-    """For what nothing but namespaces can hold."""
-    found = findings_of(frozenset())
-    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", found)
+def strongest(probe_result_of: Callable[[frozenset[str]], ProbeResult], monkeypatch: pytest.MonkeyPatch) -> ProbeResult:
+    """For what nothing but namespaces can enforce."""
+    found = probe_result_of(frozenset())
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", found)
     return found
 
 
@@ -54,11 +54,11 @@ def strongest(findings_of: Callable[[frozenset[str]], Findings], monkeypatch: py
 def needs() -> Callable[..., None]:
     """Skip where the restrictions of the test do not hold these capabilities."""
 
-    def needs(found: Findings, *names: str) -> None:
+    def needs(found: ProbeResult, *names: str) -> None:
         for capability in capabilities():
             if capability.name in names and not capability.is_available:
-                assert "namespaces" not in found.mechanisms, f"with namespaces {capability.name} must hold"
-                pytest.skip(f"this machine cannot hold {capability.name}: {capability.how}")
+                assert "namespaces" not in found.mechanisms, f"with namespaces {capability.name} must be enforced"
+                pytest.skip(f"this machine cannot enforce {capability.name}: {capability.how}")
 
     return needs
 
@@ -74,12 +74,12 @@ def deep_path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(restrictions: Findings) -> Run:
+def run(restrictions: ProbeResult) -> Run:
     return run_code
 
 
 @pytest.fixture
-def run_strongest(strongest: Findings) -> Run:
+def run_strongest(strongest: ProbeResult) -> Run:
     return run_code
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.sandbox.restrictions import Findings
+from grpo_async.sandbox.restrictions import ProbeResult
 from tests.sandbox.support import TRIAL, Run
 
 
 @pytest.fixture(autouse=True)
-def network(needs: Callable[..., None], restrictions: Findings) -> None:
+def network(needs: Callable[..., None], restrictions: ProbeResult) -> None:
     needs(restrictions, "network")
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from grpo_async.sandbox import SandboxStatus
-from grpo_async.sandbox.restrictions import Findings
+from grpo_async.sandbox.restrictions import ProbeResult
 from tests.sandbox.support import TRIAL, Run, descendants, marked
 from tests.support.waiting import eventually, is_alive
 
@@ -118,14 +118,14 @@ time.sleep(0.3)
     assert eventually(lambda: not marked(f"{_MARK}-daemon"), timeout_s=5.0)
 
 
-def test_the_run_dies_with_the_thread_that_started_it(restrictions: Findings, tmp_path: Path) -> None:
+def test_the_run_dies_with_the_thread_that_started_it(restrictions: ProbeResult, tmp_path: Path) -> None:
     """As when the trainer is killed: nobody is left to keep the time."""
     code = f"""
 import asyncio, os, sys, threading
 sys.path.insert(0, {os.getcwd()!r})
 from grpo_async.sandbox import restrictions, Sandbox, SandboxLimits
-from grpo_async.sandbox.restrictions import Findings
-restrictions._findings = Findings(mechanisms=frozenset({set(restrictions.mechanisms)!r}), passed=frozenset(), refused={{}})
+from grpo_async.sandbox.restrictions import ProbeResult
+restrictions._probed = ProbeResult(mechanisms=frozenset({set(restrictions.mechanisms)!r}), passed=frozenset(), refused={{}})
 sandbox = Sandbox(SandboxLimits(wall_s=120), require=[])
 code = "import sys, time\\nsys.stdout.write('up')\\nsys.stdout.flush()\\ntime.sleep(100)"
 threading.Thread(target=asyncio.run, args=(sandbox.run(code),), daemon=True).start()

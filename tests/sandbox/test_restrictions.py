@@ -12,11 +12,11 @@ import pytest
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, capabilities, restrictions, startup_notes
 from grpo_async.sandbox.inside import seccomp
-from grpo_async.sandbox.restrictions import NAMES, Findings
+from grpo_async.sandbox.restrictions import NAMES, ProbeResult
 
-Find = Callable[[frozenset[str]], Findings]
+Find = Callable[[frozenset[str]], ProbeResult]
 _ALL = frozenset({"cpu", "memory", "file", "connect", "read", "write", "processes", "signal", "totals"})
-_NOTHING = Findings(mechanisms=frozenset(), passed=_ALL, refused={"seccomp": "no such call"})
+_NOTHING = ProbeResult(mechanisms=frozenset(), passed=_ALL, refused={"seccomp": "no such call"})
 
 
 def _has_user_namespaces() -> bool:
@@ -24,8 +24,8 @@ def _has_user_namespaces() -> bool:
 
 
 @pytest.mark.skipif(not _has_user_namespaces(), reason="this system refuses user namespaces")
-def test_with_user_namespaces_everything_holds(findings_of: Find) -> None:
-    found = findings_of(frozenset())
+def test_with_user_namespaces_everything_holds(probe_result_of: Find) -> None:
+    found = probe_result_of(frozenset())
     assert (found.mechanisms, found.passed) == ({"namespaces", "seccomp"}, frozenset())
 
 
@@ -39,26 +39,26 @@ def test_with_user_namespaces_everything_holds(findings_of: Find) -> None:
     ],
 )
 def test_each_restriction_that_is_missing_is_stated(
-    findings_of: Find, monkeypatch: pytest.MonkeyPatch, without: set[str], held: set[str]
+    probe_result_of: Find, monkeypatch: pytest.MonkeyPatch, without: set[str], held: set[str]
 ) -> None:
     """The attacks are real: what nothing holds goes through, and is said to."""
-    found = findings_of(frozenset(without))
+    found = probe_result_of(frozenset(without))
     for mechanism in ({"namespaces"} if "seccomp" in without and "namespaces" not in without else set()) | (
         {"seccomp"} - without
     ):
         if mechanism not in found.mechanisms:
             pytest.skip(f"this system refuses {mechanism}: {found.refused[mechanism]}")
-    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", found)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", found)
     assert {c.name for c in capabilities() if c.is_available} == held
     first, *others = startup_notes(require=())
-    assert first.startswith("sandbox holds: limits (resource limits)")
+    assert first.startswith("sandbox enforces: limits (resource limits)")
     assert [line.partition(":")[0] for line in others] == [
-        f"sandbox does NOT hold {name}" for name in NAMES if name not in held
+        f"sandbox does NOT enforce {name}" for name in NAMES if name not in held
     ]
 
 
 def test_what_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", _NOTHING)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", _NOTHING)
     with pytest.raises(ConfigError) as caught:
         Sandbox()
     message = str(caught.value)
@@ -71,8 +71,8 @@ def test_what_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    partly = Findings(mechanisms=frozenset({"seccomp"}), passed=frozenset({"read"}), refused={})
-    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", partly)
+    partly = ProbeResult(mechanisms=frozenset({"seccomp"}), passed=frozenset({"read"}), refused={})
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", partly)
     Sandbox()
     with pytest.raises(ConfigError, match="filesystem: model-written code can read and change"):
         Sandbox(require=["filesystem", "network"])
@@ -80,8 +80,8 @@ def test_only_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_limit_that_only_seems_to_hold_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """RLIMIT_NPROC stops a trial where this user runs many processes just then, and the next run where it does not."""
-    seems = Findings(mechanisms=frozenset(), passed=frozenset(), refused={})
-    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", seems)
+    seems = ProbeResult(mechanisms=frozenset(), passed=frozenset(), refused={})
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", seems)
     assert [c.name for c in capabilities() if not c.is_available] == ["processes"]
 
 
@@ -100,7 +100,7 @@ def test_a_refused_mechanism_is_replaced_by_the_next_and_its_answer_kept(monkeyp
 
     monkeypatch.setattr(restrictions, "_attack", attack)
     monkeypatch.setattr(restrictions, "_candidates", lambda: frozenset({"namespaces", "seccomp", "landlock", "user"}))
-    found = restrictions.try_restrictions()
+    found = restrictions.probe_restrictions()
     assert tried == [{"namespaces", "seccomp"}, {"seccomp", "landlock", "user"}, {"seccomp", "landlock"}]
     assert found.refused["namespaces"] == "unshare: Operation not permitted"
 

@@ -1,4 +1,4 @@
-"""Where the launchers of several machines meet: the TCP store that node 0's opens, in which the ranks of the trainer meet, too.
+"""Where the launchers of several machines meet: a torch TCPStore that node 0 opens. The ranks of the trainer meet in it, too.
 
     node 0   puts "run": the attempt, the versions that it computes with
     node K   claims its rank, sees whether it means the same run, and posts "ready" (see rendezvous.NodeInfo) or "refused"
