@@ -46,7 +46,7 @@ class Run:
     held_out: Mapping[int, float] = field(default_factory=dict)  # step -> chance
     num_prompts: int = 100
     samples: int = 2
-    knows_prompts: bool = True
+    loses_prompts: bool = False  # one with every step
     baseline: float | None = None
     failed_evaluations: Mapping[int, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,10 @@ class Run:
         lines = [self._step(step, dice) for step in range(1, self.num_steps + 1)] if self.reward is not None else []
         run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         hard = [dice.gauss(0.0, 1.5) for _ in range(self.num_prompts)]  # some prompts are harder, in every evaluation
-        told = [self._evaluation(step, chance, hard, dice) for step, chance in self.held_out.items()]
+        told = [
+            self._evaluation(step, chance, hard[step if self.loses_prompts else 0 :], dice)
+            for step, chance in self.held_out.items()
+        ]
         told += [{"step": step, "when": "during", "error": error} for step, error in self.failed_evaluations.items()]
         run_dir.evaluation_log.write_text("".join(json.dumps(line) + "\n" for line in told))
         return run_dir
@@ -84,8 +87,7 @@ class Run:
         spread = math.sqrt(sum((each - mean) ** 2 for each in means) / (len(means) - 1))
         metrics = {"num_prompts": len(means), "reward": mean, "reward_stderr": spread / math.sqrt(len(means))}
         metrics |= {} if self.baseline is None else {"majority_baseline": self.baseline}
-        known = {"prompt_rewards": means} if self.knows_prompts else {}
-        return {"step": step, "when": "during", "metrics": metrics, "by_group": {}, **known}
+        return {"step": step, "when": "during", "metrics": metrics, "by_group": {}, "prompt_rewards": means}
 
 
 def line(first: float, last: float) -> Callable[[float], float]:
@@ -115,8 +117,8 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     ),
     "learns at once and stays": (Run(reward=lambda done: 0.85 if done > 0.1 else 0.3, num_steps=100), "learns", True),
     "learns from -1 to 1": (Run(reward=line(0.2, 0.8), low=-1.0, held_out={0: 0.2, 60: 0.8}), "learns", True),
-    "learns, other prompts at the end": (
-        Run(reward=line(0.2, 0.8), held_out={0: 0.2, 60: 0.8}, knows_prompts=False), "learns", True
+    "learns, fewer prompts at the end": (
+        Run(reward=line(0.2, 0.8), held_out={0: 0.2, 60: 0.8}, loses_prompts=True), "learns", True
     ),
     "learns, the last evaluation failed": (
         Run(reward=line(0.2, 0.7), held_out={0: 0.2}, failed_evaluations={60: "a server is gone"}, config=WITH_EVALUATION),
