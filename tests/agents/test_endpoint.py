@@ -235,14 +235,12 @@ def test_of_a_history_that_grows_only_the_new_messages_are_read(monkeypatch: pyt
     read: list[str] = []
     monkeypatch.setattr("grpo_async.agents.apis._chat_message", lambda item, where: read.append(where) or dict(item))
     kept: dict[Any, Any] = {}
-    first = ChatCompletion({"messages": [user("a"), user("b")]}, "m", kept)
-    body = {"messages": [user("a"), user("b"), user("c")]}
-    grown = ChatCompletion(body, "m", kept)
-    other = ChatCompletion({"messages": [user("a"), user("d")]}, "m", kept)
-    assert read == ["messages[0]", "messages[1]", "messages[2]", "messages[1]"]
-    assert grown.call.messages == body["messages"]
-    assert all(map(is_, grown.call.messages, first.call.messages))
-    assert other.call.messages == [user("a"), user("d")]
+    sent = [[user(text) for text in texts] for texts in ("ab", "abc", "abcd", "ax")]
+    made = [ChatCompletion({"messages": messages}, "m", kept).call.messages for messages in sent]
+    assert read == ["messages[0]", "messages[1]", "messages[2]", "messages[3]", "messages[1]"]
+    assert made == sent
+    assert all(map(is_, made[2], made[1]))
+    assert all(map(is_, sent[2], sent[1]))  # one copy is alive
 
 
 def test_a_key_is_of_one_rollout_until_it_ends() -> None:

@@ -28,7 +28,9 @@ def _model(folder: Path) -> Path:
     return folder
 
 
-def test_what_is_evaluated_is_named_by_the_run_a_checkpoint_or_else_the_configuration(tmp_path: Path) -> None:
+def test_what_is_evaluated_is_named_by_the_run_a_checkpoint_or_else_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = _config(tmp_path)
     run, elsewhere = RunDir(config.run_path), RunDir(tmp_path / "elsewhere")
 
@@ -44,6 +46,9 @@ def test_what_is_evaluated_is_named_by_the_run_a_checkpoint_or_else_the_configur
     for each in (run, elsewhere):
         for step in (5, 10):
             each.checkpoint(step).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("latest", "5"):
+        _model(tmp_path / name)  # a folder of such a name does not hide the checkpoint
     model = str(_model(elsewhere.model))  # what a run has exported
     assert chosen(model) == EvaluationTarget(label="model", folder=model)
     assert chosen("latest").step == 10
