@@ -61,15 +61,15 @@ def joined_parts(value: Any) -> str | None:
         raise ToolError(f"the result cannot be given to the model: {error}") from error
 
 
-def cut(text: str, max_chars: int) -> str:
-    """The first `max_chars` characters and a note: cut("abcdef", 4) -> "abcd [cut: 2 more characters]"."""
+def truncate(text: str, max_chars: int) -> str:
+    """The first `max_chars` characters and a note: truncate("abcdef", 4) -> "abcd [cut: 2 more characters]"."""
     missing = len(text) - max_chars
     return text if missing <= 0 else f"{text[:max_chars]} [cut: {missing} more characters]"
 
 
 def error_text(problem: str, max_chars: int) -> str:
     """How a failure is reported to the model: {"error": "..."}."""
-    return json.dumps({"error": cut(encodable(problem), max_chars)}, ensure_ascii=False)
+    return json.dumps({"error": truncate(encodable(problem), max_chars)}, ensure_ascii=False)
 
 
 def encodable(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from grpo_async.config.sections import ToolSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.records import ToolCall, ToolCallRecord
-from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text, cut, error_text
+from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
 from grpo_async.user_code.calls import Caller, CallError, Raised, Result, UserCall
 from grpo_async.user_code.loop import UserLoop
@@ -221,12 +221,12 @@ class ToolExecutor:
 
     def _record(self, call: ToolCall, outcome: str | ToolError, duration_s: float) -> ToolCallRecord:
         failed = isinstance(outcome, ToolError)
-        text = error_text(str(outcome), self._max_result_chars) if failed else cut(str(outcome), self._max_result_chars)
+        as_shown = error_text if failed else truncate
         return ToolCallRecord(
             tool_call_id=call.tool_call_id,
             name=call.name,
             arguments=dict(call.arguments),
-            result=text,
+            result=as_shown(str(outcome), self._max_result_chars),
             failed=failed,
             duration_s=duration_s,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_async.tools import Tool, ToolError
-from grpo_async.tools.results import as_text, cut, error_text
+from grpo_async.tools.results import as_text, error_text, truncate
 from tests.tools import sample_tools
 
 
@@ -145,8 +145,8 @@ def test_an_image_is_refused() -> None:
 
 
 def test_a_cut_says_how_much_is_missing() -> None:
-    assert cut("abcd", 4) == "abcd"
-    assert cut("abcdef", 4) == "abcd [cut: 2 more characters]"
+    assert truncate("abcd", 4) == "abcd"
+    assert truncate("abcdef", 4) == "abcd [cut: 2 more characters]"
 
 
 def test_an_error_stays_json_when_it_is_cut() -> None:
