@@ -11,7 +11,7 @@ import pytest
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet
 from grpo_async.trainer import evaluation_process as module
-from grpo_async.trainer.evaluation_process import _close, _take_servers
+from grpo_async.trainer.evaluation_process import _close, _serve_what_is_loaded
 from tests.launcher.support import make_config
 
 
@@ -28,7 +28,7 @@ def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path, caplog
     config = make_config(tmp_path)
     fleet = Fleet(["http://127.0.0.1:1", "http://127.0.0.1:2"], config.inference, token=None, control_timeout_s=1.0)
     control: Any = _Control()
-    _take_servers(config, fleet, control)
+    _serve_what_is_loaded(config, fleet, control)
 
     def is_up(index: int, life: str) -> None:
         info = ServerInfo(
