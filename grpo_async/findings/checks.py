@@ -17,7 +17,7 @@ from grpo_async.findings.messages import equal_value, first_reward_failure
 from grpo_async.findings.statistics import Change, are_equal
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.run_state import RUNNING
-from grpo_async.utils.text import first_line, format_number, percent
+from grpo_async.utils.text import count, first_line, format_number, percent
 
 ERROR, WARNING, GOOD, NOTE = Severity.ERROR, Severity.WARNING, Severity.GOOD, Severity.NOTE
 
@@ -201,7 +201,7 @@ def reward_trend(evidence: Evidence) -> Finding | None:
         return None
     if change is None:
         return Finding(
-            key="reward-trend", severity=NOTE, title=f"There are only {len(values)} steps with a reward",
+            key="reward-trend", severity=NOTE, title=f"Only {count(len(values), 'step')} had a reward",
             text=f"A trend needs at least 6. The reward went from {format_number(values[0])} to {format_number(values[-1])}.",
             plot="reward",
         )  # fmt: skip

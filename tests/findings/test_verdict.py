@@ -177,6 +177,7 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     "learns until a reward raises": (
         Run(reward=line(0.2, 0.7), state="failed", error=f"16 failures in a row; the last one: {RAISES}"), "learns", True
     ),
+    "one step": (Run(reward=line(0.2, 0.25), num_steps=1), "too-early", None),
     "four steps": (Run(reward=line(0.2, 0.25), num_steps=4), "too-early", None),
     "eight noisy steps": (Run(reward=line(0.45, 0.5), num_steps=8), "unclear", None),
     "flat, no evaluation set": (Run(reward=line(0.3, 0.3)), "flat", False),
@@ -208,7 +209,7 @@ SAID = {
     "all rewards 1, trained all the same": "All rewards are 1", "a reward raises, no evaluation": RAISES,
     "a reward raises in the first evaluation": RAISES, "truncated": "rollout.max_completion_tokens is 16",
     "before its first step": "No optimizer step has finished yet", "learns, the last evaluation failed": "The evaluation failed",
-    "ended before its first step": "the server ended with status 1",
+    "ended before its first step": "the server ended with status 1", "one step": "Only 1 step had a reward.",
 }  # fmt: skip
 
 
