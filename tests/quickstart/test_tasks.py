@@ -163,7 +163,7 @@ def test_the_environment_of_a_run_takes_the_rows_and_offers_the_tools_that_the_m
         try:
             return environments.schemas_for({})
         finally:
-            await environments.close()
+            await environments.aclose()
 
     task = GameTask()
     assert task.tools() == asyncio.run(schemas())
