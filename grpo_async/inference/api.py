@@ -22,7 +22,8 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
     POST /update_weights                {}: receives every parameter and loads it in place. The server has to be paused
     POST /finish_weight_update          {"weight_version": "17"}: "17" is the policy version of every token from now on
 
-    POST /sleep?level=1, /wake_up       (vLLM on a GPU) gives the GPU's memory back, and takes it again; no request runs meanwhile
+    POST /sleep                         (vLLM on a GPU) gives the GPU's memory back; no request runs until /wake_up
+    POST /wake_up                       (vLLM on a GPU) takes the memory again, and resumes
 
 Weights are loaded as they arrive. From /update_weights to /finish_weight_update a server may hold parts of two versions, so it
 generates and scores nothing: requests wait, and when the update breaks (a trainer may die at any moment) they wait for another

@@ -170,8 +170,8 @@ class ServerControl:
         self._request("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s=timeout_s)
 
     def sleep(self, *, timeout_s: float | None = None) -> None:
-        """Give the memory of weights and cache back until `wake_up` (vLLM's level 1); must not be generating."""
-        self._request("POST", "/sleep", query={"level": "1"}, timeout_s=timeout_s)
+        """Give the memory of weights and cache back until `wake_up`; must not be generating."""
+        self._request("POST", "/sleep", timeout_s=timeout_s)
 
     def wake_up(self, *, timeout_s: float | None = None) -> None:
         """Take the memory back; the weights are those from before."""

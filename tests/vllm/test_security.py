@@ -66,7 +66,7 @@ def test_every_path_but_health_asks_for_the_token(vllm_server: VllmServer) -> No
 
 
 def test_the_token_opens_every_path_of_ours_and_development_routes_are_not_there(vllm_server: VllmServer) -> None:
-    assert len(OURS) == 12
+    assert len(OURS) == 13
     for method, path in OURS:
         assert vllm_server.client.request(method, path).status_code not in (401, 404, 405), path
     vllm_server.client.post("/resume")
