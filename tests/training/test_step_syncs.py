@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_async.training.ranks import StopCommand, follow
+from grpo_async.training.ranks import StopCommand, TrainerContext, follow
 from tests.support.ranks import run_on_ranks
 from tests.trainer.fakes import make_leader
 from tests.training.statistics_jobs import make_config, make_context, make_groups
@@ -61,6 +62,14 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "
 COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "gather", "scatter_object_list", "barrier")
 
 
+NEXT = 9.0  # advantage in the step after it
+
+
+def _assert_packed_next(context: TrainerContext) -> None:
+    """What the step after it trains is there when the step has ended, on every rank."""
+    assert {value for batches in context.packed for batch in batches for value in batch.advantages.tolist()} == {NEXT}
+
+
 def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A step with each loss in each cut; what the step on rank 0 read, and the collectives that it asked for."""
     found = {}
@@ -70,22 +79,27 @@ def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[st
             context = make_context(model, config, reference=model if config.loss.beta else None)
             if dist.get_rank() > 0:
                 follow(context)
+                _assert_packed_next(context)
                 continue
             groups = make_groups(6)
-            source = SimpleNamespace(reserve=lambda *_, groups=groups, **__: groups)
+            later = [
+                replace(group, samples=[replace(sample, advantage=NEXT) for sample in group.samples])
+                for group in groups
+            ]
+            source = SimpleNamespace(reserve=lambda *_, later=later, **__: later)
             leader = make_leader(context, source, [], stores=lambda _, keeps=loss == "everything": keeps)
             packed = leader._pack(groups, 4)
             reads, collectives = Counter[str](), Counter[str]()
             with counted(torch.Tensor, READS, reads), counted(dist, COLLECTIVES, collectives):
                 result, statistics = leader._train(packed, 4)
             context.channel.send([StopCommand()] * context.world_size)
+            _assert_packed_next(context)
             found[f"{loss}, {cut}"] = {
                 "reads": {
                     name: number for name, number in reads.items() if name.startswith(("step.", "metrics.", "loss."))
                 },
                 "collectives": dict(collectives),
                 "updates": len(result.updates),
-                "packed_next": [len(batches) for batches in context.packed],
                 "samples": len(statistics),
             }
     return found
@@ -100,7 +114,7 @@ def test_an_update_reads_the_device_once_and_shares_its_metrics_in_one_collectiv
     assert len(results) == len(LOSSES) * len(CUTS)
     for name, found in results.items():
         updates = 2 if "two updates" in name else 1
-        assert found["updates"] == len(found["packed_next"]) == updates
+        assert found["updates"] == updates
         assert found["reads"] == {"metrics.gather: tolist": updates}, name
         own = found["collectives"]
         assert own.pop("ranks.send: scatter_object_list") == 2, "the step, and what to pack meanwhile"
