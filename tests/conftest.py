@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadGroupScheduling
 
+# the assertions that test files share, too, say the values when they fail
+pytest.register_assert_rewrite("tests.e2e.support", "tests.servers", "tests.support")
+
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and children inherit that; here they get
 # both as in a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)

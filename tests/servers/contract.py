@@ -335,19 +335,21 @@ class Contract:
         self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher, mode: str
     ) -> None:
         server.generate(make_request(LONG_PROMPT, max_tokens=1))  # its blocks are cached now, made by A
-        running = [_start(server, [*PROMPT, 30 + number], 800) for number in range(NUM_SLOTS)]
+        # the last one ends first: the others still run when those that wait get its slot
+        running = [_start(server, [*PROMPT, 30 + n], 500 if n == NUM_SLOTS - 1 else 800) for n in range(NUM_SLOTS)]
         assert all(each.began.wait(30) for each in running)
         queued = _start(server, LONG_PROMPT, 24)  # no slot is left, so it has no token when the weights change
         server.wait_until(lambda info: (info.running_requests, info.waiting_requests) == (NUM_SLOTS, 1))
         pusher.post("/pause", mode="keep", keep_cache="true" if mode == "keep_kv" else "false")
         assert not queued.began.is_set()
-        held = _start(server, LONG_PROMPT, 24)  # arrives during the pause
-        server.wait_until(lambda info: info.active_requests == NUM_SLOTS + 2)
+        # arrive during the pause; the second begins as those that run did, with other weights
+        held, twin = _start(server, LONG_PROMPT, 24), _start(server, [*PROMPT, 30], 24)
+        server.wait_until(lambda info: info.active_requests == NUM_SLOTS + 3)
         _exchange_weights(pusher, model_b, version + 1)
         assert not held.done.done()
         pusher.post("/resume")
         # with keep_kv vLLM starts the queued one, as it goes on with those that run, over the cache that there is
-        for each in (queued, held) if mode == "recompute" else (held,):
+        for each in (queued, held, twin) if mode == "recompute" else (held, twin):
             assert_exact(model_b, each.request, each.done.result(60), version + 1, server.tolerance)
         serves(server, model_b, version + 1)
         scored = [*PROMPT, *LONG_PROMPT]
@@ -355,7 +357,7 @@ class Contract:
         models = {version: model_a, version + 1: model_b}
         for each in running:
             output = each.done.result(60)
-            assert (output.finish_reason, len(output.token_ids)) == ("length", 800)
+            assert (output.finish_reason, len(output.token_ids)) == ("length", each.request.max_tokens)
             assert output.versions == sorted(output.versions)
             assert set(output.versions) == set(models), "the push did not fall into this request"
             case = models, each.request.token_ids, output.token_ids, output.versions
@@ -411,11 +413,13 @@ class Contract:
             ({name: tensor for name, tensor in good.items() if name != norm}, f"{norm} is missing"),
             ({**good, norm: good[norm][:-1]}, f"{norm} has the shape [63], the server's [64]"),
         ):
+            pusher.post("/pause")
             response = server.post("/start_weight_update", announcement(wrong).model_dump())
             assert (response.status_code, words in response.json()["error"]) == (400, True)
             assert server.post("/update_weights").status_code == 409
             # nothing to finish: the new version must not name the old weights
             assert server.post("/finish_weight_update", {"weight_version": str(version + 1)}).status_code == 409
+            pusher.post("/resume")
             serves(server, model_a, version)
         pusher.push(good, version + 1)  # the group is as good as before
         serves(server, model_b, version + 1)

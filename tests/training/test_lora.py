@@ -93,6 +93,7 @@ def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(folder: Path,
         ({"target_modules": ["lm_head"]}, r"ends in 'lm_head', the head aside"),
         ({"modules_to_save": ["nonsense"]}, r"no module's name with parameters ends in 'nonsense'"),
         ({"modules_to_save": ["lm_head"]}, r"tied to one of \['lm_head'\]"),
+        ({"modules_to_save": ["embed_tokens"]}, r"lm_head.weight is tied to one of \['embed_tokens'\]"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused(folder: Path, section: dict[str, Any], words: str) -> None:

@@ -112,7 +112,7 @@ _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
     ],
 )  # fmt: skip
 def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(values: dict[str, Any]) -> None:
-    objective = Objective(loss_section(**values))
+    objective = Objective(loss_section(**values), num_updates=2)  # two: the old policy counts
     batch = replace(
         _batch([-1.0, -2.0, -0.5, -1.5], [1.0, 1.0, -2.0, -2.0], samples=[0, 0, 1, 1]),
         weights=torch.tensor([0.1, 0.2, 0.3, 0.4]),
