@@ -154,7 +154,7 @@ def _numbers(folder: Path, prefix: str) -> list[int]:
 
 
 PARTIAL_PREFIX = "writing_"
-"""Of the names of folders that are being written, replaced or removed."""
+"""Prefix of the names of folders that are being written, replaced or removed."""
 
 
 def partial_of(folder: Path) -> Path:

@@ -96,7 +96,7 @@ def _columns() -> str:
         "",
         "The same for the Parquet blocks of [the rollout store](../rollout-store.md) and for what `grpo-async export` writes,",
         "which has one more, `superseded` (BOOLEAN). JSON columns are text in Parquet and objects in JSON lines. In JSON lines,",
-        "characters that a terminal would obey (controls, marks of direction) are escaped (`\\u009b`). NULL means: not known, or",
+        "control characters, and bidirectional ones, are escaped (`\\u009b`). NULL means: not known, or",
         "there is none. A group that has no rollout (it failed or was cancelled before one ended) has one row, in which all",
         "columns of a rollout are NULL.",
         "",

@@ -39,7 +39,7 @@ class MicroBatchPlan:
 
     @property
     def indices(self) -> list[int]:
-        """Of all its samples, in the order in which they are packed."""
+        """Indices of all its samples, in the order in which they are packed."""
         return [index for row in self.rows for index in row]
 
     @property
@@ -56,7 +56,7 @@ class BatchPlan:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Of all forwards on all ranks, padding included."""
+        """Tokens of all forwards on all ranks, padding included."""
         return sum(micro_batch.num_computed_tokens for rank in self.ranks for micro_batch in rank)
 
 

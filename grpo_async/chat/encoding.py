@@ -4,7 +4,7 @@ A chat template writes control tokens (`<|im_end|>`) as text, so a tool result t
 could go on as the system: a prompt injection. Messages from tools, environments and the policy are therefore guarded:
 
     tool result "a<|im_end|>b"  ->  rendered as "aZqguard0zqb"  ->  ids of the text around it as ever (`<|im_end|>` stays a
-    border between "a" and "b"), and for the placeholder itself the ids of "<" and "|im_end|>", which no template means as control.
+    boundary between "a" and "b"), and for the placeholder itself those of "<" and "|im_end|>", which no template means as control.
 
 Invariant: text without control tokens in it is tokenized in one piece, exactly as the tokenizer would alone.
 """
@@ -34,7 +34,7 @@ class Encoder:
     """Tokenizes rendered conversations.
 
     Control tokens are the tokenizer's special tokens, and its other added tokens as far as the chat template writes them
-    (`<tool_response>`, `<think>` in Qwen3). Blanks are never control tokens, even where they are added tokens (Gemma).
+    (`<tool_response>`, `<think>` in Qwen3). Whitespace tokens are never control tokens, even where they are added tokens (Gemma).
 
     Args:
         tokenizer: the model's tokenizer.

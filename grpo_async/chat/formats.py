@@ -263,7 +263,8 @@ def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str
 
 
 class UserParser:
-    """
+    """Reads turns with the user's own parser (`tool_calling.parser`).
+
     Args:
         reference: `module:attribute`.
 

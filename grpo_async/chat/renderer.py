@@ -284,7 +284,7 @@ class ChatRenderer:
             problem = str(error)
         if problem:
             notes.append(
-                f"several calls in one turn fail their rollout, for this chat template cannot render them: {problem}"
+                f"a rollout fails when a turn makes several calls: this chat template cannot render them: {problem}"
             )
         return notes
 

@@ -68,14 +68,15 @@ class _Rendering:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """A form that works for some calls. `renderings` has one entry per assistant message: one for all calls together, or one
-    for each call where a template knows one call per message (Llama 3, GPT-OSS)."""
+    for each call where a template supports only one call per message (Llama 3, GPT-OSS)."""
 
     form: DummyForm
     renderings: Sequence[_Rendering]
 
 
 class SuffixRule:
-    """
+    """Makes the ids that follow the policy's turn: tool results and the next generation prompt.
+
     Args:
         template: renders.
         encoder: tokenizes.

@@ -93,7 +93,7 @@ class ChatTemplate:
         try:
             without = self.render(question, add_generation_prompt=False)
             rendered = self.render(question, add_generation_prompt=True)
-        except ChatError:  # a template with wishes of its own, such as a system prompt; prompts will say so
+        except ChatError:  # a template with extra requirements, such as a system prompt; prompts will say so
             return ""
         return rendered[len(without) :] if rendered.startswith(without) else ""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.chat.turn import ChatError
-from grpo_async.checks.memory import ModelSize, check_run_place, disk_room
+from grpo_async.checks.memory import ModelSize, check_run_dir_writable, disk_room
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
@@ -179,7 +179,7 @@ class _Findings:
         """On the disk of run.dir."""
         run_dir = RunDir(self.config.run_path)
         with self.collecting():
-            check_run_place(run_dir)
+            check_run_dir_writable(run_dir)
             if (size := ModelSize.read(self.config.model.path)) is not None:
                 status, text = disk_room(self.config, run_dir, size)
                 if status != "pass":
@@ -188,7 +188,7 @@ class _Findings:
     # ---- data ----
 
     def read_rows(self) -> dict[str, Rows]:
-        """Of each source that can be read: all rows where that takes a moment only, else the first few."""
+        """Rows of each source that can be read: all where that takes a moment only, else the first few."""
         rows: dict[str, Rows] = {}
         if all(map(_is_small, self.sources.values())):
             with self.collecting():

@@ -42,7 +42,7 @@ def run_doctor() -> list[Check]:
 
 
 def has_gpu_driver() -> bool:
-    """Whether an NVIDIA driver is there, whatever else works of it."""
+    """Whether an NVIDIA driver is there, even if it does not work."""
     return _DRIVER.is_file() or shutil.which("nvidia-smi") is not None
 
 

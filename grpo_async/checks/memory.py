@@ -37,8 +37,8 @@ class ModelSize:
     hidden: int
     layers: int
     vocabulary: int
-    token_width: int
-    """Numbers that a token leaves in the cache of a layer: 2 x heads of keys x width of a head."""
+    kv_elements_per_token: int
+    """KV-cache elements per token and layer: 2 x num_key_value_heads x head_dim."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int) -> ModelSize:
@@ -56,12 +56,12 @@ class ModelSize:
             hidden=hidden,
             layers=number("num_hidden_layers", max(1, parameters / (12 * hidden**2))),
             vocabulary=number("vocab_size", min(150_000, max(1024, parameters / (4 * hidden)))),
-            token_width=2 * number("num_key_value_heads", heads) * number("head_dim", hidden / heads),
+            kv_elements_per_token=2 * number("num_key_value_heads", heads) * number("head_dim", hidden / heads),
         )
 
     @classmethod
     def read(cls, path: str) -> ModelSize | None:
-        """Of a model folder; None of a hub name. Raises ConfigError: its files are broken."""
+        """Size of the model in a folder; None for a hub name. Raises ConfigError: its files are broken."""
         parameters = count_parameters(path)
         return None if parameters is None else cls.of(text_config(Path(path)), parameters)
 
@@ -120,7 +120,7 @@ def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float)
     return {
         "weights": model.parameters * share,
         "activations and graphs": _VLLM_WORK_BYTES,
-        "keys and values": num_tokens * model.token_width * model.layers * share,
+        "keys and values": num_tokens * model.kv_elements_per_token * model.layers * share,
     }
 
 
@@ -176,7 +176,7 @@ def _number(file: Path) -> int | None:
 # ---- disk ----
 
 
-def check_run_place(run_dir: RunDir) -> None:
+def check_run_dir_writable(run_dir: RunDir) -> None:
     """The run directory, or the nearest folder above it that exists, can be written to.
 
     Raises:

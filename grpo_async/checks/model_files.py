@@ -13,8 +13,8 @@ from grpo_async.weights.weight_files import no_weights, open_weights, weight_fil
 
 
 def model_problem(path: str) -> str | None:
-    """Why the folder `path` cannot be loaded as a Hugging Face model, without the setting that names it: None, it can be, as far as
-    its names and headers say."""
+    """Why the folder `path` cannot be loaded as a Hugging Face model, without the setting that names it. None: it can be, as far as
+    file names and headers say."""
     folder = Path(path)
     if not folder.exists():
         return f"{path} does not exist (working directory: {Path.cwd()})"

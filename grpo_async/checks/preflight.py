@@ -76,7 +76,7 @@ class PreflightContext:
     """What the servers serve."""
     token: str | None
     trainer_scores: TrainerScores | None = None
-    """Of the probes; None: the trainer could not score them."""
+    """Scores of the probes; None: the trainer could not score them."""
     tool_sets: Sequence[Sequence[Mapping[str, Any]]] = field(default=())
     """Sets of tools (JSON schemas) that rollouts may be offered."""
 
@@ -250,7 +250,7 @@ def check_disk(context: PreflightContext) -> Iterator[Found]:
     yield disk_room(context.config, context.run_dir, size)
 
 
-# ---- the chat template, once around ----
+# ---- a round trip through the chat template ----
 
 
 def check_chat_template(context: PreflightContext) -> list[Found]:

@@ -27,7 +27,7 @@ class Check:
 
     Args:
         name: what was looked at ("logprobs").
-        status: pass; warn: it runs, but something is worth knowing; fail: it must not go on like this.
+        status: pass; warn: it runs, but something is worth knowing; fail: the run must not start.
         detail: what was found and where; for warn and fail also what to do.
     """
 

@@ -67,7 +67,7 @@ def check_reward(
                 # In a process, which can be killed.
                 section = resolved.rewards[index].model_copy(update={"run_in": "process"})
                 with contextlib.closing(load_reward(section, f"rewards.{index}")) as tried:
-                    reports.append(check(tried, prompts, place=functions[index].place, gold_column=gold_column))
+                    reports.append(check(tried, prompts, runs_in=functions[index].runs_in, gold_column=gold_column))
     finally:
         for function in functions:
             function.close()
@@ -125,7 +125,7 @@ def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:
 
     console = stdout_console()
     for report in reports:
-        title = Text(f"{report.name}  (in: {report.place})")
+        title = Text(f"{report.name}  (in: {report.runs_in})")
         table = Table("completion", title=title, title_justify="left", box=None, pad_edge=False)
         for heading in ("lowest", "mean", "highest"):
             table.add_column(heading, justify="right")

@@ -185,7 +185,7 @@ def inspect_rollouts(
 
 
 def _named(read: Callable[[Any], Found], name: int | str) -> Found:
-    """What `read` finds by a name that the user gave; that there is none is the user's mistake."""
+    """Call `read(name)`; a missing name becomes a ConfigError."""
     from grpo_async.errors import ConfigError, RunError
 
     try:
@@ -241,7 +241,7 @@ def _problem_of(read: Callable[[str], object], text: str) -> str:
 
 
 def sort_order(text: str | None) -> str:
-    """As the store has it: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
+    """In the store's sort syntax: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
 
     Raises:
         ConfigError: groups have no such order.

@@ -79,7 +79,7 @@ def with_json_logs_help(command: Command) -> Command:
 def load_and_report(
     config: Path, overrides: list[str] | None, *, quiet: bool, json_logs: bool
 ) -> tuple[ExperimentConfig, Output]:
-    """The configuration, and where what happens is shown; what is wrong with the configuration is shown there, too."""
+    """Load the config and make the Output; config errors are reported through it."""
     from grpo_async.config.loader import load_config
     from grpo_async.display.output import Output, OutputMode
 

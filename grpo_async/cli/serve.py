@@ -55,8 +55,8 @@ def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: S
 
 
 def _prepared(path: Path, overrides: list[str] | None, engine: EngineName, port: int) -> ExperimentConfig:
-    """The configuration of the one server that this process becomes. Where it is several, they are served here, and typer.Exit is
-    raised at their end."""
+    """The config, if one server is wanted: this process becomes it. Several replicas are served here, and typer.Exit is raised when
+    they end."""
     from grpo_async.config.loader import load_config
 
     config = load_config(path, overrides or ())

@@ -194,7 +194,7 @@ class _Reader:
             return Node(self._entries(node, path), location)
         if isinstance(node, yaml.SequenceNode):
             entries = enumerate(node.value)
-            return Node([self.convert(each, (*path, str(i)), self._place(each)) for i, each in entries], location)
+            return Node([self.convert(each, (*path, str(i)), self._location(each)) for i, each in entries], location)
         try:
             is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
             return Node(_filled_in(node.value, path, is_plain=is_plain), location)
@@ -204,7 +204,7 @@ class _Reader:
     def _entries(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Node]:
         entries: dict[str, Node] = {}
         for key_node, value_node in node.value:
-            location, key = self._place(key_node), key_node.value
+            location, key = self._location(key_node), key_node.value
             if not isinstance(key_node, yaml.ScalarNode):
                 key, problem = "?", "is a list or a mapping; keys are single words"
             elif _UNUSABLE.search(key):
@@ -219,7 +219,7 @@ class _Reader:
             self.problems.append((location, f"{'.'.join((*path, key))!a} {problem}"))
         return entries
 
-    def _place(self, node: yaml.Node) -> Location:
+    def _location(self, node: yaml.Node) -> Location:
         return Location(self.root.source, node.start_mark.line + 1) if self.has_lines else self.root
 
 

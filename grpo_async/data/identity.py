@@ -53,8 +53,8 @@ def describe_duplicates(rows: Rows, keys: list[str]) -> list[str]:
         return []
     index, earlier = repeats[0]
     return [
-        f"{len(repeats)} of {len(rows)} rows repeat the prompt of an earlier row (the first: {rows.places[index]} repeats "
-        f"{rows.places[earlier]}); they are kept"
+        f"{len(repeats)} of {len(rows)} rows repeat the prompt of an earlier row (the first: {rows.locations[index]} repeats "
+        f"{rows.locations[earlier]}); they are kept"
     ]
 
 
@@ -94,17 +94,17 @@ def split_held_out(rows: Rows, held_out: float, *, columns: Collection[str]) -> 
 
 def find_leaks(train: Rows, evaluation: Rows, columns: Collection[str]) -> str | None:
     """One sentence about rows of `evaluation` whose task is also in `train`; None if there are none."""
-    places: dict[str, str] = {}
-    for row, place in zip(train, train.places, strict=True):
-        places.setdefault(task_key(row, columns), place)
+    locations: dict[str, str] = {}
+    for row, location in zip(train, train.locations, strict=True):
+        locations.setdefault(task_key(row, columns), location)
     leaks = [
-        (place, places[key])
-        for row, place in zip(evaluation, evaluation.places, strict=True)
-        if (key := task_key(row, columns)) in places
+        (location, locations[key])
+        for row, location in zip(evaluation, evaluation.locations, strict=True)
+        if (key := task_key(row, columns)) in locations
     ]
     if not leaks:
         return None
-    shown = shortlist([f"{place} is also {other}" for place, other in leaks], limit=_NUM_SHOWN)
+    shown = shortlist([f"{location} is also {other}" for location, other in leaks], limit=_NUM_SHOWN)
     return f"{len(leaks)} of {len(evaluation)} prompts to evaluate on are trained on as well: {shown}"
 
 

@@ -22,29 +22,31 @@ from grpo_async.utils.text import backticked, json_kind, text_of_parts
 _KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
 
-def check_prompt(row: Row, place: str, unused: set[str]) -> Any:
+def check_prompt(row: Row, location: str, unused: set[str]) -> Any:
     """The prompt of a row in its one form; keys of messages that nothing uses are added to `unused`.
 
     Raises:
-        ConfigError: there is none, or it cannot be used; the message has the place, the column and what to do.
+        ConfigError: there is none, or it cannot be used; the message has the location, the column and what to do.
     """
     if "prompt" not in row:
         raise ConfigError(
-            f"{place}: there is no column `prompt`; the columns are {backticked(row)}. "
+            f"{location}: there is no column `prompt`; the columns are {backticked(row)}. "
             "Rename the one that holds the prompt, for example `columns: {problem: prompt}`"
         )
     prompt = row["prompt"]
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise ConfigError(f"{place}: `prompt` is empty text; fill it in or remove the row")
+            raise ConfigError(f"{location}: `prompt` is empty text; fill it in or remove the row")
         return prompt
     if not isinstance(prompt, list):
         raise ConfigError(
-            f"{place}: `prompt` must be text or a list of {{role, content}} messages, got {json_kind(prompt)}"
+            f"{location}: `prompt` must be text or a list of {{role, content}} messages, got {json_kind(prompt)}"
         )
     if not prompt:
-        raise ConfigError(f"{place}: `prompt` is a list without messages; give at least one {{role, content}} message")
-    return [_message(message, f"{place}: `prompt[{index}]`", unused) for index, message in enumerate(prompt)]
+        raise ConfigError(
+            f"{location}: `prompt` is a list without messages; give at least one {{role, content}} message"
+        )
+    return [_message(message, f"{location}: `prompt[{index}]`", unused) for index, message in enumerate(prompt)]
 
 
 def _message(message: Any, where: str, unused: set[str]) -> Row:

@@ -1,7 +1,7 @@
 """Rows as a source has them: of a file (JSON lines, CSV, Parquet), of a dataset of the package `datasets`, of a Python function, or
 only seeds, for data that belongs to an environment.
 
-Every reader gives (place, row), one after the other, and raises ConfigError with the place where something is wrong.
+Every reader gives (location, row), one after the other, and raises ConfigError with the location where something is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_async.config.sections import (
     JsonlSource,
     ParquetSource,
 )
-from grpo_async.data.rows import PlacedRows, Row, check_values
+from grpo_async.data.rows import LocatedRows, Row, check_values
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
@@ -30,39 +30,39 @@ from grpo_async.utils.text import backticked, duplicates, json_kind
 _BATCH_ROWS = 1024  # rows of a Parquet file that are in memory as columns at once
 
 
-def read_jsonl(source: JsonlSource) -> PlacedRows:
+def read_jsonl(source: JsonlSource) -> LocatedRows:
     for number, line in enumerate(_lines(source.path), start=1):
         if not line.strip():
             continue
-        place = f"{source.path}:{number}"
+        location = f"{source.path}:{number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{place}: this line cannot be read as JSON ({error}); a .jsonl file holds one JSON object per line"
+                f"{location}: this line cannot be read as JSON ({error}); a .jsonl file holds one JSON object per line"
             ) from error
         if not isinstance(row, dict):
             raise ConfigError(
-                f'{place}: expected a JSON object such as {{"prompt": "..."}}, got {json_kind(row)}; '
+                f'{location}: expected a JSON object such as {{"prompt": "..."}}, got {json_kind(row)}; '
                 "a .jsonl file holds one object per line, not one list"
             )
-        yield place, row
+        yield location, row
 
 
-def read_csv(source: CsvSource) -> PlacedRows:
+def read_csv(source: CsvSource) -> LocatedRows:
     reader = csv.DictReader(_lines(source.path), strict=True)
-    begins_at = 1  # a quoted value may span lines; the place is where the row begins
+    begins_at = 1  # a quoted value may span lines; the location is where the row begins
     try:
         _check_columns(source.path, reader.fieldnames or ())
         begins_at = reader.line_num + 1
         for row in reader:
-            place = f"{source.path}:{begins_at}"
+            location = f"{source.path}:{begins_at}"
             if None in row or None in row.values():
                 raise ConfigError(
-                    f"{place}: this row has not as many values as the header has columns ({backticked(reader.fieldnames or ())}); "
-                    "put values that hold a comma or a line break into double quotes"
+                    f"{location}: this row has not as many values as the header has columns "
+                    f"({backticked(reader.fieldnames or ())}); put values that hold a comma or a line break into double quotes"
                 )
-            yield place, row
+            yield location, row
             begins_at = reader.line_num + 1
     except csv.Error as error:
         raise ConfigError(
@@ -75,7 +75,7 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
         raise ConfigError(f"{path}: {backticked(twice)} names more than one column; give each its own name")
 
 
-def read_parquet(source: ParquetSource) -> PlacedRows:
+def read_parquet(source: ParquetSource) -> LocatedRows:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -125,7 +125,7 @@ def _lines(path: Path) -> Iterator[str]:
         ) from error
 
 
-def read_hub(source: HubSource) -> PlacedRows:
+def read_hub(source: HubSource) -> LocatedRows:
     try:
         import datasets
     except ImportError as error:
@@ -178,25 +178,25 @@ MAX_ROWS = 100_000
 _COMPARED_ROWS = 16
 
 
-def read_generator(source: GeneratorSource) -> PlacedRows:
+def read_generator(source: GeneratorSource) -> LocatedRows:
     """The function is called twice: a checkpoint can be continued only if it makes the same rows again, and the time to learn
     that it does not is now. The first 16 rows are compared."""
     second = islice(_rows(source), min(source.limit or _COMPARED_ROWS, _COMPARED_ROWS))
-    for number, (place, row) in enumerate(_rows(source)):
+    for number, (location, row) in enumerate(_rows(source)):
         if source.limit is None and number == MAX_ROWS:
             raise ConfigError(
                 f"{source.function}: has made {MAX_ROWS} rows and not come to an end; set `limit` to the number of rows wanted"
             )
         # repr: a NaN differs from itself
-        if number < _COMPARED_ROWS and repr(next(second, (place, None))[1]) != repr(row):
+        if number < _COMPARED_ROWS and repr(next(second, (location, None))[1]) != repr(row):
             raise ConfigError(
-                f"{place}: a second call of the function makes another row, so a run could not be continued from a "
+                f"{location}: a second call of the function makes another row, so a run could not be continued from a "
                 "checkpoint; let it draw from random.Random(SEED) instead of what changes from call to call"
             )
-        yield place, row
+        yield location, row
 
 
-def read_environment(source: EnvironmentSource) -> PlacedRows:
+def read_environment(source: EnvironmentSource) -> LocatedRows:
     """With first_seed 5 and the environments a, b: seeds 5, 6, 7 in a, b, a."""
     names = source.environments
     for number in range(source.num_prompts):
@@ -207,19 +207,19 @@ def read_environment(source: EnvironmentSource) -> PlacedRows:
 
 
 def _rows(source: GeneratorSource) -> Iterator[tuple[str, Row]]:
-    function, place = resolve(source.function), source.function
+    function, location = resolve(source.function), source.function
     try:
         made = function(**source.arguments)
         if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
             raise TypeError(f"it must yield rows, or return a list of them, not {json_kind(made)}")
         for number, row in enumerate(made):
-            place = f"{source.function}, row {number}"
+            location = f"{source.function}, row {number}"
             if not isinstance(row, dict):
                 raise TypeError(f'it must yield dicts such as {{"prompt": "..."}}, got {json_kind(row)}')
-            check_values(row, place)
-            yield place, row
-            place = f"{source.function}, row {number + 1}"
+            check_values(row, location)
+            yield location, row
+            location = f"{source.function}, row {number + 1}"
     except ConfigError:
         raise
     except Exception as error:  # the user's code: whatever it raises means this
-        raise ConfigError(f"{place}: the function raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{location}: the function raised {type(error).__name__}: {error}") from error

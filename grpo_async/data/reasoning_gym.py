@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any
 
 from grpo_async.config.sections import ReasoningGymSource
-from grpo_async.data.rows import PlacedRows
+from grpo_async.data.rows import LocatedRows
 from grpo_async.errors import ConfigError
 from grpo_async.utils.extras import needs
 
@@ -28,7 +28,7 @@ _OWN_SETTINGS = ("seed", "size")
 _TIMEOUT_S = 600.0  # that making the rows may take
 
 
-def read_reasoning_gym(source: ReasoningGymSource) -> PlacedRows:
+def read_reasoning_gym(source: ReasoningGymSource) -> LocatedRows:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError(f"reasoning_gym: making its rows {needs('reasoning_gym')}")
     for number, task in enumerate(source.tasks):

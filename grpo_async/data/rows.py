@@ -1,8 +1,7 @@
-"""What a row is, and the words in which errors speak of it.
+"""Rows and their locations.
 
-A row is a dict of JSON-like values (dates, decimals and bytes too, which Parquet and datasets know). Its place is what the
-user finds it by: `train.jsonl:7` is a line counted from 1, as editors do; `train.parquet, row 7` is counted from 0, as
-`dataset[7]` does.
+A row is a dict of JSON-like values (dates, decimals and bytes too, which Parquet and datasets know). Its location is what errors
+call it: `train.jsonl:7` is a line counted from 1, as editors do; `train.parquet, row 7` is counted from 0, as `dataset[7]` does.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.utils.text import json_kind
 
 Row = dict[str, Any]
-PlacedRows = Iterator[tuple[str, Row]]
+LocatedRows = Iterator[tuple[str, Row]]
 
 # Plain values: they pickle, print the same in every process, and mean the same to a reward function in a worker process.
 _SCALARS = (type(None), bool, int, float, str, bytes, decimal.Decimal)
@@ -24,29 +23,29 @@ _TIMES = (datetime.date, datetime.time, datetime.timedelta)  # a datetime is a d
 
 
 class Rows(list[Row]):
-    """Rows, the place of each, and `notes`: sentences that the user should read before the run starts."""
+    """Rows, the location of each, and `notes`: sentences that the user should read before the run starts."""
 
-    def __init__(self, rows: Iterable[Row] = (), *, places: Iterable[str] = (), notes: Iterable[str] = ()) -> None:
+    def __init__(self, rows: Iterable[Row] = (), *, locations: Iterable[str] = (), notes: Iterable[str] = ()) -> None:
         super().__init__(rows)
-        self.places = list(places)
+        self.locations = list(locations)
         self.notes = list(notes)
-        assert len(self.places) == len(self), f"{len(self)} rows, {len(self.places)} places"
+        assert len(self.locations) == len(self), f"{len(self)} rows, {len(self.locations)} locations"
 
     def take(self, indexes: Sequence[int]) -> Rows:
-        """These rows with their places, in this order; without the notes, which are about the whole."""
-        return Rows((self[index] for index in indexes), places=(self.places[index] for index in indexes))
+        """These rows with their locations, in this order; without the notes, which are about the whole."""
+        return Rows((self[index] for index in indexes), locations=(self.locations[index] for index in indexes))
 
 
-def check_values(row: Row, place: str) -> None:
+def check_values(row: Row, location: str) -> None:
     """Raise a ConfigError for the first value that is not plain data, with its column."""
     for name, value in row.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{place}: the name of a column must be text, got {json_kind(name)}")
+            raise ConfigError(f"{location}: the name of a column must be text, got {json_kind(name)}")
         unsupported = _unsupported(value)
         if unsupported is not None:
             raise ConfigError(
-                f"{place}: column `{name}` holds a {type(unsupported).__module__}.{type(unsupported).__qualname__}, but only text, "
-                "numbers, truth values, null, lists and objects with text keys (also dates, decimals, bytes) can be used; "
+                f"{location}: column `{name}` holds a {type(unsupported).__module__}.{type(unsupported).__qualname__}, but only "
+                "text, numbers, truth values, null, lists and objects with text keys (also dates, decimals, bytes) can be used; "
                 f"convert it, or leave the column out with `remove_columns: [{name}]`"
             )
 

@@ -3,7 +3,7 @@
     read -> limit -> remove_columns, columns -> check of prompt and values -> missing columns become None -> filters by length
 
 A row is a dict with `prompt` (text, or a list of `{role, content}` messages) and any other columns. Whatever is wrong raises
-ConfigError with the place (`file:line`), the column, what is wrong there, and what to do; what was changed or looks odd is told
+ConfigError with the location (`file:line`), the column, what is wrong there, and what to do; what was changed or looks odd is told
 in the notes. The system prompt is applied later, when a Prompt is made.
 
 `columns` renames, and a dotted name looks into a nested column. Worked example, with
@@ -44,13 +44,13 @@ from grpo_async.data.readers import (
     read_parquet,
 )
 from grpo_async.data.reasoning_gym import read_reasoning_gym
-from grpo_async.data.rows import PlacedRows, Row, Rows, check_values
+from grpo_async.data.rows import LocatedRows, Row, Rows, check_values
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
 from grpo_async.utils.text import backticked, did_you_mean
 
-_READERS: Mapping[type, Callable[[Any], PlacedRows]] = {
+_READERS: Mapping[type, Callable[[Any], LocatedRows]] = {
     JsonlSource: read_jsonl,
     CsvSource: read_csv,
     ParquetSource: read_parquet,
@@ -105,21 +105,21 @@ def source_name(source: Source) -> str:
 
 def _read(source: Source) -> Rows:
     rows: list[Row] = []
-    places: list[str] = []
+    locations: list[str] = []
     unused: set[str] = set()  # keys of messages
-    for place, given in islice(_READERS[type(source)](source), source.limit):
-        row = rename(drop(given, source.remove_columns, place), source.columns, place)
-        row["prompt"] = check_prompt(row, place, unused)
-        check_values(row, place)
+    for location, given in islice(_READERS[type(source)](source), source.limit):
+        row = rename(remove_columns(given, source.remove_columns, location), source.columns, location)
+        row["prompt"] = check_prompt(row, location, unused)
+        check_values(row, location)
         rows.append(row)
-        places.append(place)
-    notes = _fill(rows, places)
+        locations.append(location)
+    notes = _fill(rows, locations)
     if unused:
         notes.append(f"messages of `prompt` have the keys {backticked(sorted(unused))}, which nothing uses")
-    return Rows(rows, places=places, notes=notes)
+    return Rows(rows, locations=locations, notes=notes)
 
 
-def _fill(rows: list[Row], places: list[str]) -> list[str]:
+def _fill(rows: list[Row], locations: list[str]) -> list[str]:
     """Give every row every column: None where it had none, so that reward functions always receive it; one note per column.
 
     [{"prompt": "a", "level": 1}, {"prompt": "b"}] -> the second row gets "level": None.
@@ -130,7 +130,7 @@ def _fill(rows: list[Row], places: list[str]) -> list[str]:
         without = [index for index, row in enumerate(rows) if name not in row]
         if without:
             notes.append(
-                f"column `{name}` is missing in {len(without)} of {len(rows)} rows (the first: {places[without[0]]}); "
+                f"column `{name}` is missing in {len(without)} of {len(rows)} rows (the first: {locations[without[0]]}); "
                 "it is None there"
             )
         for index in without:
@@ -138,42 +138,43 @@ def _fill(rows: list[Row], places: list[str]) -> list[str]:
     return notes
 
 
-def drop(row: Row, names: Sequence[str], place: str) -> Row:
-    """The row without these columns."""
+def remove_columns(row: Row, names: Sequence[str], location: str) -> Row:
+    """The row without the columns `names`."""
     unknown = [name for name in names if name not in row]
     if unknown:
         raise ConfigError(
-            f"{place}: `remove_columns` names {backticked(unknown)}, which is not a column here; the columns are {backticked(row)}"
+            f"{location}: `remove_columns` names {backticked(unknown)}, which is not a column here; the columns are "
+            f"{backticked(row)}"
         )
     return {name: value for name, value in row.items() if name not in names}
 
 
-def rename(row: Row, columns: Mapping[str, str], place: str) -> Row:
+def rename(row: Row, columns: Mapping[str, str], location: str) -> Row:
     """The row with the renames of `columns` (old name -> new name)."""
     renamed: Row = {}
     for name, value in row.items():
-        _put(renamed, columns.get(name, name), value, place)
+        _put(renamed, columns.get(name, name), value, location)
     for old, new in columns.items():
         if old not in row:
             if new in row and "." not in old:
                 raise ConfigError(
-                    f"{place}: `columns` renames `{old}`, which is not a column here, to `{new}`, which is; it is written "
+                    f"{location}: `columns` renames `{old}`, which is not a column here, to `{new}`, which is; it is written "
                     f"old: new, so perhaps `{{{new}: {old}}}`"
                 )
-            _put(renamed, new, _look_up(row, old, place), place)
+            _put(renamed, new, _look_up(row, old, location), location)
     return renamed
 
 
-def _put(row: Row, name: str, value: Any, place: str) -> None:
+def _put(row: Row, name: str, value: Any, location: str) -> None:
     if name in row:
         raise ConfigError(
-            f"{place}: after `columns` there are two columns named `{name}`; rename or remove one of them "
+            f"{location}: after `columns` there are two columns named `{name}`; rename or remove one of them "
             "(`remove_columns` leaves a column out)"
         )
     row[name] = value
 
 
-def _look_up(row: Row, path: str, place: str) -> Any:
+def _look_up(row: Row, path: str, location: str) -> Any:
     """The value under a dotted name; numbers count the entries of a list from 0."""
     value: Any = row
     walked: list[str] = []
@@ -185,7 +186,7 @@ def _look_up(row: Row, path: str, place: str) -> Any:
         else:
             where = f"`{'.'.join(walked)}` has no `{key}`" if walked else f"`{key}` is not a column here"
             has = f"; it has {backticked(value)}{did_you_mean(key, value)}" if isinstance(value, dict) else ""
-            raise ConfigError(f"{place}: `columns` renames `{path}`, but {where}{has}")
+            raise ConfigError(f"{location}: `columns` renames `{path}`, but {where}{has}")
         walked.append(key)
     return value
 

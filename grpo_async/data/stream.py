@@ -132,7 +132,7 @@ class PromptStream:
         if not self._shuffle:
             return range(len(self._rows))
         if epoch not in self._orders:
-            while len(self._orders) >= 2:  # this epoch and the one before: prompts in flight straddle the border
+            while len(self._orders) >= 2:  # this epoch and the one before: prompts in flight straddle the boundary
                 del self._orders[min(self._orders)]
             self._orders[epoch] = shuffled_order(len(self._rows), seed=self._seed, epoch=epoch)
         return self._orders[epoch]

@@ -179,8 +179,8 @@ def _not_passed(checks: Sequence[Check]) -> list[str]:
 
 
 class JsonView(View):
-    """`--json-logs`: every event is a JSON object on a line of its own, flushed; any thread may write. The servers are one when a
-    state changes, not with every number of their load."""
+    """`--json-logs`: every event is a JSON object on a line of its own, flushed; any thread may write. The
+    `servers` event is written only when the state of a server changes, not with every number of their load."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

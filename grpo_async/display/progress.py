@@ -126,7 +126,7 @@ class Progress:
     phase: str = "starting"
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_AVERAGED_STEPS + 1))
-    """Of the last steps: as many as are shown."""
+    """Rewards of the last steps: as many as are shown."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     servers: list[ServerStatus] = field(default_factory=list)
     messages: deque[RunMessage] = field(default_factory=lambda: deque(maxlen=_MAX_MESSAGES))
@@ -154,7 +154,7 @@ class Progress:
             )
 
     def set_past(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Of steps that lie behind the last rewards are known, too."""
+        """Fill the recent rewards from the metrics of earlier steps (after a resume)."""
         self.rewards.clear()
         self.rewards.extend(row["reward"] for row in rows if "reward" in row)
 

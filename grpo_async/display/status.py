@@ -31,7 +31,7 @@ from grpo_async.utils.text import duration
 from grpo_async.viewer.runs import runs_below
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
-"""Of `grpo-async status`; 2 is a run that does not exist."""
+"""Exit codes of `grpo-async status`; 2 is a run that does not exist."""
 
 WATCH_INTERVAL_S = 1.0
 
@@ -85,7 +85,9 @@ def newest_run(runs: Path) -> RunDir:
 def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
     """Raises ConfigError where there is no status.json, RunError where it is something else."""
     if not run_dir.status.exists():
-        raise ConfigError(f"{run_dir.root} has no status.json: nothing was trained there, or by an earlier version")
+        raise ConfigError(
+            f"{run_dir.root} has no status.json: no run was started there, or an older version of grpo-async wrote it"
+        )
     problems: list[str] = []
     content = read_object(run_dir.status, problems)
     if content.get("version") != VERSION or content.get("state") not in EXIT_CODES:
@@ -98,7 +100,7 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
 
 
 def print_status(console: Console, status: RunStatus) -> None:
-    """For people; everything in it is text that no terminal obeys."""
+    """For people. Escape sequences in the texts are removed."""
     rows = _rows(status, time.time())
     print_rows(console, [(name, Text(one_line(text), style=style)) for name, text, style in rows if text])
 

@@ -146,7 +146,7 @@ def _has_method(probe: Any, name: str) -> bool:
 
 
 MAX_RESET_CHARS = 1_000_000
-"""Of the text that `reset` returns. Far above every context, and far below what takes minutes to tokenize."""
+"""Maximum length of the text that `reset` returns. Far above every context, and far below what takes minutes to tokenize."""
 COLUMN = "environment"  # of the data: which environment a row uses
 
 

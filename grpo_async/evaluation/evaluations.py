@@ -97,7 +97,7 @@ class RunEvaluations:
         self._listeners = listeners
         keep_steps(run_dir.evaluation_log, start)
         self.records = list(read_evaluations(run_dir.evaluation_log, []))
-        """Of this run and those that it resumes, up to the step at which it began."""
+        """Records of this run and those that it resumes, up to the step at which it began."""
         self._running: _Running | None = None
         self._unsealed: RolloutStore | None = None  # of the evaluation before
         self._unreported: dict[str, float] = {}
@@ -272,7 +272,7 @@ class RunEvaluations:
             self._end(running, result)
 
     def _collect(self, running: _Running) -> None:
-        """Of one that has ended during training, which continues whatever its outcome."""
+        """Collect the result of an evaluation that has ended during training, which continues whatever its outcome."""
         try:
             self._end(running, running.future.result(timeout=0.0))
         except CancelledError:

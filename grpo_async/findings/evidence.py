@@ -92,7 +92,7 @@ class Evidence:
         return len(self.metrics)
 
     def values(self, name: str) -> list[float]:
-        """Of the steps that have the metric."""
+        """Values of metric `name`, for the steps that have it."""
         return [row[name] for row in self.metrics if name in row]
 
     def names(self, prefix: str, suffix: str = "") -> list[str]:
@@ -139,7 +139,7 @@ class Evidence:
         return (max(found) - min(found) if found else 0.0) or 1.0
 
     def setting(self, path: str) -> object:
-        """Of the configuration, by its dotted path; None: not there, or not shown."""
+        """A setting of the configuration, by its dotted path; None: not there, or not shown."""
         value: object = self.config
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None

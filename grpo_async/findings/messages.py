@@ -1,4 +1,4 @@
-"""Errors that end a run and that the findings know again in its status.json: each is written and read here."""
+"""Error messages that findings recognize in status.json: each is written and read here."""
 
 from __future__ import annotations
 

@@ -7,15 +7,15 @@ With t = seconds that the trainer works in a step (trains, pushes, copies a chec
     step_s = 10, trainer_idle = 0.6, generator_idle = 0.4  ->  t = 4, g = 6; overlapped, a step would take max(4, 6) = 6 s
 
 The first rule that has something to say is taken: what is wasted, whoever waits; then why the trainer waits; then why the servers
-do. What is not measured holds no rule up. A suggested value is computed from the metrics, and never beyond what the rest of the
-configuration can use. t and g are `PipelineMetrics.train_s` and `generation_s`.
+do. A rule whose metrics are missing is skipped. A suggested value is computed from the metrics, and never beyond what the rest of
+the configuration can use. t and g are `PipelineMetrics.train_s` and `generation_s`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -146,7 +146,8 @@ def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
         found = _training(metrics, setup, servers)
     if found is not None:
         return found
-    return _bound("nothing", f"no setting would help: trainer idle {trainer:.0%}, servers idle {servers:.0%}")
+    text = f"no setting would help: trainer idle {trainer:.0%}, servers idle {servers:.0%}"
+    return replace(_bound("nothing", text), title="Nothing to tune")
 
 
 def _wasted(metrics: PipelineMetrics, setup: PipelineSetup) -> Iterator[Finding]:
@@ -290,7 +291,7 @@ def _change(bound_by: str, why: str, setting: str, current: int, suggested: int,
 
 
 def _fraction_of_steps(seconds: float | None, every_steps: int, metrics: PipelineMetrics) -> float:
-    """Of the wall time, what takes `seconds` every `every_steps` steps: 60 s every 50 steps of 10 s -> 0.12; 0: not measured."""
+    """Fraction of the time that `seconds` every `every_steps` steps are: 60 s every 50 steps of 10 s -> 0.12; 0: not measured."""
     return 0.0 if seconds is None or not metrics.step_s else seconds / (every_steps * metrics.step_s)
 
 

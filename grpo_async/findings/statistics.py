@@ -12,14 +12,14 @@ from grpo_async.utils.text import format_number
 
 _MIN_VALUES = 6
 _MAX_CORRELATED = 0.9
-_MIN_FREEDOM = 3.0
+_MIN_DOF = 3.0
 _ROUNDING = 1e-9  # float noise of summed rewards is about 1e-16 of their size, real differences are far larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """From `first` to `last`; the change lies between `low` and `high` with 95 %. `count`, `of`: what is behind it: 60 "steps";
-    0: not known."""
+    """From `first` to `last`; [`low`, `high`] is the 95 % confidence interval of the change. `count`, `of`: the number of values it
+    rests on, and of what: 60 "steps"; 0: not known."""
 
     first: float
     last: float
@@ -66,14 +66,14 @@ def mean_over_time(rows: Sequence[Mapping[str, float]], name: str) -> float | No
     return sum(value * s for value, s in known) / sum(s for _, s in known) if known else None
 
 
-def _change(first: float, last: float, stderr: float, freedom: float, count: int, of: str) -> Change:
-    half = _critical(freedom) * stderr
+def _change(first: float, last: float, stderr: float, dof: float, count: int, of: str) -> Change:
+    half = _t_quantile(dof) * stderr
     return Change(first=first, last=last, low=last - first - half, high=last - first + half, count=count, of=of)
 
 
-def _critical(freedom: float) -> float:
+def _t_quantile(dof: float) -> float:
     """The 97.5 % quantile of Student's t, to about 2 %: 2 degrees of freedom 4.3, 10 2.2, many 1.96."""
-    return 1.96 + 2.4 / freedom + 4.5 / freedom**2
+    return 1.96 + 2.4 / dof + 4.5 / dof**2
 
 
 def trend(values: Sequence[float]) -> Change | None:
@@ -91,25 +91,25 @@ def trend(values: Sequence[float]) -> Change | None:
         _fit([float(step) for step in range(count)], values),
         _fit([math.log(step + 1) for step in range(count)], values),
     ]
-    first, last, stderr, freedom, _ = min(fits, key=lambda fit: fit[-1])
+    first, last, stderr, dof, _ = min(fits, key=lambda fit: fit[-1])
     first, last = (min(max(end, min(values)), max(values)) for end in (first, last))
-    return _change(first, last, stderr, freedom, count, "steps")
+    return _change(first, last, stderr, dof, count, "steps")
 
 
-def _fit(places: Sequence[float], values: Sequence[float]) -> tuple[float, float, float, float, float]:
+def _fit(xs: Sequence[float], values: Sequence[float]) -> tuple[float, float, float, float, float]:
     """(fitted first, fitted last, standard error of last - first, degrees of freedom, sum of squared residuals)."""
-    count, center, mean = len(values), fmean(places), fmean(values)
-    variance = sum((place - center) ** 2 for place in places)
-    slope = sum((place - center) * (value - mean) for place, value in zip(places, values, strict=True)) / variance
-    residuals = [value - mean - slope * (place - center) for place, value in zip(places, values, strict=True)]
+    count, center, mean = len(values), fmean(xs), fmean(values)
+    variance = sum((x - center) ** 2 for x in xs)
+    slope = sum((x - center) * (value - mean) for x, value in zip(xs, values, strict=True)) / variance
+    residuals = [value - mean - slope * (x - center) for x, value in zip(xs, values, strict=True)]
     squares = sum(each**2 for each in residuals)
     lagged = sum(one * other for one, other in pairwise(residuals))
     correlation = min(max(lagged / squares, 0.0), _MAX_CORRELATED) if squares > 0.0 else 0.0
     inflation = (1.0 + correlation) / (1.0 - correlation)
-    reach = places[-1] - places[0]
-    stderr = reach * math.sqrt(squares / (count - 2) / variance * inflation)
-    first = mean + slope * (places[0] - center)
-    return first, first + slope * reach, stderr, max((count - 2) / inflation, _MIN_FREEDOM), squares
+    x_range = xs[-1] - xs[0]
+    stderr = x_range * math.sqrt(squares / (count - 2) / variance * inflation)
+    first = mean + slope * (xs[0] - center)
+    return first, first + slope * x_range, stderr, max((count - 2) / inflation, _MIN_DOF), squares
 
 
 def held_out_change(

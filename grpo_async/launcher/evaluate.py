@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_async.checks.config_checks import check_inputs
-from grpo_async.checks.memory import check_run_place
+from grpo_async.checks.memory import check_run_dir_writable
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.display.output import Output
@@ -72,7 +72,7 @@ def run_evaluation(
         config = fill_dtypes(config, engine, machine_module.inspect().gpus)
         notes = check_inputs(config, engine=engine, trains=False)
         run_dir = RunDir(_choose_folder(config, target, out).absolute())
-        check_run_place(run_dir)
+        check_run_dir_writable(run_dir)
         run_dir.create()
         with _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)

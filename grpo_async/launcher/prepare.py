@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_async.checks.memory import check_run_place
+from grpo_async.checks.memory import check_run_dir_writable
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import load_config
@@ -48,7 +48,7 @@ _FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins, and what `make_room` does before that.
+    """Where a run begins, and what `clear_run_dir` does before that.
 
     Args:
         resume_step: None is the beginning.
@@ -79,7 +79,7 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
         ConfigError: the directory is taken, is not ours to remove, or has nothing to resume from.
     """
     run_dir = RunDir(config.run_path)
-    check_run_place(run_dir)
+    check_run_dir_writable(run_dir)
     if resume is not None and clean:
         raise ConfigError("--resume and --clean exclude each other: --clean removes what --resume starts from")
     if clean:
@@ -154,7 +154,7 @@ def writing(run_dir: RunDir) -> Iterator[None]:
         ) from error
 
 
-def make_room(run_dir: RunDir, start: Start) -> None:
+def clear_run_dir(run_dir: RunDir, start: Start) -> None:
     """Remove what `check_start` has found to be ours, and rename damaged checkpoints to broken_step_N, where nothing takes them for
     whole ones. config.yaml goes last: without it the directory would not be known as ours, should this be killed."""
     for entry in sorted(run_dir.root.iterdir(), key=lambda entry: entry == run_dir.config) if start.removes else ():

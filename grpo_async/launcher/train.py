@@ -30,7 +30,7 @@ from grpo_async.launcher.follower import follow
 from grpo_async.launcher.gpus import assumed_gpus, fill_dtypes
 from grpo_async.launcher.lifecycle import end_with_report, report_end, run_with_display
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, plan_dry, plan_processes
-from grpo_async.launcher.prepare import Start, check_start, lock, make_room, writing
+from grpo_async.launcher.prepare import Start, check_start, clear_run_dir, lock, writing
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.launcher.supervisor import Cluster, RunOutcome
@@ -90,7 +90,7 @@ def launch(
         with lock(run_dir):
             start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
             with writing(run_dir):
-                make_room(run_dir, start)
+                clear_run_dir(run_dir, start)
             outcome = lead_run(config, engine, output, start=start, node=node, notes=notes)
             return end_with_report(outcome, config, run_dir, output)
 

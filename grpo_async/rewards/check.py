@@ -40,7 +40,7 @@ class RewardReport:
     """What came out for one reward function. Times are seconds of a call with one completion."""
 
     name: str
-    place: str
+    runs_in: str
     num_calls: int
     num_failed: int
     scores: Mapping[str, Mapping[str, float]]  # of each kind of completion the lowest, mean and highest, over the rows
@@ -107,20 +107,20 @@ class Seen:
 
 
 def check_reward(
-    reward: RewardFunction, prompts: Sequence[Prompt], *, place: str, gold_column: str | None = None
+    reward: RewardFunction, prompts: Sequence[Prompt], *, runs_in: str, gold_column: str | None = None
 ) -> RewardReport:
     """Check one reward function on some rows.
 
     Args:
         reward: the function; in a worker process, which can be killed, the check ends in bounded time whatever it does.
         prompts: rows; at least one.
-        place: where it runs in training: event loop, thread, process.
+        runs_in: where it runs in training: event loop, thread, process.
         gold_column: the column of right answers; None = the first of the usual names that a row has.
     """
     golds = [gold_of(prompt, gold_column) for prompt in prompts]
     seen = asyncio.run(_observe(reward, prompts, golds))
     asks_for_gold = any(map(reward.has_parameter, (gold_column,) if gold_column else GOLD_COLUMNS))
-    return report(seen, name=reward.name, place=place, asks_for_gold=asks_for_gold)
+    return report(seen, name=reward.name, runs_in=runs_in, asks_for_gold=asks_for_gold)
 
 
 async def _observe(reward: RewardFunction, prompts: Sequence[Prompt], golds: Sequence[str | None]) -> Seen:
@@ -173,8 +173,8 @@ def _range(values: Sequence[float]) -> float:
 # -------------------------------------------------------------------------------------------------- what it means
 
 
-def report(seen: Seen, *, name: str, place: str, asks_for_gold: bool) -> RewardReport:
-    """Scores and findings of what was seen of the function `name`, which runs in `place` (event loop, thread, process)."""
+def report(seen: Seen, *, name: str, runs_in: str, asks_for_gold: bool) -> RewardReport:
+    """Scores and findings of what was seen of the function `name`, which runs in `runs_in` (event loop, thread, process)."""
     best: dict[str, dict[int, float]] = defaultdict(dict)  # by kind
     for row, kind, value in seen.values:
         if isinstance(value, float):
@@ -185,24 +185,24 @@ def report(seen: Seen, *, name: str, place: str, asks_for_gold: bool) -> RewardR
     }
     return RewardReport(
         name=name,
-        place=place,
+        runs_in=runs_in,
         num_calls=len(seen.values),
         num_failed=sum(isinstance(value, str) for *_, value in seen.values),
         scores=scores,
         median_s=statistics.median(seen.seconds or [0.0]),
         longest_s=max(seen.seconds, default=0.0),
-        findings=worst_first([*_faults(seen, place), *_values(seen, best, asks_for_gold)]),
+        findings=worst_first([*_faults(seen, runs_in), *_values(seen, best, asks_for_gold)]),
     )
 
 
-def _faults(seen: Seen, place: str) -> Iterator[Finding]:
+def _faults(seen: Seen, runs_in: str) -> Iterator[Finding]:
     """What goes wrong whatever the scores are worth."""
     by_error: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for row, kind, value in seen.values:
         if isinstance(value, str):
             by_error[value].append((row, kind))
     fix = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
-    if seen.num_lost and place != "process":
+    if seen.num_lost and runs_in != "process":
         fix += " Set `run_in: process`: in the trainer's own process it cannot be ended, and may hold the run."
     for error, where in by_error.items():
         rows, kinds = [row for row, _ in where], [kind for _, kind in where]

@@ -246,7 +246,8 @@ def serve(channel: Channel, load: Callable[[list[str]], dict[str, Any]]) -> None
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    """Of an object and further arguments: a call, entry to and exit from its block, a builtin, or a function of `operator`."""
+    """What `name` does with an object and further arguments: a call, entry to and exit from its block, a builtin, or a function
+    of `operator`."""
     if name == "call":
         return lambda target, *arguments, **keywords: target(*arguments, **keywords)
     if name in ("enter", "exit"):

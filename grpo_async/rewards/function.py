@@ -89,7 +89,7 @@ class RewardFunction:
         return f"RewardFunction({self.name!r}, weight={self.weight})"
 
     @property
-    def place(self) -> Literal["event loop", "thread", "process"]:
+    def runs_in(self) -> Literal["event loop", "thread", "process"]:
         """Where calls run."""
         if self._pool is not None:
             return "process"

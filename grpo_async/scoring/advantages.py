@@ -17,7 +17,7 @@ from grpo_async.records import RolloutSample, ScoredGroup
 
 Value = TypeVar("Value")
 Rewards = Sequence[float | None]
-"""Of one group, [num_completions]."""
+"""Rewards of one group, [num_completions]."""
 
 _STD_FLOOR = 1e-4  # added to the standard deviation, as in TRL
 
@@ -56,12 +56,12 @@ class Advantages:
     def of_sample(
         self,
         sample: RolloutSample,
-        place: int,
+        index: int,
         rewards: Rewards,
         parts: Sequence[Mapping[str, float | None]],
     ) -> float:
-        """Of a branch with its own reward: what the completion at `place` of its group would have with it."""
-        return self.of_group(_with(rewards, place, sample.reward), _with(parts, place, sample.rewards))[place]
+        """Advantage of a branch with its own reward: what the completion at `index` of its group would have with it."""
+        return self.of_group(_with(rewards, index, sample.reward), _with(parts, index, sample.rewards))[index]
 
     def over_step(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """The groups of a step with their final advantages. The std is over all of them, those without samples too."""
@@ -71,15 +71,15 @@ class Advantages:
         advantages = self._step_advantages(rewards, parts)
         changed = []
         for number, group in enumerate(groups):
-            places = {each.rollout_id: place for place, each in enumerate(group.group.trainable)}
+            indices = {each.rollout_id: index for index, each in enumerate(group.group.trainable)}
             samples = []
             for sample in group.samples:
-                place = places[sample.root_id]
-                advantage = advantages[number][place]
-                if sample.rewards != parts[number][place]:  # a branch with its own reward
-                    own_rewards = _with(rewards, number, _with(rewards[number], place, sample.reward))
-                    own_parts = _with(parts, number, _with(parts[number], place, sample.rewards))
-                    advantage = self._step_advantages(own_rewards, own_parts)[number][place]
+                index = indices[sample.root_id]
+                advantage = advantages[number][index]
+                if sample.rewards != parts[number][index]:  # a branch with its own reward
+                    own_rewards = _with(rewards, number, _with(rewards[number], index, sample.reward))
+                    own_parts = _with(parts, number, _with(parts[number], index, sample.rewards))
+                    advantage = self._step_advantages(own_rewards, own_parts)[number][index]
                 samples.append(replace(sample, advantage=advantage))
             changed.append(replace(group, samples=samples))
         return changed
@@ -93,9 +93,9 @@ class Advantages:
         return batch_advantages(rewards)
 
 
-def _with(values: Sequence[Value], place: int, value: Value) -> list[Value]:
-    """`values` with another one at `place`."""
-    return [*values[:place], value, *values[place + 1 :]]
+def _with(values: Sequence[Value], index: int, value: Value) -> list[Value]:
+    """`values` with another one at `index`."""
+    return [*values[:index], value, *values[index + 1 :]]
 
 
 def combine_rewards(rows: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]) -> list[float | None]:

@@ -48,7 +48,7 @@ def sql_paths(paths: Sequence[Path]) -> str:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """All questions that this thread, or what carries its context on, asks within have so many seconds together."""
+    """Give all queries in this context (this thread, and tasks that copy its context variables) one common deadline."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -70,7 +70,7 @@ def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
         yield
         return
     if (left := deadline - time.monotonic()) <= 0:
-        raise TimeoutError("the deadline of the question has passed")
+        raise TimeoutError("the query timed out")
     is_over = threading.Event()
 
     def watch() -> None:
@@ -84,7 +84,7 @@ def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
     try:
         yield
     except duckdb.InterruptException as error:
-        raise TimeoutError("the deadline of the question has passed") from error
+        raise TimeoutError("the query timed out") from error
     finally:
         is_over.set()
         watcher.join(timeout=10.0)  # an interruption under way must not meet a closed connection

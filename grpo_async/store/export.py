@@ -13,7 +13,7 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.store.query import Query
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.files import replacing
-from grpo_async.utils.safe_text import DIRECTIONS
+from grpo_async.utils.safe_text import BIDI_CONTROLS
 
 Format: TypeAlias = Literal["jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -81,12 +81,12 @@ def _to_stream(table: RolloutTable, out: BinaryIO, query: Query, *, with_superse
     out.flush()
 
 
-_OBEYED = re.compile(rf"[\x7f-\x9f{DIRECTIONS}]")
+_UNSAFE = re.compile(rf"[\x7f-\x9f{BIDI_CONTROLS}]")
 
 
 def printable(line: str) -> str:
-    """`line`, one JSON value, with the control characters above 0x7e and the marks of direction as \\u escapes: the same value.
+    """`line`, one JSON value, with the control characters above 0x7e and the bidirectional ones as \\u escapes: the same value.
 
     JSON has these characters inside of strings only, and those below 0x20 escaped already.
     """
-    return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line)

@@ -31,7 +31,7 @@ _METADATA = "store.json"
 _LOCK = "writer.lock"
 
 TEMPORARY_SUFFIX = ".sealing"
-"""Of a Parquet file that is not whole yet."""
+"""Suffix of a Parquet file that is not whole yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ class Metadata:
     superseded: list[dict[str, int]] = field(default_factory=list)
     is_open: bool = False
 
-    def is_superseded(self) -> str:
-        """A condition of SQL over `seq`."""
+    def superseded_condition(self) -> str:
+        """An SQL condition over `seq`: the rows that a resume has superseded."""
         ranges = [f"seq >= {int(each['from_seq'])} AND seq < {int(each['until_seq'])}" for each in self.superseded]
         return f"({' OR '.join(ranges) or 'false'})"
 
@@ -170,7 +170,7 @@ def read_metadata(folder: Path) -> Metadata:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] == SCHEMA:
             metadata = Metadata(**content)
-            metadata.is_superseded()
+            metadata.superseded_condition()
             return metadata
     except FileNotFoundError:
         return Metadata()

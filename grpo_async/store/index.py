@@ -138,7 +138,7 @@ class Index:
 
     @contextlib.contextmanager
     def _cursor(self, query: Query) -> Iterator[DuckDBPyConnection]:
-        """Of its own: those of several threads do not wait for each other."""
+        """A cursor for this query alone, so that threads do not wait for each other."""
         import duckdb
 
         with self._lock:
@@ -164,9 +164,9 @@ class Index:
             RunError: the folder cannot be read, or was written by a version with another format.
         """
         with self._lock:
-            generation, before = self.generation, self.metadata.is_superseded()
+            generation, before = self.generation, self.metadata.superseded_condition()
             self.metadata = read_metadata(self.folder)
-            superseded = self.metadata.is_superseded()
+            superseded = self.metadata.superseded_condition()
             if not any(self._read_blocks() for _ in range(_LISTINGS)):
                 raise RunError(f"the blocks in {self.folder} change faster than they can be read")
             if superseded != before:
@@ -260,7 +260,7 @@ class Index:
             assert found is not None
             num_damaged = num_lines - found[0]
             source = f"unsealed WHERE {within}"
-        run(f"INSERT INTO rows SELECT {_SMALL}, {self.metadata.is_superseded()}, {ROW_KEY} FROM {source}")
+        run(f"INSERT INTO rows SELECT {_SMALL}, {self.metadata.superseded_condition()}, {ROW_KEY} FROM {source}")
         run("INSERT INTO groups " + GROUPS_SQL.format("(SELECT * FROM rows WHERE seq NOT IN (SELECT seq FROM groups))"))
         return num_damaged
 

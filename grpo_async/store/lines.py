@@ -94,7 +94,8 @@ def line_of(entry: Entry) -> bytes:
 
 
 def check_stats(group: RolloutGroup, stats: Mapping[str, TokenStats]) -> None:
-    """
+    """Check that the trainer's statistics fit the tokens of a group.
+
     Raises:
         ValueError: stats of a rollout, or of one of its branches, do not have one entry per token that the policy sampled.
     """

@@ -197,7 +197,7 @@ def _parse(cursor: DuckDBPyConnection, text: str) -> dict[str, Any]:
     import duckdb
 
     def tree(condition: str) -> dict[str, Any]:
-        """Of the condition in brackets."""
+        """The tree of the condition in brackets."""
         row = cursor.execute("SELECT json_serialize_sql(?)", [f"{_SELECT}({condition}\n)"]).fetchone()
         assert row is not None
         found: dict[str, Any] = json.loads(row[0])

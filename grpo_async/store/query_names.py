@@ -78,7 +78,7 @@ FLAGS = (
 )
 
 _ROLLOUT = (
-    _number("reward", "r.reward", "reward, as the advantage was made of it", "reward < 0.2"),
+    _number("reward", "r.reward", "reward that the advantage was computed from", "reward < 0.2"),
     Name(name="rewards", kind=MAP, sql="r.rewards", help="parts of the reward, by the name of the function",
          example="rewards['format'] < 1"),
     _number("advantage", "r.advantage", "advantage", "advantage > 1"),

@@ -48,14 +48,14 @@ if TYPE_CHECKING:  # the process that seals imports this package, and would take
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 64
-"""Groups; they are in memory anyway shortly before, and it takes milliseconds to write one."""
+"""Groups. They were in memory a moment ago anyway, and writing one takes milliseconds."""
 _WRITE_TIMEOUT_S = 60.0
-"""A disk that takes nothing for this long hangs."""
+"""A write that takes longer means that the disk hangs."""
 _FLUSH_TIMEOUT_S = 15.0
 """The same for `flush`, `position` (on the event loop) and `close`, which has to fit into launch.stop_timeout_s."""
-_ROOM_TIMEOUT_S = 10.0
-"""How long a group waits for room on a full disk: less than a flush, and what comes after it is queued meanwhile."""
-_ROOM_RETRY_S = 0.5
+_DISK_FULL_TIMEOUT_S = 10.0
+"""How long a group waits while the disk is full: less than a flush, and what comes after it is queued meanwhile."""
+_DISK_FULL_RETRY_S = 0.5
 SEAL_TIMEOUT_S = 10.0
 """What is not sealed by then stays JSON lines, which loses nothing; the next writer seals it."""
 _ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
@@ -81,7 +81,7 @@ class RolloutStore(Writer):
         self._thread: threading.Thread | None = None
         self._has_written_all = threading.Event()  # after `close`; the thread may still wait for the sealer
         self._file: LineFile | None = None  # only the thread's
-        self._outage = Outage(folder, meanwhile="rollouts wait for room", afterward="what waited is written")
+        self._outage = Outage(folder, meanwhile="rollouts wait for free space", afterward="what waited is written")
         self._metadata = Metadata()
         self._saved: Metadata | None = None
         self._sealer = Sealer(folder, self._settings.max_gb)
@@ -285,7 +285,7 @@ class RolloutStore(Writer):
             self._sealer.add(path)
 
     def _write_patiently(self, entry: Entry) -> None:
-        """On a full disk it is tried again, for `_ROOM_TIMEOUT_S` in all: no event says when there is room."""
+        """On a full disk it is tried again, for `_DISK_FULL_TIMEOUT_S` in all: no event says when there is space."""
         line = line_of(entry)
         while True:
             try:
@@ -293,10 +293,10 @@ class RolloutStore(Writer):
                 self._outage.end()
                 return
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._outage.lasts(error) >= _ROOM_TIMEOUT_S:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._outage.lasts(error) >= _DISK_FULL_TIMEOUT_S:
                     raise
             with self._changed:
-                self._changed.wait(timeout=_ROOM_RETRY_S)
+                self._changed.wait(timeout=_DISK_FULL_RETRY_S)
 
     def _write(self, entry: Entry, line: bytes) -> None:
         if self._file is None:

@@ -83,7 +83,7 @@ class RolloutRow:
     branches: Sequence[RolloutRow] = ()
     """Further paths of an agent that changed its history, as if each were a rollout: "g7-r0.b1" of the rollout "g7-r0"."""
     parent: str | None = None
-    """Of a branch: the path whose beginning it shares."""
+    """The path whose beginning this one shares, if this is a branch."""
 
     @property
     def paths(self) -> list[RolloutRow]:

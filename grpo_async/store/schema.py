@@ -20,7 +20,7 @@ SCHEMA = 5
 PARQUET_OPTIONS = (
     f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 2048, KV_METADATA {{grpo_async_schema: '{SCHEMA}'}}"
 )
-"""Of DuckDB's COPY. The size of a row group, in rollouts, bounds what is decompressed to show one of them."""
+"""Options of DuckDB's COPY. The size of a row group, in rollouts, bounds what is decompressed to show one of them."""
 
 _MIN_BUFFER = 1 << 24  # bytes; DuckDB's own default
 

@@ -58,7 +58,7 @@ def seal_block(path: Path) -> Path:
     return sealed
 
 
-def make_room(folder: Path, max_bytes: int) -> None:
+def enforce_max_size(folder: Path, max_bytes: int) -> None:
     """Delete the oldest blocks until the store has no more than `max_bytes`; the newest always stays."""
     sizes = {}
     for block in find_blocks(folder):
@@ -74,16 +74,16 @@ def make_room(folder: Path, max_bytes: int) -> None:
 
 def main(arguments: list[str]) -> int:
     parent, folder, max_bytes = arguments
-    die_with_parent(int(parent))  # one that outlived a killed run would rename files under the feet of the next
+    die_with_parent(int(parent))  # one that outlived a killed run would rename files that the next run uses
     os.nice(19)
     os.umask(0o077)
     for line in sys.stdin:
         name = line.rstrip("\n")
         try:
             seal_block(Path(folder) / name)
-            make_room(Path(folder), int(max_bytes))
+            enforce_max_size(Path(folder), int(max_bytes))
         except FileNotFoundError:
-            continue  # deleted to make room
+            continue  # deleted to enforce the maximum size
         except (RunError, OSError) as error:
             reason = re.sub(r"\s+", " ", str(error))
             print(f"rollouts in {folder}: {name} stays as JSON lines, which loses nothing: {reason}", file=sys.stderr)

@@ -107,7 +107,7 @@ class RolloutTable:
 
     @property
     def newest_seq(self) -> int:
-        """Of all groups, superseded or not; -1: there is none."""
+        """The highest seq of all groups, superseded or not; -1: there is none."""
         ((seq,),) = self._index.fetch("SELECT coalesce(max(seq), -1) FROM groups")
         return int(seq)
 
@@ -351,7 +351,7 @@ class RolloutTable:
     def _dumps(self, query: Query, columns: str, with_superseded: bool) -> list[str]:
         """One SELECT for each block, in the order of writing."""
         keys = f"SELECT row_key FROM rollouts WHERE {self._where(query, with_superseded)}"
-        superseded = self._index.metadata.is_superseded()
+        superseded = self._index.metadata.superseded_condition()
         return [
             f"SELECT {columns} FROM (SELECT *, {superseded} AS superseded FROM {part}) WHERE {ROW_KEY} IN ({keys})"
             for part in self._index.parts()
@@ -421,7 +421,7 @@ class RolloutTable:
         return self._groups(self._index.fetch(_group_page(f"seq IN {_listed(seqs)}", "seq", 0, len(seqs))))
 
     def _changes(self, where: str, k: int, sign: str, order: str) -> list[PromptChange]:
-        """Of prompts that were scored in two groups or more; `sign` and `order` of the change."""
+        """Changes of prompts that were scored in two groups or more; `sign` and `order` of the change."""
         rows = self._index.fetch(
             "SELECT prompt_hash, count(*), arg_max(reward_mean, seq) - arg_min(reward_mean, seq) AS change, min(seq), max(seq) "
             f"FROM groups WHERE reward_mean IS NOT NULL AND seq IN (SELECT seq FROM rollouts WHERE {where}) "
@@ -507,7 +507,7 @@ _DUMPED_SQL = ", ".join(f'"{name}"' for name in (*COLUMN_NAMES, "superseded"))
 
 
 def _as_json(name: str, type_: str) -> str:
-    """The column as JSON has it: JSON as what it stands for, single precision with the digits that it needs."""
+    """The column as a JSON value: JSON text is not quoted again, and single precision has only the digits that it needs."""
     if type_ == "JSON":
         return f'"{name}"::JSON'
     if type_ == "FLOAT[]":

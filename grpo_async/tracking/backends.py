@@ -41,7 +41,7 @@ _MLFLOW_TABLES = "mlflow.loggedArtifacts"
 
 
 Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
-"""Of a table; `Trackers` sees to it that all have the same columns."""
+"""Rows of a table; `Trackers` sees to it that all have the same columns."""
 
 
 class Tracker:
@@ -203,7 +203,7 @@ class Mlflow(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = round(time.time() * 1000)
-        # of its characters "@" is none: eval/pass@4 -> eval/pass_at_4
+        # MLflow does not allow "@" in metric names: eval/pass@4 -> eval/pass_at_4
         named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
         self._client.log_batch(
             self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]

@@ -15,7 +15,7 @@ from grpo_async.utils.files import Outage, Writer, append_whole, json_safe, pars
 
 logger = logging.getLogger(__name__)
 
-_ROOM_TIMEOUT_S = 60.0
+_DISK_FULL_TIMEOUT_S = 60.0
 """How long a disk may be full: lines wait, and training continues."""
 
 
@@ -55,7 +55,7 @@ class MetricsWriter(Writer):
             append_whole(self._descriptor, self._waiting)
         except OSError as error:
             failing_s = self._outage.lasts(error)
-            if is_last or failing_s >= _ROOM_TIMEOUT_S:
+            if is_last or failing_s >= _DISK_FULL_TIMEOUT_S:
                 raise RunError(
                     f"cannot write {self._path}: {error.strerror}, for {failing_s:.0f} s; free space, then go on with --resume"
                 ) from error
@@ -65,7 +65,7 @@ class MetricsWriter(Writer):
 
 
 def keep_steps(path: Path, last_step: int) -> None:
-    """Of a file with one JSON object a line, drop the lines of steps after `last_step`, which a resume repeats, and a torn last
+    """Drop the lines of steps after `last_step`, which a resume repeats, and a torn last line of a file with one JSON object a
     line. Where other lines cannot be read they are left out, too, and the whole file is kept next to it. No file: nothing to do."""
     if not path.exists():
         return

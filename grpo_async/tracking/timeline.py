@@ -159,7 +159,7 @@ class Slots:
         return Track(self._timeline, f"{self._track}/{slot}", slot)
 
     def release(self, track: Track) -> None:
-        """Of `take`, once."""
+        """Give a track that `take` returned back, once."""
         with self._lock:
             heapq.heappush(self._free, track.slot)
 

@@ -32,7 +32,7 @@ ATTEMPT = "attempt"
 
 _MAX_TEXT = 200  # of one detail: names of tools and errors may come from a model
 _COPY_BYTES = 1 << 20
-_ROOM_RETRY_S = 60.0  # after the older half could not be dropped: a try writes half the file
+_DISK_FULL_RETRY_S = 60.0  # after the older half could not be dropped: a try writes half the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class EventWriter:
             with replacing(self.path) as temporary:
                 self._copy_newer_half(temporary)
         except OSError:
-            self._makes_room_at = time.monotonic() + _ROOM_RETRY_S
+            self._makes_room_at = time.monotonic() + _DISK_FULL_RETRY_S
             raise
         self.close()
         self._open()

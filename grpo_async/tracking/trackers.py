@@ -1,5 +1,5 @@
-"""Trackers help, never harm: one that cannot be set up stops the run before it begins; later a failed call only warns, and a slow
-one keeps nobody waiting, because each tracker is called from its own thread.
+"""A failing tracker never fails the run, once it has been set up: a failed call only warns, and a slow one keeps nobody waiting,
+because each tracker is called from its own thread. One that cannot be set up stops the run before it begins.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class UserLoop:
             return asyncio.run_coroutine_threadsafe(work(), self._current.loop), self._current
 
     def _abandon(self, loop: _Loop) -> None:
-        """Of several calls that meet the same blocked loop the first one does it."""
+        """Replace a blocked loop; of several calls that meet it the first one does it."""
         with self._lock:
             if self._current is loop:
                 self._current = None

@@ -34,7 +34,8 @@ class ChildProcess(Process):
 
     @classmethod
     async def start(cls, *command: str, **options: Any) -> Self:
-        """
+        """Start `command` in a session of its own, with pipes.
+
         Args:
             options: as of subprocess.Popen.
 

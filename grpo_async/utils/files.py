@@ -55,7 +55,7 @@ def sync(path: Path) -> None:
 
 
 def file_stamp(path: Path) -> tuple[Path, int, int] | None:
-    """Is another one after the file has changed; None: there is no file."""
+    """Identity of a file's content: it changes whenever the file does. None: there is no file."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 MAX_PRINTED_CHARS = 16 * 2**20
-"""Of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
+"""Maximum of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 """A file on a full disk: what cannot be written is lost, and the next line is tried."""
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from grpo_async.utils.text import clipped
 
-DIRECTIONS = "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"
-"""Inside of a pattern's []: characters that turn the direction of what follows."""
+BIDI_CONTROLS = "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"
+"""Unicode's bidirectional control characters, for use inside a pattern's []: they turn the direction of what follows."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: a policy may write one in ASCII ("\\ud800" in JSON), a tool may return one, and UTF-8 has none."""
 
 _CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-_CONTROL, _DIRECTION = re.compile(_CONTROLS), re.compile(f"[{DIRECTIONS}]")
+_CONTROL, _BIDI_CONTROL = re.compile(_CONTROLS), re.compile(f"[{BIDI_CONTROLS}]")
 _ESCAPES = re.compile(rf"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|{_CONTROLS}")
 _BREAKS = re.compile(r"\s*[\n\t]\s*")
 _TAIL_BYTES = 64 * 1024
@@ -39,8 +39,8 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`plain` text on one line, without characters that turn the direction of what follows on a terminal."""
-    return _BREAKS.sub(" ", _DIRECTION.sub("", plain(text))).strip()
+    """`plain` text on one line, without bidirectional control characters."""
+    return _BREAKS.sub(" ", _BIDI_CONTROL.sub("", plain(text))).strip()
 
 
 def escape_surrogates(text: str) -> str:
@@ -60,9 +60,9 @@ def tail(path: Path, num_lines: int = 15) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters as pictures (ESC -> ␛) and marks of direction as escapes; \\n and \\t stay."""
+    """`text` with control characters as pictures (ESC -> ␛) and bidirectional control characters as escapes; \\n and \\t stay."""
     pictured = _CONTROL.sub(lambda match: _picture(ord(match[0])), text.replace("\r\n", "\n"))
-    return _DIRECTION.sub(lambda match: f"\\u{ord(match[0]):04x}", pictured)
+    return _BIDI_CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", pictured)
 
 
 def visible_line(text: str, limit: int) -> str:

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with something that is no configuration, which has reports of its own (config.loader)."""
+"""Formats pydantic errors. Those of configurations have their own reports (config.loader)."""
 
 from __future__ import annotations
 

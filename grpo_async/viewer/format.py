@@ -90,7 +90,7 @@ def call_tree(group: GroupRow, rollout: RolloutRow) -> Iterator[TreeLine]:
     g7-r0 · 2 calls · 40 tokens · reward 1.000
       +0.0 s · 0.41 s · 31 tokens · stop · user: 12 + 7 = -> calls add({"a": 12})
       +0.5 s · 0.20 s · 9 tokens · stop · tool: 19 -> 19
-      g7-r0.b1 · 1 call · 12 tokens · reward 1.000 · behind 57 tokens
+      g7-r0.b1 · 1 call · 12 tokens · reward 1.000 · prompt: 57 tokens
         +0.9 s · ...
     """
     children: dict[str | None, list[RolloutRow]] = {}
@@ -102,7 +102,7 @@ def call_tree(group: GroupRow, rollout: RolloutRow) -> Iterator[TreeLine]:
         parts = [visible_line(path.rollout_id, 60), count(len(path.turns), "call"), count(own, "token")]
         parts.append(f"reward {number(path.reward)}")
         if path.parent is not None:
-            parts.append(f"behind {count(len(path.prompt_ids), 'token')}")
+            parts.append(f"prompt: {count(len(path.prompt_ids), 'token')}")
         yield TreeLine(depth=depth, rollout_id=path.rollout_id, text=" · ".join(parts), is_path=True)
         for turn, (request, answer) in zip(path.turns, _exchanges(group, path), strict=False):
             since = turn.started_at - rollout.started_at if turn.started_at and rollout.started_at else None

@@ -200,10 +200,10 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
         yield Text(f"  {visible(name)}: {visible_line(str(noted), _DETAIL_WIDTH)}", style="dim")
     yield Text()
     table = _table("turn", "tokens", "ended by", "generation", "tools", "tool calls")
-    for place, turn in enumerate(rollout.turns, start=1):
+    for index, turn in enumerate(rollout.turns, start=1):
         durations = (duration(turn.generation_duration_s), duration(turn.tool_execution_duration_s))
         ended_by = visible_line(turn.ended_by, _DETAIL_WIDTH)
-        table.add_row(str(place), str(turn.num_tokens), ended_by, *durations, str(len(turn.tool_calls)))
+        table.add_row(str(index), str(turn.num_tokens), ended_by, *durations, str(len(turn.tool_calls)))
     yield table
     for turn in rollout.turns:
         if turn.parse_error is not None:
@@ -225,7 +225,7 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
 def _token_parts(rollout: RolloutRow, texts: TokenTexts | str) -> Iterator[RenderableType]:
     if isinstance(texts, str):
         yield Text(texts, style="dim")
-    table = _table("index", "id", caption=f"behind a prompt of {len(rollout.prompt_ids)} tokens")
+    table = _table("index", "id", caption=f"after a prompt of {len(rollout.prompt_ids)} tokens")
     if isinstance(texts, TokenTexts):
         table.add_column("text", no_wrap=True, overflow="ellipsis")
     trainer = {

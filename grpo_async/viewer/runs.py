@@ -73,7 +73,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_below(folder: Path) -> list[RunDir]:
-    """Those that said something last come first."""
+    """Most recently updated first."""
     written = [(modified_at(RunDir(path)), path) for path in _folders(folder) if is_run(path)]
     return [RunDir(path) for _, path in sorted(written, key=lambda each: (-each[0], each[1]))]
 
@@ -87,7 +87,7 @@ def modified_at(run: RunDir) -> float:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """A link to another of them is not one more."""
+    """The folders below `folder`. Symlinks to sibling folders are skipped."""
     found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return [path for path in found if not (path.is_symlink() and path.resolve().parent == folder.resolve())]
 

@@ -26,7 +26,7 @@ _TITLES = {
     "rollout": "rollouts",
     "server": "inference servers",
 }
-"""Of groups of tracks whose name alone says too little."""
+"""Titles of groups of tracks whose name alone says too little."""
 Record = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""All data of a run: the held-out split, evaluation rows from either place, leaks, notes."""
+"""All data of a run: the held-out split, evaluation rows from either source, leaks, notes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_async.errors import ConfigError
 
 
 def _named(rows: list[dict[str, Any]], file: str = "f") -> Rows:
-    return Rows(rows, places=[f"{file}:{number + 1}" for number in range(len(rows))])
+    return Rows(rows, locations=[f"{file}:{number + 1}" for number in range(len(rows))])
 
 
 def _rows(count: int) -> Rows:
@@ -49,7 +49,7 @@ def test_rows_added_later_move_no_row_out_of_training(held_out: float) -> None:
     assert not set(train) & set(more_held)
     if held_out < 1:
         assert set(held) <= set(more_held)
-    assert set(_split(Rows(_rows(200)[::-1], places=["x"] * 200), held_out)[1]) == set(held)
+    assert set(_split(Rows(_rows(200)[::-1], locations=["x"] * 200), held_out)[1]) == set(held)
 
 
 @pytest.mark.parametrize("held_out", [0.3, 7])

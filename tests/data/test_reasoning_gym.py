@@ -32,7 +32,7 @@ def test_rows_have_text_answer_task_and_what_the_scorer_needs() -> None:
     tasks = ({"name": "gcd", "weight": 2, "config": {"max_value": 9}}, {"name": "isomorphic_strings"})
     rows = load_rows(_source(*tasks, size=99, limit=5, seed=3))
     assert [row["task"] for row in rows] == ["gcd", "isomorphic_strings", "gcd", "gcd", "isomorphic_strings"]
-    assert rows.places[3] == "gcd, row 2"
+    assert rows.locations[3] == "gcd, row 2"
     data = ast.literal_eval(rows[0]["task_data"])
     assert data["config"] == {"max_value": 9}
     assert data["entry"]["question"] == rows[0]["prompt"]

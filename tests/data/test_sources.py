@@ -1,4 +1,4 @@
-"""Rows from every source: every shape that works, and errors that name place, column and remedy."""
+"""Rows from every source: every shape that works, and errors that name location, column and remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from grpo_async.config.sections import Source
 from grpo_async.data import Rows, first_rows, load_rows, make_prompt, readers
 from grpo_async.data.messages import check_prompt
-from grpo_async.data.sources import drop, rename
+from grpo_async.data.sources import remove_columns, rename
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
 
@@ -59,8 +59,8 @@ def test_jsonl_rows_keep_every_column_their_places_and_what_some_lack_is_none(tm
         {"prompt": [{"role": "user", "content": "ü"}], "answer": "3", "level": None},
     ]
     path = tmp_path / "rows.txt"
-    assert rows.places == [f"{path}:1", f"{path}:3"]
-    assert rows.take([1]).places == [f"{path}:3"]
+    assert rows.locations == [f"{path}:1", f"{path}:3"]
+    assert rows.take([1]).locations == [f"{path}:3"]
     assert rows.notes == [f"column `level` is missing in 1 of 2 rows (the first: {path}:3); it is None there"]
 
 
@@ -143,7 +143,7 @@ def test_parquet_is_read_in_batches_and_a_folder_in_the_order_of_names(
     whole = _parquet(tmp_path / "a.parquet", [{"prompt": f"a{number}"} for number in range(5)])
     rows = _load("parquet", path=tmp_path)
     assert _prompts(rows) == ["a0", "a1", "a2", "a3", "a4", "b0"]
-    assert rows.places[4:] == [f"{whole}, row 4", f"{tmp_path / 'b.parquet'}, row 0"]
+    assert rows.locations[4:] == [f"{whole}, row 4", f"{tmp_path / 'b.parquet'}, row 0"]
     whole.write_bytes(whole.read_bytes()[:200])
     assert "check that it is whole" in _error("parquet", path=tmp_path)
 
@@ -167,7 +167,7 @@ def test_a_saved_dataset_gives_python_values_whatever_its_format(tmp_path: Path,
     rows = _load("hub", name=folder)
     assert rows == [{"prompt": "a", "level": 0}, {"prompt": "b", "level": 1}]
     assert type(rows[0]["level"]) is int
-    assert rows.places[1] == f"{folder} [train], row 1"
+    assert rows.locations[1] == f"{folder} [train], row 1"
     assert "set `split: train`, not `test`" in _error("hub", name=folder, split="test")
     for setting in ("subset", "revision"):
         assert f"has no `{setting}`; leave it out" in _error("hub", name=folder, **{setting: "main"})
@@ -205,7 +205,7 @@ def test_a_generator_gets_its_arguments_and_its_rows_are_named() -> None:
     rows = _generated("sums", arguments={"num_rows": 3, "seed": 1})
     assert len(rows) == 3
     assert rows != _generated("sums", arguments={"num_rows": 3, "seed": 2})
-    assert rows.places[2] == "tests.data.generators:sums, row 2"
+    assert rows.locations[2] == "tests.data.generators:sums, row 2"
     assert _generated("as_list") == [{"prompt": "a"}, {"prompt": "b"}]
 
 
@@ -325,11 +325,11 @@ def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> N
     assert renamed == {**ROW, "answer": "4", "wrong": "5"}
     assert rename({"a": {"b": 1}, "a.b": 2}, {"a.b": "c"}, "f:1") == {"a": {"b": 1}, "c": 2}  # its own name comes first
     assert rename({"x": 0, "a": 1, "b": 2}, {"x": "y", "a": "b", "b": "a"}, "f:1") == {"y": 0, "b": 1, "a": 2}
-    assert drop({"a": 1, "b": 2}, ["a"], "f:1") == {"b": 2}
+    assert remove_columns({"a": 1, "b": 2}, ["a"], "f:1") == {"b": 2}
     with pytest.raises(
         ConfigError, match="f:1: `remove_columns` names `c`, which is not a column here; the columns are `a`"
     ):
-        drop({"a": 1}, ["c"], "f:1")
+        remove_columns({"a": 1}, ["c"], "f:1")
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def _of_lengths(folder: Path, *lengths: int, **settings: Any) -> Rows:
 def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
     rows = _of_lengths(tmp_path, 5, 2, 3, 4, max_prompt_tokens=3)
     assert [len(row["prompt"]) for row in rows] == [2, 3]
-    assert [place.rpartition(":")[2] for place in rows.places] == ["2", "3"]
+    assert [location.rpartition(":")[2] for location in rows.locations] == ["2", "3"]
     assert rows.notes == ["max_prompt_tokens: 3 left out 2 of 4 rows"]
     # 5 + 1 = 6 tokens pass, 5 + 2 do not
     rows = _of_lengths(tmp_path, 1, 2, max_prompt_tokens=6, system_prompt="12345")

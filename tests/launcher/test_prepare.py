@@ -15,7 +15,7 @@ from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.prepare import Start, check_start, lock, make_room
+from grpo_async.launcher.prepare import Start, check_start, clear_run_dir, lock
 from grpo_async.launcher.train import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken
     assert "has 255 bytes instead of 256" in note
     assert "resuming from step 2" in note
     assert run_dir.checkpoint_steps() == [1, 2, 3]  # nothing is changed by looking
-    make_room(run_dir, start)
+    clear_run_dir(run_dir, start)
     assert run_dir.checkpoint_steps() == [1, 2]
     assert (run_dir.checkpoints / "broken_step_3").is_dir()
     assert check_start(config, resume="latest", clean=False).notes == ()
@@ -192,7 +192,7 @@ def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
     run_dir = _old_run(config, steps=(1,))
     assert check_start(config, resume=None, clean=True).removes
     (run_dir.root / "link").symlink_to(tmp_path / "model")
-    make_room(run_dir, Start(removes=True))
+    clear_run_dir(run_dir, Start(removes=True))
     assert list(run_dir.root.iterdir()) == []
     assert (tmp_path / "model" / "config.json").is_file()  # the link went, not what it points at
     (run_dir.root / "thesis.tex").write_text("")
@@ -219,7 +219,7 @@ def test_the_directory_of_a_start_that_failed_is_begun_in_again_and_its_logs_sta
     run_dir.metrics.write_text("")
     start = check_start(config, resume=resume, clean=False)
     assert (start.resume_step, start.keeps_logs, len(start.notes)) == (None, True, 1)
-    make_room(run_dir, start)
+    clear_run_dir(run_dir, start)
     assert [path.name for path in run_dir.root.iterdir()] == ["logs"]
     assert log.exists()
     run_dir.create(dump_config(config))

@@ -27,7 +27,7 @@ def _report(function: str, *, conversational: bool = False, **section: Any) -> R
     ]
     reward = load_reward(settings, "rewards.0")
     try:
-        return check_reward(reward, prompts, place="thread")
+        return check_reward(reward, prompts, runs_in="thread")
     finally:
         reward.close()
 
@@ -67,7 +67,7 @@ def test_each_fault_is_found(function: str, severity: str, what: str) -> None:
 def test_a_function_that_ends_or_holds_its_process_does_not_hold_up_the_check(function: str, what: str) -> None:
     found = _report(function, timeout_s=0.5, run_in="process")
     lost, stopped = (finding for finding in found.findings if finding.key == "fails")
-    assert (lost.title, found.num_failed, found.place) == (what, 4, "thread")
+    assert (lost.title, found.num_failed, found.runs_in) == (what, 4, "thread")
     assert "Set `run_in: process`" in lost.fix
     assert stopped.title == "It took longer than its timeout_s, or ended its process, 4 times."
 
@@ -114,7 +114,7 @@ def test_the_right_answer_is_tried_in_every_form_beside_a_wrong_one_of_its_shape
 def _find(rows: Sequence[dict[str, float | None]], *, asks_for_gold: bool = False) -> Sequence[Finding]:
     """`rows`: score by kind of completion."""
     values = [(row, kind, value) for row, scores in enumerate(rows) for kind, value in scores.items()]
-    return report(Seen(values=list(values)), name="f", place="thread", asks_for_gold=asks_for_gold).findings
+    return report(Seen(values=list(values)), name="f", runs_in="thread", asks_for_gold=asks_for_gold).findings
 
 
 @pytest.mark.parametrize(("score", "severity"), [(0.05, None), (0.3, "warning"), (0.89, "warning"), (0.95, "error")])

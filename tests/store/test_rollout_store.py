@@ -174,8 +174,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> _Disk:
     disk = _Disk()
     monkeypatch.setattr(line_files.os, "write", disk.write)
     monkeypatch.setattr(line_files.os, "ftruncate", disk.truncate)
-    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.0)
-    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_RETRY_S", 0.01)
+    monkeypatch.setattr("grpo_async.store.rollout_store._DISK_FULL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("grpo_async.store.rollout_store._DISK_FULL_RETRY_S", 0.01)
     return disk
 
 
@@ -208,7 +208,7 @@ def test_a_group_waits_for_room_on_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("grpo_async.store.rollout_store._DISK_FULL_TIMEOUT_S", 60.0)
     store, disk.is_full = open_store(tmp_path), True
     _append(store, 0, 1)
     assert eventually(lambda: bool(caplog.messages))

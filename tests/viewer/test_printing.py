@@ -206,9 +206,9 @@ def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: 
     assert [line.rstrip() for line in tree] == [
         "  g7-r0 · 1 call · 3 tokens · reward -",
         "    +0.5 s · 0.5 s · 3 tokens · stop · user: what is 1 + 1? → two",
-        "    g7-r0.b1 · 1 call · 2 tokens · reward 0.250 · behind 3 tokens",
+        "    g7-r0.b1 · 1 call · 2 tokens · reward 0.250 · prompt: 3 tokens",
         "      +1.0 s · 0.5 s · 2 tokens · stop · user: ask b1 → one",
-        "      g7-r0.b2 · 1 call · 2 tokens · reward - · behind 3 tokens",
+        "      g7-r0.b2 · 1 call · 2 tokens · reward - · prompt: 3 tokens",
         "        +2.0 s · 0.5 s · 2 tokens · stop · user: ask b2 → nine",
     ]
     own_page = _render(rollout_page(group, branch, "no tokenizer"))

@@ -129,7 +129,7 @@ def _staleness(run: RunData) -> Number | None:
 
 
 def _memory(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    """Of the first step on the fullest rank, and the estimate; without a summary, of rank 0 so far."""
+    """Peak memory of the first step on the fullest rank, and the estimate; without a summary, that of rank 0 so far."""
     memory = summary.get("memory")
     memory = memory if isinstance(memory, Mapping) else {}
     peaks, estimated = memory.get("peaks"), finite(memory.get("estimated"))

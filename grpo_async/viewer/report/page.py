@@ -103,7 +103,7 @@ def _environment() -> Environment:
 
 
 def _finalize(value: Any) -> Any:
-    """Of everything that the template writes: None is nothing, control characters of a text become visible."""
+    """Applied to everything that the template writes: None becomes "", control characters of a text become visible."""
     if value is None:
         return ""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

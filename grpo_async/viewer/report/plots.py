@@ -17,7 +17,8 @@ from grpo_async.viewer.report.layout import Line, Plot
 from grpo_async.viewer.report.run_data import RunData
 
 MAX_POINTS = 500
-"""Of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's reduction."""
+"""Maximum number of points of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's
+reduction."""
 
 _MAX_SERIES = 8  # colors that keep apart
 
@@ -138,8 +139,8 @@ def draw_all(plots: Iterable[Plot], runs: Sequence[RunData]) -> list[Drawing]:
 
 
 def _rows_of(plot: Plot, run: RunData) -> Sequence[MetricRow]:
-    """Of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME` and those of a value of
-    `evaluation.group_by` as `eval/NAME/VALUE`."""
+    """Rows of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME`, and as
+    `eval/NAME/VALUE` those of a value of `evaluation.group_by`."""
     if not plot.of_evaluations:
         return run.metrics
     return [

@@ -84,7 +84,7 @@ class BeforeAfter:
 
     @property
     def order(self) -> str:
-        """Of `changes`, in words."""
+        """The order of `changes`, in words."""
         return f"the largest {'losses first, then the gains' if self.has_fallen else 'gains first, then the losses'}"
 
 

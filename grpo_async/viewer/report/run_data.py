@@ -63,7 +63,7 @@ def read_run(
     error = status.get("error")
 
     def known(name: str, kind: type) -> Any:
-        """Of the last attempt, else of the summary, which may be older."""
+        """A value of the last attempt, else of the summary, which may be older."""
         return next((value for each in (status, summary) if isinstance(value := each.get(name), kind)), None)
 
     return RunData(

@@ -70,7 +70,7 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dic
 
 
 def page(source: Source) -> dict[str, Any]:
-    """Of the home, all that the report says above its plots, and its main plots."""
+    """The run page: the report's header and the main plots."""
     run, _ = source.judged()
     try:
         known = store_evidence(source.table())

@@ -1,6 +1,6 @@
 """The runs that the page shows, each with its table, its token texts, its files and what they say of it; and the threads that ask.
 
-Nothing of this runs on the event loop: at most `_MAX_THREADS` questions run at a time, each with a deadline at which its query is
+Nothing of this runs on the event loop: at most `_MAX_THREADS` requests run at a time, each with a deadline at which its query is
 interrupted.
 """
 
@@ -112,7 +112,7 @@ class Library:
 
     @property
     def names(self) -> list[str]:
-        """Of the runs; of those below a folder the newest first."""
+        """Names of the runs; of those below a folder the newest first."""
         if self.folder is None:
             return self._named
         runs = {run.root.name: run for run in runs_below(self.folder)}
