@@ -102,6 +102,8 @@ def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tm
 
 def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
     slow = write_run(tmp_path, "slow", metrics=steps(20), evaluations=[evaluation(0, 0.1), evaluation(20, 0.4)])
+    for step in (0, 20):
+        write_store(slow.evaluation(step), [Group(rewards=[1.0], step=step)])
     fast = write_run(
         tmp_path,
         "fast",
@@ -114,6 +116,9 @@ def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> No
     page = out.read_text(encoding="utf-8")
     reward = next(chart for chart in _data(page) if chart["place"] == "chart-reward")
     assert [series["label"] for series in reward["series"]] == ["slow", "fast"]
+    sections = re.findall(r'<section id="([^"]+)"', page)
+    assert sections[:3] == ["rewards", "held-out", "before-after"]
+    assert re.findall(r'<li><a href="#([^"]+)"', page) == sections
     text = _text(page)
     assert "slow vs. fast" in text
     assert "Settings that differ setting slow fast optimizer.lr 1e-06 0.001" in text
