@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
@@ -146,8 +146,8 @@ class SampleBuffer:
             return reserved
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """Block until `num_groups` groups, at least one of them with samples, can be handed out; sorted by group id. After `end`:
-        as many as there are, and [] when there is nothing more to train.
+        """Block until `num_groups` groups, at least one of them with samples, can be handed out: those that were reserved, or those
+        that were started first. Sorted by group id. After `end`: as many as there are, and [] when there is nothing more to train.
 
         Raises:
             DeadlineError: nothing moved for `watch.timeout_s` seconds.
@@ -170,6 +170,7 @@ class SampleBuffer:
             if any(group.samples for group in taken):
                 for group in taken:
                     self._end_span(group, step=trainer_version + 1)
+                self._reserved = set()
                 return sorted(taken, key=lambda group: group.group_id)
             for group in taken:  # nothing to learn from in a whole round: take the next one
                 self._end_span(group, status=str(GroupStatus.FILTERED))
@@ -216,26 +217,24 @@ class SampleBuffer:
         return sorted(self._groups, key=lambda scored: scored.group_id)
 
     def _pop_now(self, limit: int, trainer_version: int) -> list[ScoredGroup]:
-        """Up to `limit` groups without waiting: those reserved, else those that were started first. Call it with the lock held."""
+        """Up to `limit` groups without waiting: those reserved, or those that were started first. Call it with the lock held."""
         if self._failure is not None:
             raise self._failure
         if self._interrupted:
             raise BufferInterrupted
+
+        def waits(group: ScoredGroup) -> bool:
+            """Behind those reserved. A group that is stale does not: it is popped to be dropped, or it would stay here."""
+            is_reserved = group.group_id in self._reserved
+            return not is_reserved and not self.is_stale(group.oldest_version, trainer_version)
+
         groups = self._in_order()
-        if self._reserved and not self._is_last_chance_of_any(groups[:limit], trainer_version):
-            groups.sort(
-                key=lambda group: not (self._is_reserved(group) or self.is_stale(group.oldest_version, trainer_version))
-            )
+        if self._reserved:
+            waiting = [group for group in groups[:limit] if waits(group)]
+            if not any(self.is_stale(group.oldest_version, trainer_version + 1) for group in waiting):
+                groups.sort(key=waits)
         popped, self._groups = groups[:limit], groups[limit:]
         return popped
-
-    def _is_reserved(self, scored: ScoredGroup) -> bool:
-        return scored.group_id in self._reserved
-
-    def _is_last_chance_of_any(self, groups: Sequence[ScoredGroup], version: int) -> bool:
-        """Whether one of them that is not reserved can be used by the step after `version` and by none later."""
-        unreserved = [group.oldest_version for group in groups if not self._is_reserved(group)]
-        return any(self.is_stale(oldest, version + 1) and not self.is_stale(oldest, version) for oldest in unreserved)
 
     def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
         fresh = []

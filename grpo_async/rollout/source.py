@@ -62,6 +62,7 @@ class RolloutSource:
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
         self._noted: list[ScoredGroup] = []
+        self._reserved: list[ScoredGroup] = []
         self._stopping = False
         self._has_started = False
         self._is_closed = False
@@ -118,13 +119,14 @@ class RolloutSource:
         except BufferInterrupted:
             return None
         self._noted = self._buffer.take_noted()
-        return self._worker.scorer.advantages.over_step(groups)
+        reserved, self._reserved = self._reserved, []
+        return reserved if _ids(reserved) == _ids(groups) else self._worker.scorer.advantages.over_step(groups)
 
     def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
-        """What the next `take` will give, as it will give it; see SampleBuffer.reserve."""
-        return self._worker.scorer.advantages.over_step(
-            self._buffer.reserve(num_groups, trainer_version=trainer_version)
-        )
+        """What the next `take` will give, the same list, if SampleBuffer.reserve is right; [] where it cannot say yet."""
+        groups = self._buffer.reserve(num_groups, trainer_version=trainer_version)
+        self._reserved = self._worker.scorer.advantages.over_step(groups)
+        return self._reserved
 
     def describe(self) -> str:
         """What there is and what the oldest of it waits for. From any thread, also when the rollout thread hangs."""
@@ -269,3 +271,7 @@ class RolloutSource:
         self._thread.stop(timeout_s=timeout_s)
         for close_now in self._closing:
             close_now()
+
+
+def _ids(groups: Sequence[ScoredGroup]) -> list[int]:
+    return [group.group_id for group in groups]

@@ -29,7 +29,9 @@ EVENTS = (
     EventInfo("saving", "run", "the last checkpoint, the last evaluation and the model"),
     EventInfo("step", "trainer", "a whole step"),
     EventInfo("wait for samples", "trainer", "the trainer has nothing to train on"),
-    EventInfo("plan and pack", "trainer", "samples become rows and micro-batches"),
+    EventInfo(
+        "plan and pack", "trainer", "samples become rows and micro-batches; while a step trains, those of the next one"
+    ),
     EventInfo("train", "trainer", "all optimizer updates of a step"),
     EventInfo("old log-probabilities", "trainer", "the proximal policy's, before the first update"),
     EventInfo("reference", "trainer", "log-probabilities of the reference model"),

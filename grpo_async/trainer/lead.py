@@ -448,7 +448,7 @@ class Leader:
             self._sync.sleep_servers()
             with self.activity.during(f"training step {step}", "train", "training", step=step):
                 packed, self._next = self._next, None
-                if packed is None or not packed.is_of(groups):
+                if packed is None or packed.groups is not groups:
                     packed = self._pack(groups, step)
                 result, statistics = self._train(packed, step)
             self.version = step
@@ -543,13 +543,11 @@ class Leader:
 
     def _pack_next(self, step: int) -> None:
         """Called while the device computes the step before: pack this one, if its groups are there."""
-        config, groups = self._config, list[ScoredGroup]()
-        if step <= config.num_steps:
-            groups = self._source.reserve(config.rollout.groups_per_step, trainer_version=step - 1)
-        if groups:
+        num_groups = self._config.rollout.groups_per_step
+        if step <= self._config.num_steps and (groups := self._source.reserve(num_groups, trainer_version=step - 1)):
             self._next = self._pack(groups, step)
         else:
-            self.heartbeat()
+            self.heartbeat()  # the other ranks wait for one command in every step
 
     def _train(self, packed: PackedStep, step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
         """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
@@ -566,7 +564,7 @@ class Leader:
             for rank in range(context.world_size)
         ]
         context.channel.send(commands)
-        result = context.step(commands[0], after_last_backward=lambda: self._pack_next(step + 1))
+        result = context.step(commands[0], before_sync=lambda: self._pack_next(step + 1))
         if self._loss_scale is not None:
             result.metrics["training/loss_scale"] = scale
             self._loss_scale.update(result.updates)

@@ -23,9 +23,6 @@ class PackedStep:
     tokens: TokenPlan
     padding_fraction: float  # of the tokens that the ranks compute
 
-    def is_of(self, groups: Sequence[ScoredGroup]) -> bool:
-        return [each.group_id for each in self.groups] == [each.group_id for each in groups]
-
 
 def divide_step(
     groups: Sequence[ScoredGroup],

@@ -18,7 +18,7 @@ A push to a server that came back while the trainer waited is pushing, not waiti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -98,11 +98,12 @@ class UpdateSums:
         ]
         torch.maximum(self._maxima, torch.stack([value.double() for value in new]), out=self._maxima)
 
-    def gather(self, square_norm: torch.Tensor) -> UpdateMetrics:
+    def gather(self, square_norm: torch.Tensor, *, before_sync: Callable[[], None] = lambda: None) -> UpdateMetrics:
         """The sums of all ranks on the host: the one collective for them (1.2 KB a rank) and the one transfer of an update.
 
         Args:
             square_norm: this rank's part of the squared norm of the gradients. ()
+            before_sync: called when all of this has been launched, before the host waits for the device.
         """
         mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
         of_ranks = mine[None]  # (world, 150)
@@ -110,6 +111,7 @@ class UpdateSums:
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, mine)
             of_ranks = torch.stack(parts)
+        before_sync()
         columns = list(zip(*of_ranks.tolist(), strict=True))
         maxima, bins = len(_SUMS), len(_SUMS) + len(_MAXIMA)  # where they begin
         return UpdateMetrics(

@@ -222,15 +222,16 @@ class TrainerContext:
     def pack(self, command: PackCommand) -> None:
         self.packed = [samples.pack() for samples in command.minibatches]
 
-    def step(self, command: StepCommand, *, after_last_backward: Callable[[], None]) -> StepResult:
+    def step(self, command: StepCommand, *, before_sync: Callable[[], None]) -> StepResult:
         """This rank's part of one training step on what is packed, an update for each minibatch (see StepCommand). A
-        collective. `after_last_backward`: see train_step."""
+        collective. `before_sync`: see train_step."""
         torch.manual_seed(command.seed)
+        minibatches, self.packed = self.packed, ()
         tokens = TokenCollector(command.token_capacity, self.device) if command.token_capacity else None
         result = train_step(
             self.policy,
             self.optimizer,
-            self.packed,
+            minibatches,
             objective=self.objective,
             reference=self.reference,
             lr=command.lr,
@@ -240,7 +241,7 @@ class TrainerContext:
             tokens=tokens,
             timeline=self.timeline,
             loss_scale=command.loss_scale,
-            after_last_backward=after_last_backward,
+            before_sync=before_sync,
         )
         if command.syncs_reference:
             assert self.reference is not None
@@ -268,25 +269,34 @@ class TrainerContext:
 
 def follow(context: TrainerContext) -> None:
     """Ranks 1..N-1: do rank 0's commands until it says stop."""
-    while not isinstance(command := context.channel.receive(), StopCommand):
-        _do(command, context)
-    context.checkpoints.wait()
+    while True:
+        command = context.channel.receive()
+        match command:
+            case WaitCommand():
+                continue
+            case PackCommand():
+                context.pack(command)
+            case StepCommand():
+                context.step(command, before_sync=lambda: _pack_next(context))
+            case GatherCommand():
+                for _ in context.parameters.buckets(command.bucket_bytes):
+                    pass  # only rank 0 sends
+            case ScoreCommand():
+                context.score(command.sequences, command.rounding)
+            case SaveCommand():
+                context.save(command.step)
+            case ExportCommand():
+                context.export()
+            case StopCommand():
+                context.checkpoints.wait()
+                return
 
 
-def _do(command: Command, context: TrainerContext) -> None:
-    match command:
-        case PackCommand():
-            context.pack(command)
-        case StepCommand():
-            context.step(command, after_last_backward=lambda: _do(context.channel.receive(), context))
-        case GatherCommand():
-            for _ in context.parameters.buckets(command.bucket_bytes):
-                pass  # only rank 0 sends
-        case ScoreCommand():
-            context.score(command.sequences, command.rounding)
-        case SaveCommand():
-            context.save(command.step)
-        case ExportCommand():
-            context.export()
-        case WaitCommand() | StopCommand():
+def _pack_next(context: TrainerContext) -> None:
+    match context.channel.receive():
+        case WaitCommand():
             return
+        case PackCommand() as command:
+            context.pack(command)
+        case other:
+            raise RunError(f"in the middle of a step rank 0 sent {type(other).__name__}")

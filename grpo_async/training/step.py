@@ -69,7 +69,7 @@ def train_step(
     tokens: TokenCollector | None = None,
     timeline: Timeline = NO_TIMELINE,
     loss_scale: float = 1.0,
-    after_last_backward: Callable[[], None] = lambda: None,
+    before_sync: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
 
@@ -82,8 +82,9 @@ def train_step(
         tokens: collects the statistics of this rank's tokens in the first pass, where they are stored.
         timeline: gets the parts of the step. On a GPU the host runs ahead of them, and waits in "clip gradients".
         loss_scale: a power of two; see `training.loss_scale`.
-        after_last_backward: called when the last backward pass has been given to the device, before the host waits for it: what
-            else the host has to do costs a GPU no time there.
+        before_sync: called in the last update, when its backward passes have been launched and before the host waits for the
+            device. A GPU loses no time to it while its queue of launched kernels lasts: not with `training.cpu_offload`, for which
+            FSDP waits at the end of each backward pass.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
@@ -130,10 +131,12 @@ def train_step(
             is_last = index == len(minibatches) - 1
             if is_last and collector is not None:
                 collector.begin_copy()  # before the transfer of this update, which so waits for both
-            if is_last and iteration == num_iterations - 1:
-                after_last_backward()
             with timeline.span("clip gradients", "trainer"):
-                metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
+                norm = square_norm(policy.parameters(), device) / loss_scale**2
+                if is_last and iteration == num_iterations - 1:
+                    metrics = sums.gather(norm, before_sync=before_sync)
+                else:
+                    metrics = sums.gather(norm)
             with timeline.span("optimizer", "trainer"):
                 if metrics.is_finite:
                     clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm, loss_scale=loss_scale)

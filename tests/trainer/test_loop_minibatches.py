@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.ranks import PackCommand, StepCommand
+from grpo_async.training.ranks import PackCommand, StepCommand, StopCommand, follow
 from grpo_async.training.step import StepResult
 from grpo_async.utils.seeds import seed_of
+from tests.support.rank_jobs import fingerprint
+from tests.support.ranks import run_on_ranks
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeSource, fake_context, loop_config, make_leader
+from tests.trainer.fakes import FakeSource, FakeSync, fake_context, loop_config, make_leader
+from tests.training.statistics_jobs import make_config, make_context, make_groups
 
 
 class _Source(FakeSource):
@@ -94,21 +99,23 @@ def test_the_groups_of_a_skipped_update_are_failed_and_the_others_trained(
 def test_the_next_step_is_packed_while_a_step_trains(taken: list[int], packed: list[Any]) -> None:
     """`packed`: what the ranks were told to pack, and the end of each step. The version of the tokens of a group is its id."""
     seen: list[Any] = []
+    reserved = [make_scored(index, version=index) for index in (2, 3)]
     steps = iter([[0, 1], taken])
 
     class Source(FakeSource):
         def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
-            return [make_scored(index, version=index) for index in next(steps)]
+            groups = next(steps)
+            return reserved if groups == [2, 3] else [make_scored(index, version=index) for index in groups]
 
         def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
             assert trainer_version == 1  # nothing is reserved for a third step
-            return [make_scored(index, version=index) for index in (2, 3)]
+            return reserved
 
     def pack(command: PackCommand) -> None:
         seen.append(sorted({*command.minibatches[0].policy_versions.tolist()} - {-1}))
 
-    def step(command: StepCommand, *, after_last_backward: Any) -> StepResult:
-        after_last_backward()
+    def step(command: StepCommand, *, before_sync: Any) -> StepResult:
+        before_sync()
         seen.append("step")
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
 
@@ -116,3 +123,39 @@ def test_the_next_step_is_packed_while_a_step_trains(taken: list[int], packed: l
     context = fake_context(config, [], pack=pack, step=step)
     assert make_leader(context, Source(), []).train() == 2
     assert seen == packed
+
+
+def train_on_ranks(model: str) -> dict[str, Any]:
+    """The weights after three steps on the same groups: nothing is reserved, or what is taken next, or something else."""
+    found = {}
+    for mode in ("never", "holds", "breaks"):
+        context = make_context(model, make_config({"type": "grpo"}, minibatches=2, max_steps=3), reference=None)
+        if dist.get_rank() > 0:
+            follow(context)
+            found[mode] = fingerprint(context.policy)
+            continue
+        groups = make_groups(12)
+        steps = [groups[:4], groups[4:8], groups[8:]]
+        reserved = {"never": [[], []], "holds": steps[1:], "breaks": [groups[2:6], groups[:4]]}[mode]
+
+        class Source(FakeSource):
+            def __init__(self, steps: list[list[ScoredGroup]], reserved: list[list[ScoredGroup]]) -> None:
+                self.steps, self.reserved = iter(steps), iter(reserved)
+
+            def take(self, *_: Any, **__: Any) -> list[ScoredGroup]:
+                return next(self.steps)
+
+            def reserve(self, *_: Any, **__: Any) -> list[ScoredGroup]:
+                return next(self.reserved)
+
+        context.checkpoints = SimpleNamespace(poll=lambda: None, take_metrics=dict)  # type: ignore[assignment]
+        context.parameters = SimpleNamespace(specs=[])  # type: ignore[assignment]
+        assert make_leader(context, Source(steps, reserved), [], sync=FakeSync(up=False)).train() == 3
+        context.channel.send([StopCommand()] * context.num_ranks)
+        found[mode] = fingerprint(context.policy)
+    return found
+
+
+def test_ranks_train_on_what_was_taken_whatever_was_reserved(tiny_model: Path, tmp_path: Path) -> None:
+    found = run_on_ranks("train_on_ranks", 2, tmp_path, module=__name__, model=tiny_model)
+    assert found["never"] == found["holds"] == found["breaks"]

@@ -127,7 +127,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         samples = [make_sample()]
         plan = plan_batch([4], world_size=1, micro_batch_tokens=64, pack=True)
         context.pack(PackCommand(split_by_rank(samples, [1.0], plan, trainer_version=0)[:1]))
-        context.step(StepCommand(lr=1e-3, seed=7), after_last_backward=lambda: None)
+        context.step(StepCommand(lr=1e-3, seed=7), before_sync=lambda: None)
         seen["seed"] = torch.initial_seed()
 
     monkeypatch.setattr(lead_module, "lead_ranks", leads)
