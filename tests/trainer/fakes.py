@@ -46,7 +46,7 @@ class FakeSync:
         self.fleet: Any = SimpleNamespace(
             has_ready=False,
             serving=lambda: ["another"],
-            read=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0),
+            read_counters=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0),
             metrics=dict,
         )
         self.pushed: list[int] = []

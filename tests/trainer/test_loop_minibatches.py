@@ -151,7 +151,7 @@ def train_on_ranks(model: str) -> dict[str, Any]:
         context.checkpoints = SimpleNamespace(poll=lambda: None, take_metrics=dict)  # type: ignore[assignment]
         context.parameters = SimpleNamespace(specs=[])  # type: ignore[assignment]
         assert make_leader(context, Source(steps, reserved), [], sync=FakeSync(up=False)).train() == 3
-        context.channel.send([StopCommand()] * context.num_ranks)
+        context.channel.send([StopCommand()] * context.world_size)
         found[mode] = fingerprint(context.policy)
     return found
 

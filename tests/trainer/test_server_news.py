@@ -28,7 +28,7 @@ class _Fleet:
     def restarts(self, index: int) -> int:
         return 0
 
-    def load(self, index: int) -> None:
+    def current_info(self, index: int) -> None:
         return None
 
 
