@@ -1,4 +1,4 @@
-"""What of a configuration may leave this machine: into a model card that people upload, and to trackers on the web.
+"""What of a configuration may leave this machine: into a model card that people upload, to trackers on the web, into a report.
 
 A value that was written as `${NAME}` stands resolved in a configuration, and it may be a secret. Such values are for the user's
 code (`arguments`, keys that end in `_kwargs`, an agent's command), or they say where a run is and whom it talks to.
@@ -14,6 +14,8 @@ from grpo_async.config.experiment import ExperimentConfig
 _LEFT_OUT = {"launch", "inference", "tracking"}
 _AGENT_SECRETS = {"command", "environment", "host", "port", "tls", "read_paths"}
 _HIDDEN = "..."
+_NUMBERS_ONLY = ("inference", "launch")  # addresses, accounts and options of a machine stay out
+_PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
 
 
 def public_config(config: ExperimentConfig) -> dict[str, Any]:
@@ -23,11 +25,36 @@ def public_config(config: ExperimentConfig) -> dict[str, Any]:
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}]} ->
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}]}
     """
-    return public_sections(config.model_dump(mode="json"))
+    return _public_sections(config.model_dump(mode="json"))
 
 
-def public_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a configuration in plain types, such as a config.yaml that another version wrote."""
+def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report may show of a config.yaml, also of another version: the same, and of `inference` and `launch` the numbers,
+    switches and a few plain words.
+
+    {"inference": {"replicas": 2, "host": "10.0.0.1", "vllm": {"kv_cache_mb": 512}}} ->
+    {"inference": {"replicas": 2, "vllm": {"kv_cache_mb": 512}}}
+    """
+    shown = _public_sections(sections)
+    for name in _NUMBERS_ONLY:
+        section = sections.get(name)
+        if isinstance(section, Mapping) and (plain := _plain(section)):
+            shown[name] = plain
+    return shown
+
+
+def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            if below := _plain(value):
+                kept[key] = below
+        elif isinstance(value, bool | int | float) or (key in _PLAIN_WORDS and isinstance(value, str)):
+            kept[key] = value
+    return kept
+
+
+def _public_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _public(section) for name, section in sections.items() if name not in _LEFT_OUT}
 
 

@@ -18,7 +18,8 @@ from grpo_async.utils.text import both_ends
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw_all
-from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config
+from grpo_async.config.public import shown_config
+from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of
 from tests.viewer.report.support import steps
 
 
