@@ -64,7 +64,7 @@ def check_inputs(
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
-    found = _Findings(config=config, engine=engine, trains=trains)
+    found = _InputChecks(config=config, engine=engine, trains=trains)
     found.check_model()
     has_model = not found.problems
     found.check_machine()
@@ -87,7 +87,7 @@ def check_inputs(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Findings:
+class _InputChecks:
     """What the checks of one configuration have found so far."""
 
     config: ExperimentConfig

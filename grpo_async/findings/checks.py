@@ -123,7 +123,7 @@ def hardly_moves(evidence: Evidence) -> Finding | None:
 
 def zero_variance(evidence: Evidence) -> Finding | None:
     """All rewards equal: of the run, or of most groups at its end."""
-    value = equal_rewards(evidence)
+    value = constant_reward(evidence)
     if value is not None:
         rest = (
             "the prompts are solved (use harder ones or a stricter reward), or the function pays for all"
@@ -162,7 +162,7 @@ def zero_variance(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def equal_rewards(evidence: Evidence) -> float | None:
+def constant_reward(evidence: Evidence) -> float | None:
     """The reward that every rollout of the run got; None where they differ, or there are none. A run that ends before its first
     step because nothing can be learned says it in its error."""
     lows, highs = evidence.values("reward_min"), evidence.values("reward_max")
@@ -197,7 +197,7 @@ def collapsed(evidence: Evidence) -> Finding | None:
 
 def reward_trend(evidence: Evidence) -> Finding | None:
     values, change, top = evidence.values("reward"), evidence.trend("reward"), evidence.top
-    if not values or equal_rewards(evidence) is not None:
+    if not values or constant_reward(evidence) is not None:
         return None
     if change is None:
         return Finding(
