@@ -96,6 +96,15 @@ class BadResponseError(InferenceError):
     """The server answered with something unusable: missing, short or non-finite logprobs, broken JSON."""
 
 
+USER_ERROR, FAILURE = 2, 1
+"""Exit codes of commands; see cli.app."""
+
+
+def exit_code_of(error: GrpoAsyncError) -> int:
+    """Of a command that ends with the error."""
+    return USER_ERROR if isinstance(error, ConfigError) else FAILURE
+
+
 def message_of(error: BaseException) -> str:
     """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
     if isinstance(error, GrpoAsyncError):

@@ -19,16 +19,16 @@ from grpo_async.cli.eval import evaluate
 from grpo_async.cli.export import export, export_model
 from grpo_async.cli.inspect import InspectCommand, inspect, inspect_rollouts
 from grpo_async.cli.launch import launch_app
-from grpo_async.cli.options import FAILURE, INTERRUPTED, USER_ERROR
 from grpo_async.cli.runs import report, status, trace
 from grpo_async.cli.serve import serve_embedded, serve_vllm
 from grpo_async.cli.start import init, prepare_quickstart
 from grpo_async.cli.train import TrainCommand, train
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import USER_ERROR, GrpoAsyncError, exit_code_of
 
 _PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user named, wherever it is first opened."""
 _MAX_SHOWN = 200
+_INTERRUPTED = 130
 
 
 class ReportingGroup(TyperGroup):
@@ -41,14 +41,14 @@ class ReportingGroup(TyperGroup):
             from grpo_async.utils.safe_text import visible
 
             typer.echo(visible(str(error)), err=True)  # it may quote what a model or a file says
-            raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from error
+            raise typer.Exit(exit_code_of(error)) from error
         except OSError as error:
             if error.errno not in _PATH_ERRNOS or not isinstance(error.filename, str | os.PathLike):
                 raise
             typer.echo(f"{str(error.filename)[:_MAX_SHOWN]}: {error.strerror}", err=True)
             raise typer.Exit(USER_ERROR) from error
         except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(_INTERRUPTED) from None
 
 
 app = typer.Typer(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grpo_async.cli.options import FAILURE, ConfigArgument, SetOption
+from grpo_async.cli.options import ConfigArgument, SetOption
+from grpo_async.errors import FAILURE
 from grpo_async.utils.console import stdout_console
 
 if TYPE_CHECKING:

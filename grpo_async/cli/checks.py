@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from grpo_async.cli.options import (
-    FAILURE,
     ConfigArgument,
     JsonLogsOption,
     QuietOption,
@@ -15,6 +14,7 @@ from grpo_async.cli.options import (
     load_and_report,
     with_json_logs_help,
 )
+from grpo_async.errors import FAILURE
 
 
 @with_json_logs_help

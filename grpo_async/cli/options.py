@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig
     from grpo_async.display.output import Output
 
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-"""Exit codes; see app."""
 ConfigArgument: TypeAlias = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")]
 RunArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")

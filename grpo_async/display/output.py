@@ -14,7 +14,7 @@ from rich.text import Text
 
 from grpo_async.display.display import Display, JsonView, LineView, LiveView, View, print_line
 from grpo_async.display.progress import Progress
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import ConfigError, GrpoAsyncError, exit_code_of
 from grpo_async.findings.evidence import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import stdout_console
@@ -128,9 +128,7 @@ class Output:
             yield
         except GrpoAsyncError as error:
             if self.mode is OutputMode.JSON:
-                self._events.show(
-                    "error", {"error": str(error), "exit_code": 2 if isinstance(error, ConfigError) else 1}
-                )
+                self._events.show("error", {"error": str(error), "exit_code": exit_code_of(error)})
             raise
 
     def _lose(self, text: str) -> None:
