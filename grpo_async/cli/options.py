@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
+from grpo_async.display.events import JSON_EVENTS
+
 if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig
     from grpo_async.display.output import Output
@@ -41,23 +43,6 @@ JsonLogsOption: TypeAlias = Annotated[
         "--json-logs", help="Write every event to stdout as one JSON object per line, and nothing else; see below."
     ),
 ]
-JSON_EVENTS = {
-    "start": "run, directory, pid, plan",
-    "phase": "name: the current phase",
-    "preflight": "checks: [{name, status: pass|warn|fail, detail}]",
-    "step": "step, max_steps, eta_s, metrics: {name: number or null}",
-    "example": "step, prompt, completions: [{reward, text}]: every few\nsteps the best and the worst completion of a prompt",
-    "evaluation": 'when: before|after|"step N", metrics',
-    "servers": "servers: [{index, url, state, version, running, waiting,\nkv_usage, restarts, reason: what is wrong with one that\n"
-    "is not up, ...}], when a state changes",
-    "advice": "step, bound_by, text, setting, current, suggested",
-    "learning": "is_learning: true|false|null, key, text, numbers",
-    "note": "text",
-    "warning": "text",
-    "error": "error, exit_code (also printed to stderr)",
-    "end": "exit_code, summary: as in summary.json, or null",
-}
-"""Every event of `display.Display`, and its fields in the help of --json-logs."""
 _JSON_LOGS_HELP = "\n".join(
     (
         "--json-logs writes one object per line, with `time` (seconds since 1970) and `event`; the rest by event:",

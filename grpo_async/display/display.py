@@ -42,7 +42,7 @@ class View(AbstractContextManager[Any]):
         pass
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        """An event and its fields, as cli.options.JSON_EVENTS lists them. `Progress` has it already; its lock is not held."""
+        """An event and its fields, as `events.JSON_EVENTS` lists them. `Progress` has it already; its lock is not held."""
 
 
 class Display:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from grpo_async.cli.options import JSON_EVENTS
+from grpo_async.display.events import JSON_EVENTS
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import REPOSITORY, SMALL, Run, make_run, status_of
 
