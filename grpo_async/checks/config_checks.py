@@ -216,10 +216,9 @@ class _InputChecks:
     def _load_all(self) -> dict[str, Rows]:
         """Everything but the filter by tokens, which needs the tokenizer."""
         data, evaluation, training = self.config.data, self.config.evaluation, self.config.training
-        unfiltered = {"max_prompt_tokens": None}
-        data = data.model_copy(update={"train": data.train.model_copy(update=unfiltered)})
+        data = data.model_copy(update={"train": data.train.without_filters()})
         if evaluation is not None and evaluation.data is not None:
-            evaluation = evaluation.model_copy(update={"data": evaluation.data.model_copy(update=unfiltered)})
+            evaluation = evaluation.model_copy(update={"data": evaluation.data.without_filters()})
         loaded = load_data(data, evaluation)
         self.notes.extend(loaded.notes)
         num_rows = len(loaded.train)

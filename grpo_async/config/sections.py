@@ -142,6 +142,10 @@ class DataSource(StrictModel):
     """Columns that make a row another task although its prompt is the same, such as `seed`: the search for duplicates, the
     held-out split and the leak check compare them too. A row with an empty prompt is compared by all of its columns."""
 
+    def without_filters(self) -> Self:
+        """All rows, which can be read without the tokenizer."""
+        return self.model_copy(update={"max_prompt_tokens": None})
+
 
 class JsonlSource(DataSource):
     type: Literal["jsonl"] = "jsonl"

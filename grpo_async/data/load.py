@@ -47,11 +47,8 @@ def load_data(
         notes += [f"evaluation.data: {note}" for note in evaluated.notes]
     if evaluation is None:
         evaluated = None
-    elif evaluated is None:
-        raise ConfigError(
-            "evaluation.data: there is no data; name a source, or keep rows of data.train with data.held_out"
-        )
     else:
+        assert evaluated is not None  # config.rules refuses an evaluation without data
         evaluated = evaluated.take(range(min(evaluation.num_prompts, len(evaluated))))
         notes += _check_leaks(train, data.train, evaluated, evaluated_source, evaluation)
     return LoadedData(

@@ -85,9 +85,8 @@ def load_rows(source: Source, *, count_tokens: CountTokens | None = None) -> Row
 
 def first_rows(source: Source, count: int) -> Rows:
     """The first `count` rows at most, without filters: enough to check a source and its columns before anything starts."""
-    unfiltered = {"max_prompt_tokens": None}
     limit = min(count, source.limit or count)
-    return load_rows(source.model_copy(update={"limit": limit, **unfiltered}))
+    return load_rows(source.without_filters().model_copy(update={"limit": limit}))
 
 
 def source_name(source: Source) -> str:
