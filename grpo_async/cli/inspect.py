@@ -10,9 +10,11 @@ import typer
 from typer.core import TyperCommand
 
 from grpo_async.cli.options import EvaluationOption
+from grpo_async.viewer.web import DEFAULT_HOST, DEFAULT_PORT
 
 if TYPE_CHECKING:
     from grpo_async.run_directory import RunDir
+    from grpo_async.store.query import Query
 
 Found = TypeVar("Found")
 
@@ -34,11 +36,14 @@ def inspect(
     sort: Annotated[
         str | None, typer.Option("--sort", metavar="FIELD", help="The order of the groups when the page opens.")
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = DEFAULT_HOST,
     port: Annotated[
         int | None,
         typer.Option(
-            "--port", min=0, max=65535, help="0 = any free port. Default: 8642, or a free one if that is taken."
+            "--port",
+            min=0,
+            max=65535,
+            help=f"0 = any free port. Default: {DEFAULT_PORT}, or a free one if that is taken.",
         ),
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
@@ -55,6 +60,7 @@ def inspect(
       grpo-async inspect quickstart "reward<0.2 and truncated"
       grpo-async inspect /data/experiments --no-browser
     """
+    from grpo_async.store.query import EVERYTHING
     from grpo_async.viewer.runs import RUNS_FOLDER, is_run, runs_below
     from grpo_async.viewer.web.serve import serve
 
@@ -62,7 +68,7 @@ def inspect(
     folder = given[0] if len(given) == 1 and not is_run(given[0]) else None
     if folder is not None and folder != RUNS_FOLDER and not runs_below(folder):
         folder = None  # the name of a run, perhaps
-    runs, query = ([], "") if folder is not None else runs_and_query(arguments or [], evaluation)
+    runs, query = ([], EVERYTHING) if folder is not None else runs_and_query(arguments or [], evaluation)
     serve(
         runs,
         folder=folder,
@@ -147,15 +153,14 @@ def inspect_rollouts(
     from rich.text import Text
 
     from grpo_async.errors import RunError
-    from grpo_async.store.query import parse_query
     from grpo_async.store.table import RolloutTable
     from grpo_async.utils.console import stdout_console
     from grpo_async.utils.safe_text import visible_line
     from grpo_async.viewer import printing
     from grpo_async.viewer.token_text import load_token_texts
 
-    (run,), text = runs_and_query(arguments, evaluation, several=False)
-    query, order = parse_query(text), sort_order(sort)
+    (run,), query = runs_and_query(arguments, evaluation, several=False)
+    order = sort_order(sort)
     shown = (None if as_json else _TABLE_LIMIT) if limit is None else limit or None
     console = stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE)
     with RolloutTable.open(run.rollouts) as table:
@@ -203,7 +208,7 @@ def _given(context: typer.Context) -> set[str]:
     }
 
 
-def runs_and_query(arguments: list[str], evaluation: str | None, *, several: bool = True) -> tuple[list[RunDir], str]:
+def runs_and_query(arguments: list[str], evaluation: str | None, *, several: bool = True) -> tuple[list[RunDir], Query]:
     """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run.
 
     Raises:
@@ -222,8 +227,7 @@ def runs_and_query(arguments: list[str], evaluation: str | None, *, several: boo
         runs.append(find_run(rest.pop(0)))
     if len(rest) > 1:
         raise ConfigError(f"one QUERY is expected, got {len(rest)}: put it into quotes, '{' '.join(rest)}'")
-    query = rest[0] if rest else ""
-    parse_query(query)
+    query = parse_query(rest[0] if rest else "")
     if evaluation is not None:
         runs = [find_evaluation(run, evaluation) for run in runs]
     return runs, query

@@ -4,3 +4,5 @@
 
 Nothing here imports torch, and nothing is written to a run.
 """
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8642

@@ -14,15 +14,13 @@ from urllib.parse import quote
 
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.store.query import parse_query
-from grpo_async.store.table import group_order
+from grpo_async.store.query import EVERYTHING, Query
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url, is_loopback
+from grpo_async.utils.network import WILDCARDS, host_in_url, is_loopback
+from grpo_async.viewer.web import DEFAULT_HOST, DEFAULT_PORT
 from grpo_async.viewer.web.api import InitialView, build_app
 from grpo_async.viewer.web.sources import Library
 
-DEFAULT_HOST = LOOPBACK
-DEFAULT_PORT = 8642
 _GRACE_S = 2  # for answers that are being sent when it ends
 
 
@@ -33,7 +31,7 @@ def serve(
     host: str = DEFAULT_HOST,
     port: int | None = None,
     open_browser: bool = False,
-    query: str = "",
+    query: Query = EVERYTHING,
     sort: str | None = None,
 ) -> None:
     """Serve a web page about `runs` and return when a signal ends it. It opens with the run, where there is one; else with all.
@@ -44,24 +42,21 @@ def serve(
         port: None: `DEFAULT_PORT`, or any free one where that is taken; 0: any free one.
         open_browser: show the page in the user's browser, too.
         query: the page opens with groups that it holds for,
-        sort: in this order (fields with commas between, as `RolloutTable.group_page`; None: newest first).
+        sort: in this order (checked, as `RolloutTable.group_page` takes it; None: newest first).
 
     Raises:
-        ConfigError: the query or the order is wrong, the address cannot be listened on, or no run is given.
+        ConfigError: the address cannot be listened on, or no run is given.
     """
     import uvicorn
 
     if not runs and folder is None:
         raise ConfigError("name a run to look at")
-    parse_query(query)
-    if sort is not None:
-        group_order(sort)
     listener = _listen_at_default(host) if port is None else listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     token = secrets.token_urlsafe(32)
     library = Library(runs, folder)
-    view = "groups" if query or sort else "run" if len(runs) == 1 else "home"
-    opening = InitialView(view=view, query=query, sort=sort)
+    view = "groups" if query.text or sort else "run" if len(runs) == 1 else "home"
+    opening = InitialView(view=view, query=query.text, sort=sort)
     address = f"http://{host_in_url(WILDCARDS.get(bound_host, host))}:{bound_port}/"
     if not is_loopback(host):
         _say(
