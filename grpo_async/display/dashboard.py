@@ -20,7 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.progress import Fact, Progress, ServerStatus, ago, join, run_rows
+from grpo_async.display.progress import Fact, Progress, ServerStatus, ago, join, recovery_text, run_rows
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import count, duration, format_number
 
@@ -231,7 +231,7 @@ def _servers_title(progress: Progress) -> Text:
     words = [
         f"  {serving} of {len(known)} serve",
         count(restarts, "restart") if restarts else None,
-        progress.text("servers/recovery_s", "last recovery {:.1f} s") if progress.value("servers/recovery_s") else None,
+        recovery_text(progress),
     ]
     return title.append(join(words), style="not bold" if serving == len(known) else "not bold red")
 

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
-from grpo_async.display.progress import Checkpoints, Example, Progress, evaluation_line, example_lines, step_line
+from grpo_async.display.progress import Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.findings.evidence import MetricRow, MetricsReader
 from grpo_async.run_directory import RunDir
@@ -206,7 +206,7 @@ class LiveView(View):
     Drawn by its own thread, on every event (at most four times a second) and every second; nothing of the run waits for a slow
     terminal. The size is asked for each picture, so a resized window is right again within a second.
 
-    The curves and the checkpoints are read from the run directory.
+    The curves are read from the run directory.
     """
 
     def __init__(self, console: Console, progress: Progress, *, run_name: str, run_dir: RunDir) -> None:
@@ -214,7 +214,6 @@ class LiveView(View):
         self._progress = progress
         self._run_name = run_name
         self._footer = f"logs: {run_dir.latest_logs} · Ctrl-C saves and stops"
-        self._run_dir = run_dir
         self._log = MetricsReader(run_dir.metrics)
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
         self._changed = threading.Event()
@@ -244,14 +243,12 @@ class LiveView(View):
 
     def _draw(self) -> None:
         rows: dict[int, MetricRow] = {}
-        checkpoints = Checkpoints()
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()
             width, height = self._console.size
             with suppress(OSError):  # a network file system that fails for a while
-                rows, checkpoints = self._log.rows(), Checkpoints.read(self._run_dir)
+                rows = self._log.rows()
             with self._progress.lock:
-                self._progress.checkpoints = checkpoints
                 # of a run that goes on from a checkpoint, later steps stay in the file until the trainer is there
                 past = [row for step, row in rows.items() if step <= self._progress.step]
                 picture = dashboard(

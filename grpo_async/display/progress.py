@@ -386,14 +386,13 @@ def restarts_text(progress: Progress) -> str | None:
     """`servers 1  restarts 2  last recovery 12.3 s`; None while no server was ever lost."""
     if not progress.value("servers/restarts"):
         return None
-    recovery = progress.text("servers/recovery_s", "last recovery {:.1f} s")
-    return join(
-        [
-            progress.text("servers/serving", "servers {:.0f}"),
-            progress.text("servers/restarts", "restarts {:.0f}"),
-            recovery if progress.value("servers/recovery_s") else None,
-        ]
-    )
+    serving = progress.text("servers/serving", "servers {:.0f}")
+    return join([serving, progress.text("servers/restarts", "restarts {:.0f}"), recovery_text(progress)])
+
+
+def recovery_text(progress: Progress) -> str | None:
+    """`last recovery 12.3 s`; None while no server has come back."""
+    return progress.text("servers/recovery_s", "last recovery {:.1f} s") if progress.value("servers/recovery_s") else None
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:

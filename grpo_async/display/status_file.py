@@ -12,6 +12,7 @@ import platform
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 import psutil
@@ -54,8 +55,6 @@ class StatusFile(View):
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._result: tuple[str, int | None, str | None] = (RUNNING, None, None)
-        self.trouble: str | None = None
-        """Why the file could not be written the last time; None: it was."""
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
 
     def __enter__(self) -> Self:
@@ -116,8 +115,5 @@ class StatusFile(View):
             self._ended.wait(_MIN_INTERVAL_S)
 
     def _write(self) -> None:
-        try:
+        with suppress(OSError):  # a full disk ends the run elsewhere, with better words
             write_atomically(self._run_dir.status, json.dumps(json_safe(self.content()), indent=1))
-            self.trouble = None
-        except OSError as error:  # a full disk ends the run elsewhere, with better words
-            self.trouble = str(error)

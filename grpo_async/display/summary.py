@@ -60,7 +60,7 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "held out", _held_out(summary.get("evaluation") or {})
     tokens = text("{:.0f} generated, {:.0f} trained", "generated_tokens_per_s", "trained_tokens_per_s")
     yield "tokens/s", f"{tokens} ({summary.get('engine', '?')} engine)" if tokens else ""
-    idle = [text("trainer {:.0%}", "trainer_idle_ratio"), text("generator {:.0%}", "generator_idle_ratio")]
+    idle = [text("trainer {:.0%}", "trainer_idle_ratio"), text("servers {:.0%}", "generator_idle_ratio")]
     yield "idle", join(idle, ", ")
     yield "overlap", text("{:.0%} efficiency", "overlap_efficiency") or ""
     yield "staleness", text("mean {:.2f}, max {:.0f} steps", "staleness_mean", "staleness_max") or ""

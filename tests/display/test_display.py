@@ -231,7 +231,7 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
     text = _summary(**reached, **means, **ledger, evaluation=evaluation, memory=memory)
     for part in (
         "finished after 60 steps in 1:15", "0.250 -> 0.900", "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
-        "1234 generated, 987 trained (embedded engine)", "trainer 12%, generator 30%", "80% efficiency", "mean 0.75, max 1 steps",
+        "1234 generated, 987 trained (embedded engine)", "trainer 12%, servers 30%", "80% efficiency", "mean 0.75, max 1 steps",
         "100 started = 90 trained + 6 filtered + 4 cancelled (balanced)", "a trainer rank held 1.5 GiB", "runs/x/model",
         "grpo-async inspect-rollouts runs/x",
     ):  # fmt: skip
