@@ -49,7 +49,7 @@ def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool =
 
     wanted = None if resume is False else "latest" if resume is True else str(resume)
     code = launch(config, resume=wanted, clean=clean)
-    folder = config.run.dir / config.run.name
+    folder = config.run_path
     if code != 0:
         raise RunError(f"{folder}: the run ended with exit code {code}; logs/ in it and `grpo-async status` say why")
     return Run(folder)

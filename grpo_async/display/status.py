@@ -25,7 +25,7 @@ from grpo_async.findings.evidence import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
 from grpo_async.utils.files import read_object
-from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, state_of
+from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, state_of
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import duration
 from grpo_async.viewer.runs import runs_below
@@ -35,6 +35,7 @@ EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3,
 
 WATCH_INTERVAL_S = 1.0
 
+_COLORS = {"good": "green", "info": "green", "warning": "yellow", "bad": "bold red"}
 _MAX_EXAMPLE = 160  # characters of a prompt or a completion
 
 
@@ -110,7 +111,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[Fact]:
     content, is_running = status.content, status.state == RUNNING
     learning, problems = status.learning()
     progress = Progress.of({**content, "learning": learning})
-    color = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
+    color = _COLORS[LEVELS[status.state]]
     updated = float(content.get("updated_at", 0.0))
     took = duration(max(0, round((now if is_running else updated) - float(content.get("started_at", now)))))
     yield "run", f"{content.get('run')}  ({content.get('directory')})", ""

@@ -58,7 +58,7 @@ class Evidence:
     Args:
         num_sampled, num_unscored, errors: from the rollout store, if it was read: the number of rollouts that did not fail and
             have a token in some step, how many of them have no reward, and (message, count) of failures, the most frequent first.
-        status: one of run_state.STATES. error: why the run failed.
+        status: one of run_state.LEVELS. error: why the run failed.
         problems: a sentence about each file that could not be read, or only in part.
     """
 

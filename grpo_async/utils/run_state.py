@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from grpo_async.utils.processes import is_running
 from grpo_async.utils.text import duration, finite
@@ -26,14 +26,23 @@ nothing for SILENT_S."""
 UNFINISHED = "unfinished"
 """There is neither status.json nor summary.json: the run has not come to its end, and nothing tells whether it still will."""
 
-STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, SILENT, UNFINISHED)
+LEVELS: Mapping[str, Literal["good", "info", "warning", "bad"]] = {
+    RUNNING: "info",
+    FINISHED: "good",
+    STOPPED: "warning",
+    FAILED: "bad",
+    KILLED: "bad",
+    SILENT: "warning",
+    UNFINISHED: "warning",
+}
+"""Every state, and how good it is."""
 
 SILENT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """`state` is one of STATES (or another word that the file has). `why`: what speaks against the file, "" where nothing does; it
+    """`state` is one of LEVELS (or another word that the file has). `why`: what speaks against the file, "" where nothing does; it
     quotes the file, so it is shown as any text of others is."""
 
     state: str

@@ -16,7 +16,7 @@ import pytest
 from grpo_async.display.status import read_status
 from grpo_async.findings import Evidence
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.run_state import SILENT_S, STATES, state_of
+from grpo_async.utils.run_state import SILENT_S, LEVELS, state_of
 from grpo_async.viewer.report.run_data import read_run
 
 NOW = 1_000_000.0
@@ -54,7 +54,7 @@ def test_a_launcher_of_another_machine_is_believed_for_a_while() -> None:
 @pytest.mark.parametrize("odd", [None, "", "x", [], {}, True, -1, 1e300, float("nan"), 2**80])
 @pytest.mark.parametrize("field", ["host", "pid", "pid_started_at", "updated_at", "state"])
 def test_nothing_that_a_file_holds_is_an_error(field: str, odd: object) -> None:
-    assert state_of(_status(**{field: odd})).state in (*STATES, "?", "", "x")
+    assert state_of(_status(**{field: odd})).state in (*LEVELS, "?", "", "x")
 
 
 @pytest.mark.parametrize(

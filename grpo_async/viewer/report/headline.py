@@ -9,19 +9,10 @@ from typing import Any
 
 from grpo_async.findings.statistics import mean_over_time
 from grpo_async.records import FINAL_STATUSES
-from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, UNFINISHED
+from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, UNFINISHED
 from grpo_async.utils.text import duration, finite, format_bytes, format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 
-_STATUS = {
-    FINISHED: ("good", "finished"),
-    STOPPED: ("warning", "stopped"),
-    FAILED: ("bad", "failed"),
-    RUNNING: ("info", "running"),
-    KILLED: ("bad", "killed"),
-    SILENT: ("warning", "silent"),
-    UNFINISHED: ("warning", "not finished"),
-}
 Number = tuple[str, str]
 """A value, and a note about it."""
 
@@ -51,7 +42,7 @@ def headline(run: RunData) -> Headline:
         "groups": _groups(run),
         "stored rollouts": _stored(run),
     }
-    level, status = _STATUS.get(run.status, ("warning", run.status))
+    level, status = LEVELS.get(run.status, "warning"), "not finished" if run.status == UNFINISHED else run.status
     statistics = [(name, *found) for name, found in numbers.items() if found is not None]
     return Headline(level=level, status=status, outcome=_outcome(run, wall_s), statistics=statistics)
 
