@@ -259,7 +259,7 @@ class _InputChecks:
         inference.max_model_len. Without tools and `deep`, only where a prompt has as many bytes as a sequence may have tokens (a
         token has at least one)."""
         config, folder, prompts = self.config, Path(self.config.model.path), {}
-        if config.rollout_function is None and config.rollout.agent is None:
+        if not config.has_own_rollouts:
             for key, found in rows.items():
                 with self.collecting():
                     chosen = found.take(range(0, len(found), math.ceil(len(found) / _NUM_MEASURED))) if found else ()
@@ -423,8 +423,8 @@ def reward_problems(
 ) -> list[str]:
     """One sentence for each reward function that lacks something it needs, and would fail every group, and for each column that no
     function would get. `source`: whose columns they are."""
-    if config.rollout_function is not None or config.rollout.agent is not None:
-        return []  # it may add columns, which nobody knows before
+    if config.has_own_rollouts:
+        return []
     given = sorted(set(columns) - {"prompt"})
     hidden = [
         f"{source}: the column `{name}` would hide what rewards get under this name; leave it out with "

@@ -109,7 +109,7 @@ def _what_to_check(
             notes.append(f"{function.name} is skipped: it needs `environments`, which only a rollout has.")
         elif missing is None:
             chosen.append(index)
-        elif config.rollout_function is not None or config.rollout.agent is not None:
+        elif config.has_own_rollouts:
             notes.append(f"{function.name} is skipped: it {missing}; your rollouts may bring it.")
         else:
             problems.append(f"reward {function.name!r} {missing}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -61,14 +60,12 @@ def inspect(
       grpo-async inspect /data/experiments --no-browser
     """
     from grpo_async.store.query import EVERYTHING
-    from grpo_async.viewer.runs import RUNS_FOLDER, is_run, runs_below
+    from grpo_async.viewer.runs import RUNS_FOLDER, find_folder
     from grpo_async.viewer.web.serve import serve
 
-    given = [Path(each) for each in arguments or [str(RUNS_FOLDER)]]
-    folder = given[0] if len(given) == 1 and not is_run(given[0]) else None
-    if folder is not None and folder != RUNS_FOLDER and not runs_below(folder):
-        folder = None  # the name of a run, perhaps
-    runs, query = ([], EVERYTHING) if folder is not None else runs_and_query(arguments or [], evaluation)
+    given = arguments or [str(RUNS_FOLDER)]
+    folder = find_folder(given[0]) if len(given) == 1 else None
+    runs, query = ([], EVERYTHING) if folder is not None else runs_and_query(given, evaluation)
     serve(
         runs,
         folder=folder,

@@ -54,17 +54,20 @@ class StructuredOutputs(StrictModel):
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
-        named = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(named) != 1:
-            raise ValueError(
-                f"one of json_schema, regex, choice and grammar says what may be sampled; {' and '.join(named) or 'none'} is set"
-            )
+        exactly_one(self, *type(self).model_fields, what="what may be sampled")
         return self
 
     def as_vllm(self) -> dict[str, Any]:
         """Under vLLM's names: {json_schema: {...}} -> {"json": {...}}."""
         ((name, value),) = self.model_dump(exclude_none=True).items()
         return {"json" if name == "json_schema" else name: value}
+
+
+def exactly_one(section: BaseModel, *names: str, what: str) -> None:
+    """Raises ValueError unless one of the fields is set, and the others are not."""
+    named = [name for name in names if getattr(section, name) is not None]
+    if len(named) != 1:
+        raise ValueError(f"{what} is one of {', '.join(names)}; {' and '.join(named) or 'none of them'} is set")
 
 
 def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Settings:

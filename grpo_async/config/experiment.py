@@ -157,6 +157,11 @@ class ExperimentConfig(StrictModel):
         return lora is not None and not lora.modules_to_save and self.loss.reference == "initial"
 
     @property
+    def has_own_rollouts(self) -> bool:
+        """Whether a rollout function or an agent makes whole rollouts, which may bring columns that the data lacks."""
+        return self.rollout_function is not None or self.rollout.agent is not None
+
+    @property
     def run_path(self) -> Path:
         return self.run.dir / self.run.name
 

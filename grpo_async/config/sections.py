@@ -38,6 +38,7 @@ from grpo_async.config.base import (
     TransportKind,
     Weight,
     default_type,
+    exactly_one,
 )
 from grpo_async.utils.network import WILDCARDS, host_and_port
 from grpo_async.utils.text import duplicates
@@ -391,11 +392,7 @@ class AgentSection(StrictModel):
 
     @model_validator(mode="after")
     def _is_one_kind_of_agent(self) -> Self:
-        named = [name for name in ("function", "command", "environment") if getattr(self, name) is not None]
-        if len(named) != 1:
-            raise ValueError(
-                f"an agent is one of function, command and environment; {' and '.join(named) or 'none of them'} is set"
-            )
+        exactly_one(self, "function", "command", "environment", what="an agent")
         if self.command is not None and self.arguments:
             raise ValueError("arguments: a command has none; write them into `command`")
         if self.command is None and (self.sandbox or self.read_paths or self.memory_mb is not None):
@@ -438,8 +435,7 @@ class RewardSection(StrictModel):
 
     @model_validator(mode="after")
     def _is_a_function_or_a_model(self) -> Self:
-        if (self.function is None) == (self.model is None):
-            raise ValueError("a reward is either a `function` or a `model`; set one of them")
+        exactly_one(self, "function", "model", what="a reward")
         if self.model is not None and self.run_in != "thread":
             raise ValueError("run_in: a reward model has a process of its own in any case; leave it out")
         return self

@@ -392,7 +392,9 @@ def restarts_text(progress: Progress) -> str | None:
 
 def recovery_text(progress: Progress) -> str | None:
     """`last recovery 12.3 s`; None while no server has come back."""
-    return progress.text("servers/recovery_s", "last recovery {:.1f} s") if progress.value("servers/recovery_s") else None
+    return (
+        progress.text("servers/recovery_s", "last recovery {:.1f} s") if progress.value("servers/recovery_s") else None
+    )
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:

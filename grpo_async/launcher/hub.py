@@ -102,7 +102,7 @@ class NodeHub:
     async def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until the trainer of every machine has ended or the machine is gone, `timeout_s` at most."""
         self._limit_s = _SHORT_TIMEOUT_S
-        trains = {rank for rank in self._nodes if rank < self._assignment.node.num_train}
+        trains = set(filter(self._assignment.node.trains_on, self._nodes))
         try:
             async with asyncio.timeout(timeout_s):
                 while not trains <= self._ended:
@@ -148,7 +148,7 @@ class NodeHub:
         self._gone.add(node.rank)
         self._end(node)
         gone = f"{node.name} is gone: its launcher was killed, or the machine or the network failed"
-        if node.rank < self._assignment.node.num_train:
+        if self._assignment.node.trains_on(node.rank):
             self.has_lost_a_node = True
             self._fail(gone)
             return

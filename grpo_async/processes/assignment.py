@@ -44,7 +44,11 @@ class Node(_Record):
 
     @property
     def trains(self) -> bool:
-        return self.rank < self.num_train
+        return self.trains_on(self.rank)
+
+    def trains_on(self, rank: int) -> bool:
+        """Whether the machine of that rank trains."""
+        return rank < self.num_train
 
     @property
     def serves(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from grpo_async.records import GroupStatus, RolloutStatus
+from grpo_async.records import FINAL_STATUSES, GroupStatus, RolloutStatus
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS
 from grpo_async.store.summaries import GroupSummary, sql_of
 
@@ -28,7 +28,7 @@ ROW_KEY = "(seq * 65536 + coalesce(rollout_index, 65535))"
 
 NUMBER, TEXT, FLAG, LIST, MAP = "number", "text", "flag", "list", "map"
 
-_FINAL = tuple(status for status in GroupStatus if status.is_final)
+_FINAL = (*FINAL_STATUSES, GroupStatus.EVALUATED)
 _TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns branches extra"
 _TOKENS = (
     "prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies token_flags"

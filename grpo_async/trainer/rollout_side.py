@@ -174,7 +174,7 @@ def build_rollout_side(
             renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)
             for prompt in first
             # those of an environment may begin empty
-            if prompt.messages and config.rollout_function is None and rollout.agent is None
+            if prompt.messages and not config.has_own_rollouts
         ],
         tool_sets=components.tool_sets,
         supersede=supersede,

@@ -66,6 +66,12 @@ def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     raise ConfigError(f"there is no run '{name}'{hint or f'; {runs_folder} holds {listed}'}")
 
 
+def find_folder(name: str) -> Path | None:
+    """The folder of runs that `name` is; None: it is a run, or the name of one."""
+    folder = Path(name)
+    return folder if not is_run(folder) and (folder == RUNS_FOLDER or runs_below(folder)) else None
+
+
 def is_run(folder: Path) -> bool:
     """Whether a launcher began a run there."""
     run = RunDir(folder)

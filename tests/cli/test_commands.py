@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 from grpo_async.checks import doctor
 from grpo_async.checks.report import Check
 from grpo_async.cli.app import app
-from grpo_async.display.events import JSON_EVENTS
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
+from grpo_async.display.events import JSON_EVENTS
 from grpo_async.display.output import Output
 from grpo_async.display.progress import Progress
 from grpo_async.display.status_file import StatusFile

@@ -33,7 +33,7 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "token"}}},
             "gspo's ratio is the same for all of them; set level: sequence",
         ),
-        ({"rewards": [{"name": "x"}]}, "a reward is either a `function` or a `model`"),
+        ({"rewards": [{"name": "x"}]}, "a reward is one of function, model; none of them is set"),
         ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model has a process of its own"),
         (
             {"model": {"path": "m", "revision": "v1", "lora": {"push": "adapter"}}},
@@ -69,7 +69,7 @@ def _config(**sections: Any) -> ExperimentConfig:
             "weights.mode: abort interrupts every turn",
         ),
         # agents
-        ({"rollout": {"agent": {}}}, "an agent is one of function, command and environment; none of them is set"),
+        ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
         ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "apply to the process of a `command` only"),
         ({"rollout": {"agent": {"command": ["x"], "read_paths": ["d"]}}}, "read_paths: without `sandbox: true`"),

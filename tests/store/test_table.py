@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import threading
 from collections.abc import Iterator
@@ -97,7 +98,8 @@ def test_a_preview_is_what_the_policy_wrote_behind_the_prompt_that_it_saw(
     rollout = build_tool_rollout("r")
     call = {"id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
     first, *rest = rollout.turns
-    said = [replace(first.messages[0], content="", tool_calls=[call]), *first.messages[1:]]
+    nameless = {"id": "c2", "function": {"name": "", "arguments": {}}}
+    said = [replace(first.messages[0], content="", tool_calls=[call, nameless]), *first.messages[1:]]
     asked = [TaggedMessage(role="user", content="the river", origin=Origin.ENVIRONMENT)]
     with open_store(tmp_path) as store:
         turns = [replace(first, messages=said), *rest]
@@ -105,7 +107,10 @@ def test_a_preview_is_what_the_policy_wrote_behind_the_prompt_that_it_saw(
         append(store, group, [], GroupStatus.FILTERED, 5)
     with RolloutTable.open(tmp_path) as table:
         ((found,), (whole,)) = table.page(), table.group_page()
-    assert (found.prompt_preview, found.completion_preview) == ("the river", 'add({"a":1})\nthree')
+    assert (found.prompt_preview, found.completion_preview) == (
+        "the river",
+        f'add({{"a":1}}) {json.dumps(nameless, separators=(",", ":"))}\nthree',
+    )
     assert whole.prompt_preview == "the river"
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from grpo_async.config.diff import flat
+from grpo_async.config.public import shown_config
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw_all
-from grpo_async.config.public import shown_config
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of
 from tests.viewer.report.support import steps
 
