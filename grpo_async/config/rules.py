@@ -22,7 +22,12 @@ _SET_BY_US = {
     "--port": "train chooses a free one, serve-vllm takes --port",
     "--model": "see model.path",
     "--tokenizer": "the server reads that of model.path",
+    "--chat-template": "see model.chat_template",
     "--revision": "see model.revision",
+    "--tokenizer-revision": "see model.revision",
+    "--seed": "see run.seed",
+    "--kv-cache-memory-bytes": "see inference.vllm.kv_cache_mb",
+    "--enable-sleep-mode": "see inference.vllm.sleep_while_training",
     "--trust-remote-code": "see model.trust_remote_code",
     "--dtype": "see inference.dtype",
     "--max-model-len": "see inference.max_model_len",
@@ -44,7 +49,7 @@ _SET_BY_US = {
     "--api-server-count": "one process keeps the policy version",
     "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
 }
-"""vLLM's arguments that are not the user's to set, and why."""
+"""vLLM's arguments that are not the user's to set, and why. tests/vllm/test_command.py holds it to the command."""
 
 
 def conflicts(config: ExperimentConfig) -> list[str]:

