@@ -113,14 +113,14 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
 
 
 def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float) -> dict[str, float]:
-    """Bytes of vLLM on one GPU: weights / parallel, its own work, and keys and values of `num_tokens` (an upper bound where layers
+    """Bytes of vLLM on one GPU: weights / parallel, its own work, and the KV cache of `num_tokens` (an upper bound where layers
     have windows or share a cache)."""
     vllm = config.inference.vllm
     share = ITEM_BYTES[config.inference.resolved_dtype] / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     return {
         "weights": model.parameters * share,
         "activations and graphs": _VLLM_WORK_BYTES,
-        "keys and values": num_tokens * model.kv_elements_per_token * model.layers * share,
+        "KV cache": num_tokens * model.kv_elements_per_token * model.layers * share,
     }
 
 

@@ -53,7 +53,7 @@ class PipelineMetrics:
     checkpoint_s: float | None = None  # seconds that the trainer stands still for one checkpoint
     running: float | None = None  # requests that the servers generate for, all together
     waiting: float | None = None  # requests that wait inside the servers
-    kv_usage: float | None = None  # of the servers' key/value caches, 0 to 1
+    kv_usage: float | None = None  # of the servers' KV caches, 0 to 1
     stale_fraction: float | None = None  # of the groups finalized in these steps, those that were dropped for their age
     tool_fraction: float | None = None  # of a rollout's time, what its tools take
     scoring_fraction: float | None = None  # of a group's time from its first request on, what its rewards take

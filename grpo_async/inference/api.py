@@ -14,7 +14,7 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
                                           drain  runs to its end first (&timeout_s=S: 504 when it has not by then; not paused)
                                           abort  ends at once with finish_reason "abort" and all tokens it has
                                         keep_cache=false (default): what continues recomputes its context with whatever weights
-                                        are then loaded. true: it continues over the key/value cache it has
+                                        are then loaded. true: it continues over the KV cache it has
     POST /resume                        allowed when not paused, too; 409 while a part of an update is loaded
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
     POST /init_weight_transfer_engine   WeightInitInfo: joins the weight group (again, after a trainer restart)
@@ -31,7 +31,7 @@ one, which may be that of another trainer. An update that is refused has changed
 arrived ends its server.
 
 Prefix caches: a server salts every request with its own policy version at the moment it takes it, so that none that it takes later
-starts from keys and values of another version's weights.
+starts from a KV cache of another version's weights.
 
 The paths outside /rollout, and `weight_version`, carry the names that vLLM gives them; both engines serve them as written here.
 
@@ -138,7 +138,7 @@ class ServerInfo(ApiModel):
     waiting_requests: int = 0
     """Of these, the ones that wait inside the engine for room."""
     kv_usage: float | None = None
-    """Fraction of the key/value cache in use; null where the engine does not say."""
+    """Fraction of the KV cache in use; null where the engine does not say."""
     max_running_requests: int | None = None
     """Most requests that the engine generates for at once; null where it does not say."""
     generated_tokens: int = 0

@@ -21,7 +21,7 @@ from grpo_async.utils.text import format_bytes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """What each trainer rank and each server takes, in words ("": it is not known); `cache_mb`: what a vLLM that shares its GPU is
-    to take for keys and values."""
+    to take for its KV cache."""
 
     trainer: str = ""
     server: str = ""
@@ -51,7 +51,7 @@ def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShare
         return MemoryPlan(trainer="not known before the model is loaded", cache_mb=cache_mb if num_sharing else None)
     trainer, server = trainer_memory(config, model), server_memory(config, model, config.inference.max_model_len)
     beside = bytes_beside_vllm(config, model) if num_sharing else 0.0
-    sequence = server.pop("keys and values")
+    sequence = server.pop("KV cache")
     if cache_mb is None and gpu_bytes is not None:
         room = (options.gpu_memory_utilization or OWN_GPU_FRACTION) * gpu_bytes
         if num_sharing and options.gpu_memory_utilization is None:
@@ -61,8 +61,8 @@ def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShare
     text = ""
     needs = {"the trainer": sum(trainer.values()) if shares.trainer else 0.0}
     if engine.engine == "vllm" and cache_mb is not None:
-        server["keys and values"] = cache_mb << 20
-        tokens = server["keys and values"] / sequence * config.inference.max_model_len
+        server["KV cache"] = cache_mb << 20
+        tokens = server["KV cache"] / sequence * config.inference.max_model_len
         text = f"{describe(server)}, room for {tokens:,.0f} tokens"
         who = "the trainer and vLLM next to it" if num_sharing else "vLLM"
         needs[who] = beside + (num_sharing or 1) * sum(server.values())

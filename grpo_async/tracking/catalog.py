@@ -184,7 +184,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("servers/recovery_s", "seconds of the last recovery of a server", "s", _LAST, _LOWER),
     _metric("servers/running", "requests that servers generate for"),
     _metric("servers/waiting", "requests that wait inside servers", better=_LOWER),
-    _metric("servers/kv_usage", "fraction of the servers' key/value cache in use", "fraction"),
+    _metric("servers/kv_usage", "fraction of the servers' KV cache in use", "fraction"),
     # checkpoints
     _metric("checkpoint/staged_s", "seconds that training stood still for a checkpoint", "s", better=_LOWER),
     _metric("checkpoint/written_s", "seconds until it was written, most of them in parallel with training", "s", better=_LOWER),

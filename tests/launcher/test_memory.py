@@ -68,7 +68,7 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert plan.cache_mb is not None
     assert 0 <= _left(config, num_servers) / 2**20 - plan.cache_mb < 1
     assert plan.notes == ()
-    assert f"keys and values {plan.cache_mb / 1024:.1f} GiB" in plan.server
+    assert f"KV cache {plan.cache_mb / 1024:.1f} GiB" in plan.server
     assert f"room for {(plan.cache_mb << 20) // TOKEN_BYTES:,} tokens" in plan.server
     made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",), gpu_bytes=80 * GIB), engine=VLLM_ON_GPU)
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
@@ -116,7 +116,7 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     assert "--set" not in made.servers[0].command
     on_cpu = _plan(config, (), None, VLLM_ON_CPU)
     assert on_cpu.cache_mb is None
-    assert "keys and values 512.0 MiB" in on_cpu.server
+    assert "KV cache 512.0 MiB" in on_cpu.server
     assert _plan(config, engine=EXTERNAL).server == ""
     size = ModelSize.read(model)
     assert size is not None

@@ -159,7 +159,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              (Line("servers/serving", "serving"),
               Line("servers/restarts", "restarts"),
               Line("servers/failures", "failures"))),
-        Plot("kv", "Servers' key/value cache", "fraction in use",
+        Plot("kv", "KV cache of the servers", "fraction in use",
              (Line("servers/kv_usage", "in use"),),
              format="percent", include=_WHOLE),
     )),
