@@ -23,7 +23,7 @@ from grpo_async.chat.formats import choose_parser
 from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
 from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import THINKING, Origin, TaggedMessage, ToolCall, answer_start, is_call_id

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_async.checks.model_files import count_parameters, text_config
 from grpo_async.checks.report import Found
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.text import format_bytes

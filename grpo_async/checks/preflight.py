@@ -21,7 +21,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import ModelSize, disk_room
 from grpo_async.checks.model_files import text_config
 from grpo_async.checks.report import Check, Found, as_json, run_check
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import (
     BadResponseError,
     GrpoAsyncError,

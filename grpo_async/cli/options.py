@@ -12,7 +12,7 @@ import typer
 from grpo_async.display.events import JSON_EVENTS
 
 if TYPE_CHECKING:
-    from grpo_async.config.experiment import ExperimentConfig
+    from grpo_async.config import ExperimentConfig
     from grpo_async.display.output import Output
 
 ConfigArgument: TypeAlias = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")]

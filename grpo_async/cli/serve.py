@@ -15,7 +15,7 @@ from grpo_async.utils.network import is_loopback
 
 if TYPE_CHECKING:
     from grpo_async.config.base import EngineName
-    from grpo_async.config.experiment import ExperimentConfig
+    from grpo_async.config import ExperimentConfig
 
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:

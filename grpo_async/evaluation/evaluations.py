@@ -23,7 +23,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EvaluationSection
 from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError, message_of

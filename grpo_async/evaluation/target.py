@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint_manifest import find_checkpoint

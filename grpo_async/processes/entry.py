@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TextIO, cast
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient

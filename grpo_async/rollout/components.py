@@ -13,7 +13,7 @@ from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.environments import load_environment_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EvaluationSection, RolloutSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError

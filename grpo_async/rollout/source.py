@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, Watch
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup, TokenStats

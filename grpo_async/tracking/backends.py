@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeAlias
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.public import public_config
 from grpo_async.config.sections import (
     MlflowTracker,

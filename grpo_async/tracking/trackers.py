@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.backends import Rows, Tracker, open_tracker

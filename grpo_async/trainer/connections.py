@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import InferenceError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.fleet import Fleet, Server, ServerState

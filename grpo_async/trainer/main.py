@@ -9,7 +9,7 @@ import os
 import random
 import time
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from grpo_async.batching.minibatch import Minibatch, split_groups, token_weights
 from grpo_async.batching.pack import RankSamples, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.records import ScoredGroup
 from grpo_async.training.ranks import PackCommand
 from grpo_async.training.token_statistics import TokenPlan

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.data import LoadedData, PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.evaluator import Evaluator, build_evaluator

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import MAX_RESTART_DELAY_S
 from grpo_async.errors import RunError
 from grpo_async.inference.fleet import Fleet, Server, ServerState

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_values
 from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError

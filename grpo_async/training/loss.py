@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import (
     BaseLoss,
     CispoLoss,

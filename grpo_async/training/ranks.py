@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.batching.pack import MicroBatch, RankSamples
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.keys import ROOT, all_keys
 from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.public import public_config

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.inference.token import TOKEN_VARIABLE
@@ -34,7 +34,7 @@ from tests.support.tls import Certificates, encrypt, make_certificates
 
 SERVE = """
 import sys
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.servers.embedded.main import serve_embedded
 {patch}
 with open(sys.argv[1]) as file:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.records import RolloutSample, ScoredGroup, TokenStats
 from grpo_async.run_directory import RunDir
 from grpo_async.training.loss import Objective

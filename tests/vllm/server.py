@@ -28,7 +28,7 @@ MAX_MODEL_LEN = 1024
 
 _MAIN = """
 import json, sys
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.servers.vllm.command import serve_vllm
 serve_vllm(ExperimentConfig.model_validate(json.loads(sys.argv[1])), int(sys.argv[2]))
 """

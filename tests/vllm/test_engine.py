@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice

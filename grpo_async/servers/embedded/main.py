@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServerInfo
