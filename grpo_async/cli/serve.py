@@ -14,8 +14,8 @@ from grpo_async.cli.options import ConfigArgument, PortOption, SetOption
 from grpo_async.utils.network import is_loopback
 
 if TYPE_CHECKING:
-    from grpo_async.config.base import EngineName
     from grpo_async.config import ExperimentConfig
+    from grpo_async.config.base import EngineName
 
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:

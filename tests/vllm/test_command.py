@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config import ExperimentConfig
+from grpo_async.config import ExperimentConfig, rules
 from grpo_async.errors import ConfigError
 from grpo_async.servers.vllm import command
 from grpo_async.servers.vllm.command import Platform, ServerCommand, serve_vllm, vllm_command
