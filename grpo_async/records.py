@@ -297,7 +297,7 @@ class TokenPath:
         return joined(dtype, chain.from_iterable(parts))
 
     @property
-    def num_sampled_tokens(self) -> int:
+    def num_own_tokens(self) -> int:
         """Tokens that the policy sampled in this path."""
         return sum(len(t.output_ids) for t in self.turns)
 
@@ -374,7 +374,7 @@ class RolloutCompletion(TokenPath):
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled in all `paths`."""
-        return sum(path.num_sampled_tokens for path in self.paths)
+        return sum(path.num_own_tokens for path in self.paths)
 
     @property
     def oldest_version(self) -> int | None:

@@ -118,7 +118,7 @@ class Scorer:
             for completion, advantage, reward, part in zip(survivors, advantages, rewards, parts, strict=True)
             if self._train_truncated or not completion.truncated
             for path in completion.paths
-            if path.num_sampled_tokens
+            if path.num_own_tokens
         ]
         samples = self._with_own_rewards(samples, survivors, rewards, parts)
         teaches = self._train_zero_variance or any(advantages) or any(sample.advantage for sample in samples)

@@ -106,9 +106,9 @@ def check_stats(group: RolloutGroup, stats: Mapping[str, TokenStats]) -> None:
             continue
         columns = (found.logprobs, found.proximal_logprobs, found.weights, found.entropies, found.flags)
         lengths = [len(column) for column in columns]
-        if set(lengths) != {path.num_sampled_tokens}:
+        if set(lengths) != {path.num_own_tokens}:
             raise ValueError(
-                f"{name} has {path.num_sampled_tokens} sampled tokens; the trainer's stats "
+                f"{name} has {path.num_own_tokens} sampled tokens; the trainer's stats "
                 f"(logprobs, proximal_logprobs, weights, entropies, flags) have {lengths}"
             )
 
@@ -191,7 +191,7 @@ def _path(path: TokenPath, outcome: _Outcome, stats: TokenStats | None) -> dict[
     """What a rollout and each of its branches have: messages, turns and tokens."""
     mask = path.completion_mask
     return {
-        "num_tokens": path.num_sampled_tokens,
+        "num_tokens": path.num_own_tokens,
         "reward": outcome.reward,
         "advantage": outcome.advantage,
         "messages": path.completion_messages(),

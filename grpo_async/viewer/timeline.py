@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_async.errors import ConfigError
-from grpo_async.tracking.events import EVENTS
 from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, parse_event, read_events
 
-ORDER = tuple(dict.fromkeys(each.track for each in EVENTS))
+ORDER = ("run", "trainer", "rollout", "weights", "queue", "scoring", "evaluation", "checkpoint", "server")
 """Tracks from top to bottom; others follow by name."""
 
 _STEP = "step"

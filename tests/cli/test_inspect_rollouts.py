@@ -14,6 +14,7 @@ from grpo_async.cli.app import app
 from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
+from grpo_async.store.query import parse_query
 from tests.store.builders import append_simple
 from tests.support.stored import LineStore
 
@@ -70,7 +71,7 @@ def test_inspect_and_web_open_all_runs_one_or_several(
     chosen = {"host": "::1", "port": 7000, "open_browser": False, "sort": "-reward,step"}
     options = ["--no-browser", "--host", "::1", "--port", "7000", "--sort", "reward,step:asc"]
     for arguments, (names, folder, query) in wanted.items():
-        where = {"folder": None if folder is None else Path(folder), "query": query}
+        where = {"folder": None if folder is None else Path(folder), "query": parse_query(query)}
         for command, more, expected in ((["inspect"], [], plain), (["inspect-rollouts", "--web"], options, chosen)):
             result = CliRunner().invoke(app, [*command, *arguments, *more])
             assert result.exit_code == 0, result.output

@@ -63,7 +63,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         ({"rollout": {"top_p": 0.001}}, "greater than or equal to 0.01"),
         ({"rollout": {"structured_outputs": {"choice": ["a"]}}}, "rollout.structured_outputs samples from another distribution"),
-        ({"evaluation": {"structured_outputs": {}}}, "one of json_schema, regex, choice and grammar says what may be sampled"),
+        ({"evaluation": {"structured_outputs": {}}}, "what may be sampled is one of json_schema, regex, choice, grammar"),
         (
             {"evaluation": {"structured_outputs": {"regex": "a"}}, "weights": {"mode": "abort"}},
             "weights.mode: abort interrupts every turn",

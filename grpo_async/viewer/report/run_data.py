@@ -7,7 +7,7 @@ configuration only what may be shown is kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grpo_async.config.diff import Difference, differences
@@ -72,7 +72,7 @@ def read_run(
         num_gpus=num_gpus if isinstance(num_gpus, int) else None,
         summary=summary,
         rollouts=rollouts,
-        **vars(evidence) | shown,
+        **{each.name: getattr(evidence, each.name) for each in fields(evidence)} | shown,
     )
 
 
