@@ -40,8 +40,8 @@ _LINE_WIDTH = 120  # characters of a line there
 _MLFLOW_TABLES = "mlflow.loggedArtifacts"
 
 
-Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
-"""Rows of a table; `Trackers` sees to it that all have the same columns."""
+TableRows: TypeAlias = Sequence[Mapping[str, str | float | None]]
+"""TableRows of a table; `Trackers` sees to it that all have the same columns."""
 
 
 class Tracker:
@@ -52,7 +52,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise NotImplementedError
 
-    def log_completions(self, step: int, rows: Rows) -> None:
+    def log_completions(self, step: int, rows: TableRows) -> None:
         """What held-out prompts got in the evaluations that have ended since the last time; one row at least."""
 
     def log_verdict(self, step: int, text: str) -> None:
@@ -75,7 +75,7 @@ class Tensorboard(Tracker):
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
-    def log_completions(self, step: int, rows: Rows) -> None:
+    def log_completions(self, step: int, rows: TableRows) -> None:
         self._log_text(step, _COMPLETIONS, "\n\n".join(map(_block, rows)))
 
     def log_verdict(self, step: int, text: str) -> None:
@@ -129,7 +129,7 @@ class Wandb(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def log_completions(self, step: int, rows: Rows) -> None:
+    def log_completions(self, step: int, rows: TableRows) -> None:
         table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({_COMPLETIONS: table}, step=step)
 
@@ -165,13 +165,13 @@ class Trackio(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def log_completions(self, step: int, rows: Rows) -> None:
+    def log_completions(self, step: int, rows: TableRows) -> None:
         self._log_table(step, _COMPLETIONS, rows)
 
     def log_verdict(self, step: int, text: str) -> None:
         self._log_table(step, "verdict", [{"step": step, "verdict": text}])
 
-    def _log_table(self, step: int, name: str, rows: Rows) -> None:
+    def _log_table(self, step: int, name: str, rows: TableRows) -> None:
         self._run.log({name: self._table(data=[dict(row) for row in rows])}, step=step)
 
     def close(self, *, failed: bool) -> None:
@@ -209,7 +209,7 @@ class Mlflow(Tracker):
             self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]
         )
 
-    def log_completions(self, step: int, rows: Rows) -> None:
+    def log_completions(self, step: int, rows: TableRows) -> None:
         """What `log_table` writes, which wants pandas. Its page has a table of the first of these files and of the newest."""
         file = f"completions/step_{step}.json"
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}

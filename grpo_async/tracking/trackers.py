@@ -14,7 +14,7 @@ from functools import partial
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.backends import Rows, Tracker, open_tracker
+from grpo_async.tracking.backends import TableRows, Tracker, open_tracker
 from grpo_async.utils.files import numbers
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Trackers:
         finite = numbers(metrics)
         self._call(step, lambda tracker: tracker.log(step, finite))
 
-    def log_completions(self, step: int, rows: Rows) -> None:
+    def log_completions(self, step: int, rows: TableRows) -> None:
         """A table of what held-out prompts got. What a row lacks is empty there."""
         names = dict.fromkeys(name for row in rows for name in row)
         if rows:

@@ -28,7 +28,7 @@ _MAX_HELD_OUT = 10_000  # groups of an evaluation that are compared
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class RolloutExample:
     """One rollout and its group. Their texts are as the data and the model wrote them: hostile, perhaps."""
 
     group: GroupRow
@@ -48,13 +48,13 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class PromptPair:
     """A prompt that was seen in several steps: the mean reward of its first and its last group, and a typical rollout of each."""
 
     first_reward: float
     last_reward: float
-    first: Example
-    last: Example
+    first: RolloutExample
+    last: RolloutExample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +96,14 @@ class RolloutOverview:
     num_groups: int = 0
     num_sampled: int = 0  # with a token, seen by a step, not failed
     num_unscored: int = 0  # of them, those without a reward
-    best: Sequence[Example] = ()
-    worst: Sequence[Example] = ()
-    improved: Sequence[Change] = ()
-    worsened: Sequence[Change] = ()
+    best: Sequence[RolloutExample] = ()
+    worst: Sequence[RolloutExample] = ()
+    improved: Sequence[PromptPair] = ()
+    worsened: Sequence[PromptPair] = ()
     errors: Sequence[tuple[str, int]] = ()  # message, of how many failed rollouts; the most frequent first
     notes: Sequence[str] = ()
     held_out: BeforeAfter | None = None
-    before_after: Sequence[Change] = ()  # of `held_out`, those that the report shows
+    before_after: Sequence[PromptPair] = ()  # of `held_out`, those that the report shows
 
 
 def read_rollouts(run_dir: RunDir) -> RolloutOverview:
@@ -119,7 +119,7 @@ def read_rollouts(run_dir: RunDir) -> RolloutOverview:
     return replace(found, held_out=held_out, before_after=before_after)
 
 
-def _read_held_out(run_dir: RunDir) -> tuple[BeforeAfter | None, list[Change]]:
+def _read_held_out(run_dir: RunDir) -> tuple[BeforeAfter | None, list[PromptPair]]:
     steps = run_dir.evaluation_steps()
     if len(steps) < 2:
         return None, []
@@ -178,8 +178,8 @@ def _read(table: RolloutTable) -> RolloutOverview:
     extremes = table.extremes(EVERYTHING, _NUM_EXTREMES)
     return RolloutOverview(
         **known,
-        best=[Example(*table.rollout(each.rollout_id)) for each in extremes.best],
-        worst=[Example(*table.rollout(each.rollout_id)) for each in extremes.worst],
+        best=[RolloutExample(*table.rollout(each.rollout_id)) for each in extremes.best],
+        worst=[RolloutExample(*table.rollout(each.rollout_id)) for each in extremes.worst],
         improved=[change_of(table, table, each) for each in extremes.improved],
         worsened=[change_of(table, table, each) for each in extremes.worsened],
         notes=tuple(table.notes),
@@ -194,10 +194,10 @@ def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])
 
 
-def change_of(first: RolloutTable, last: RolloutTable, change: PromptChange) -> Change:
+def change_of(first: RolloutTable, last: RolloutTable, change: PromptChange) -> PromptPair:
     """With the texts; `first` and `last`: the stores of the two groups."""
     before, after = change.first.reward_mean or 0.0, change.last.reward_mean or 0.0
-    return Change(
+    return PromptPair(
         first_reward=before,
         last_reward=after,
         first=_typical(first.group_at(change.first.seq), before),
@@ -205,10 +205,10 @@ def change_of(first: RolloutTable, last: RolloutTable, change: PromptChange) -> 
     )
 
 
-def _typical(group: GroupRow, mean: float) -> Example:
+def _typical(group: GroupRow, mean: float) -> RolloutExample:
     """The scored rollout whose reward is next to the mean of its group."""
 
     def distance(rollout: RolloutRow) -> float:
         return float("inf") if rollout.reward is None else abs(rollout.reward - mean)
 
-    return Example(group, min(group.rollouts, key=distance))
+    return RolloutExample(group, min(group.rollouts, key=distance))

@@ -22,7 +22,13 @@ from grpo_async.viewer.format import conversation, prompt_of
 from grpo_async.viewer.report.headline import Headline, headline
 from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
 from grpo_async.viewer.report.plots import Drawing, curve, draw_all
-from grpo_async.viewer.report.rollouts import Example, RolloutOverview, before_and_after, change_of, store_evidence
+from grpo_async.viewer.report.rollouts import (
+    RolloutExample,
+    RolloutOverview,
+    before_and_after,
+    change_of,
+    store_evidence,
+)
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 from grpo_async.viewer.report.sections import LEVELS, Learning, advice, learning
 from grpo_async.viewer.runs import modified_at
@@ -224,7 +230,7 @@ def before_after(source: Source, first: int, last: int, offset: int, limit: int)
     }
 
 
-def _side(name: str, step: int, example: Example) -> dict[str, Any]:
+def _side(name: str, step: int, example: RolloutExample) -> dict[str, Any]:
     rollout: RolloutRow = example.rollout
     return {
         "run": name,
