@@ -47,7 +47,7 @@ def main() -> None:
     folder, stop_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     server: Any = SimpleNamespace(state=ServerState.SERVING, since=0.0, name="server 0")
-    fleet: Any = SimpleNamespace(read=lambda: SimpleNamespace(generated_tokens=12), servers=lambda: [server])
+    fleet: Any = SimpleNamespace(read_counters=lambda: SimpleNamespace(generated_tokens=12), servers=lambda: [server])
     checkpoints: Any = SimpleNamespace(is_writing=False, longest_s=60.0)
     activity = Activity()
     activity.begin("training step 4")
