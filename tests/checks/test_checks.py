@@ -146,7 +146,7 @@ _REFERENCE = {"type": "dapo", "beta": 0.1}
         ({"model": {"path": "{folder}/gpt_oss"}}, "has attention sinks; set inference.engine: vllm"),
         ({"model": {"path": "{folder}/moe"}}, "embedded cannot serve qwen3_moe, which is a mixture of experts"),
         ({"model": {"path": "{folder}/mistral"}}, "set inference.max_model_len (now 2048) to at most 32, or inference.engine"),
-        ({"model": {"path": "{folder}/mamba"}}, "linear_attention"),
+        ({"model": {"path": "{folder}/mamba"}}, "has layers of the kind recurrent"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
