@@ -1,7 +1,7 @@
 """The application behind the page: its files, and one GET per view, each answered in a thread.
 
 Every answer over rollouts takes `run` (a name of /api/runs; left out: the first), `q` (a query) and `until` (rows up to this seq
-only). A page that shows rows names its `until`, so what a run writes meanwhile moves nothing; /api/pulse says how much there is by
+only). A page that shows rows names its `until`, so what a run writes meanwhile moves nothing; /api/status says how much there is by
 now.
 
 Errors, as `error_answer` answers them for all:
@@ -45,7 +45,7 @@ from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.trace import write_trace
 from grpo_async.viewer.web import overview
 from grpo_async.viewer.web.guard import REPORT_PATH, Guard
-from grpo_async.viewer.web.sources import DEADLINE_S, Library, NotFoundError, Source
+from grpo_async.viewer.web.sources import DEADLINE_S, NotFoundError, RunRegistry, Source
 
 STATIC = Path(__file__).parents[1] / "static"
 
@@ -78,7 +78,7 @@ class RequestParameters(BaseModel):
     bins: int = Field(30, ge=1, le=200)
     k: int = Field(10, ge=1, le=100)
     hash: str = ""  # of a prompt
-    beside: str = Field("", max_length=4000)  # names of further runs, with commas
+    compare_with: str = Field("", max_length=4000)  # names of further runs, with commas
     axis: str = Field("step", max_length=10)  # of curves: step, time, tokens
     attempt: str = Field("", max_length=100)
     file: str = Field("", max_length=100)  # of an attempt's logs
@@ -100,7 +100,7 @@ def _summary(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     }
 
 
-def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
+def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
     status = read_object(source.run.status, [])
@@ -213,13 +213,13 @@ def _prompt(source: Source, parameters: RequestParameters) -> dict[str, Any]:
 
 def _together(source: Source, parameters: RequestParameters) -> list[Source]:
     """The run, and those that are looked at with it."""
-    names = dict.fromkeys(name for name in parameters.beside.split(",") if name and name != source.name)
-    return [source, *map(source.beside, names)][:MAX_RUNS]
+    names = dict.fromkeys(name for name in parameters.compare_with.split(",") if name and name != source.name)
+    return [source, *map(source.find, names)][:MAX_RUNS]
 
 
 _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "summary": _summary,
-    "pulse": _pulse,
+    "status": _status,
     "groups": _groups,
     "rollouts": _rollouts,
     "group": _group,
@@ -317,7 +317,7 @@ def error_answer(request: Request, error: Exception) -> Json:
     raise error
 
 
-def build_app(library: Library, *, token: str, host: str, opening: InitialView | None = None) -> Guard:
+def build_app(registry: RunRegistry, *, token: str, host: str, opening: InitialView | None = None) -> Guard:
     """The page, its files and the API, behind the guard.
 
     Args:
@@ -331,7 +331,7 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
 
         async def answer_in_thread(request: Request) -> Response:
             parameters = RequestParameters.model_validate(dict(request.query_params))
-            return await library.ask(lambda: answer(parameters))
+            return await registry.ask(lambda: answer(parameters))
 
         return answer_in_thread
 
@@ -339,29 +339,29 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
         """All runs and their evaluations, and what queries may say."""
 
         def described(name: str) -> dict[str, Any]:
-            run = library.source(name).run
+            run = registry.source(name).run
             evaluations = [{"name": f"{name}@{step}", "step": step} for step in run.evaluation_steps()]
             return {"name": name, "evaluations": evaluations, "updated_at": modified_at(run)}
 
-        found = list(map(described, library.names))
-        folder = None if library.folder is None else str(library.folder)
+        found = list(map(described, registry.names))
+        folder = None if registry.folder is None else str(registry.folder)
         return Json({"runs": found, "folder": folder, "opening": opening or InitialView(), "names": NAMES})
 
     def report(parameters: RequestParameters) -> HTMLResponse:
         """The report of one run or several, as `grpo-async report` would write it now."""
-        sources = _together(library.source(parameters.run), parameters)
+        sources = _together(registry.source(parameters.run), parameters)
         return HTMLResponse(render_report([source.run for source in sources]))
 
     def trace(parameters: RequestParameters) -> Response:
         """The timeline of a run, as `grpo-async trace` would write it now."""
-        run = library.source(parameters.run).run
+        run = registry.source(parameters.run).run
         with TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"
             write_trace(load_events(run.events).events, path, title=run.root.name)
             return Response(path.read_bytes(), media_type="application/gzip")
 
     def view(name: str) -> Callable[[RequestParameters], Json]:
-        return lambda parameters: Json(_VIEWS[name](library.source(parameters.run), parameters))
+        return lambda parameters: Json(_VIEWS[name](registry.source(parameters.run), parameters))
 
     def file(name: str, media_type: str) -> Callable[[Request], Response]:
         return lambda _: FileResponse(STATIC / "web" / name, media_type=media_type)

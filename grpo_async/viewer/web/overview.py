@@ -52,7 +52,7 @@ AXES: Mapping[str, tuple[str, str]] = {
 
 def card(source: Source) -> dict[str, Any]:
     """A run in a line: its state, its verdict, and the points of a small curve."""
-    run, learns = source.judged()
+    run, learns = source.run_and_verdict()
     return _card(source.run, run, learns, headline(run))
 
 
@@ -77,7 +77,7 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dic
 
 def page(source: Source) -> dict[str, Any]:
     """The run page: the report's header and the main plots."""
-    run, _ = source.judged()
+    run, _ = source.run_and_verdict()
     try:
         known = store_evidence(source.table())
     except RunError as error:  # all else is there
@@ -113,7 +113,7 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
     Args:
         axis: step, time or tokens.
     """
-    runs = [on_axis(source.judged()[0], axis) for source in sources]
+    runs = [on_axis(source.run_and_verdict()[0], axis) for source in sources]
     chapters = [(each.title, draw_all(each.plots, runs)) for each in CHAPTERS]
     drawn = {name for _, plots in chapters for plot in plots for name in plot.metrics}
     names = {name for run in runs for name in run.names("")} - drawn - {"step"}
@@ -161,7 +161,7 @@ def on_axis(run: RunData, axis: str) -> RunData:
 
 def settings(sources: Sequence[Source]) -> dict[str, Any]:
     """What may be shown of the first run's configuration, and in what those of the others differ from it."""
-    configs = [source.judged()[0].config for source in sources]
+    configs = [source.run_and_verdict()[0].config for source in sources]
     different = changed_settings(configs)
     return {
         "settings": list(flat(configs[0]).items()),
@@ -210,7 +210,7 @@ def before_after(source: Source, first: int, last: int, offset: int, limit: int)
         return {"steps": steps, "rows": []}
     asked = (steps[0] if first < 0 else first, steps[-1] if last < 0 else last)
     names = [f"{source.name.partition('@')[0]}@{step}" for step in asked]
-    before, after = (source.beside(name).table() for name in names)
+    before, after = (source.find(name).table() for name in names)
     found = before_and_after(before, after, *asked)
     shown = [change_of(before, after, each) for each in found.changes[offset : offset + limit]]
     return {

@@ -19,7 +19,7 @@ from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import WILDCARDS, host_in_url, is_loopback
 from grpo_async.viewer.web import DEFAULT_HOST, DEFAULT_PORT
 from grpo_async.viewer.web.api import InitialView, build_app
-from grpo_async.viewer.web.sources import Library
+from grpo_async.viewer.web.sources import RunRegistry
 
 _GRACE_S = 2  # for answers that are being sent when it ends
 
@@ -54,7 +54,7 @@ def serve(
     listener = _listen_at_default(host) if port is None else listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     token = secrets.token_urlsafe(32)
-    library = Library(runs, folder)
+    registry = RunRegistry(runs, folder)
     view = "groups" if query.text or sort else "run" if len(runs) == 1 else "home"
     opening = InitialView(view=view, query=query.text, sort=sort)
     address = f"http://{host_in_url(WILDCARDS.get(bound_host, host))}:{bound_port}/"
@@ -64,13 +64,13 @@ def serve(
             "unencrypted. Safer: keep 127.0.0.1 and forward the port, ssh -L "
             f"{bound_port}:127.0.0.1:{bound_port} HOST"
         )
-    what = f"the runs in {folder}" if folder is not None else ", ".join(library.names)
+    what = f"the runs in {folder}" if folder is not None else ", ".join(registry.names)
     _say(f"inspecting {what}; Ctrl-C ends it")
     _say(f"open {address}#token={token}")
     # the first table is ready when the browser is; whoever asks for a store learns what is wrong with it
-    in_thread(library.warm, name="first table")
+    in_thread(registry.warm, name="first table")
     config = uvicorn.Config(
-        build_app(library, token=token, host=host, opening=opening),
+        build_app(registry, token=token, host=host, opening=opening),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -86,7 +86,7 @@ def serve(
         try:
             uvicorn.Server(config).run(sockets=[listener])
         finally:
-            library.close()
+            registry.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -42,17 +42,17 @@ class NotFoundError(ConfigError):
 class Source:
     """One run, or one evaluation of a run. The table is opened when it is first asked for. Safe in several threads."""
 
-    def __init__(self, name: str, run: RunDir, beside: Callable[[str], Source]) -> None:
-        """`beside`: gives the source of another name."""
+    def __init__(self, name: str, run: RunDir, find: Callable[[str], Source]) -> None:
+        """`find`: gives the source of another name."""
         self.name = name
         self.run = run
-        self.beside = beside
+        self.find = find
         self.metrics = MetricsReader(run.metrics)
         self._lock = threading.Lock()
         self._table: RolloutTable | None = None
         self._texts: TokenTexts | str | None = None
         self._refreshed_at = 0.0
-        self._judged: tuple[object, RunData, Learning] | None = None
+        self._run_and_verdict: tuple[object, RunData, Learning] | None = None
 
     def table(self) -> RolloutTable:
         """The table, with what was written until half a second ago at least.
@@ -76,17 +76,17 @@ class Source:
                 self._texts = load_token_texts(self.run)
             return self._texts
 
-    def judged(self) -> tuple[RunData, Learning]:
-        """The run's files without its rollouts, and whether it learns; judged again when one of them has changed."""
+    def run_and_verdict(self) -> tuple[RunData, Learning]:
+        """The run's files without its rollouts, and whether it learns; read again when one of them has changed."""
         status, summary = read_object(self.run.status, []), read_object(self.run.summary, [])
         files = (self.run.status, self.run.summary, self.run.metrics, self.run.evaluation_log, self.run.config)
         now = state_of(status, summary).state, *map(file_stamp, files)
         with self._lock:
-            if self._judged is None or self._judged[0] != now:
+            if self._run_and_verdict is None or self._run_and_verdict[0] != now:
                 rows = list(self.metrics.rows().values())
                 run = read_run(self.run, self.name, metrics=rows, rollouts=RolloutOverview())
-                self._judged = now, run, learning(run)
-            return self._judged[1:]
+                self._run_and_verdict = now, run, learning(run)
+            return self._run_and_verdict[1:]
 
     def close(self) -> None:
         with self._lock:
@@ -95,7 +95,7 @@ class Source:
                 self._table = None
 
 
-class Library:
+class RunRegistry:
     """All sources by name: of the runs that were named, or of all below a folder. Names are those of the folders, with
     that of the parent where two are the same."""
 

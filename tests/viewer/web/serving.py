@@ -17,7 +17,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.web.api import InitialView, build_app
 from grpo_async.viewer.web.serve import listen
-from grpo_async.viewer.web.sources import Library
+from grpo_async.viewer.web.sources import RunRegistry
 from tests.store.builders import (
     append,
     build_failed_rollout,
@@ -59,8 +59,8 @@ def serving(
 ) -> Iterator[Inspector]:
     """Serve until the end of the block: these runs, or what is below `folder`."""
     listener = listen(host, 0)
-    library = Library([RunDir(run) for run in runs], folder)
-    app = build_app(library, token=TOKEN, host=host, opening=opening)
+    registry = RunRegistry([RunDir(run) for run in runs], folder)
+    app = build_app(registry, token=TOKEN, host=host, opening=opening)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
     )
@@ -72,7 +72,7 @@ def serving(
         server.should_exit = True
         thread.join(LIMIT_S)
         assert not thread.is_alive(), "the server did not end"
-        library.close()
+        registry.close()
 
 
 def write_run(root: Path, *, num_steps: int = 4, groups_a_step: int = 3, word: str = "apple") -> Path:

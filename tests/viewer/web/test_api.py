@@ -27,7 +27,7 @@ from grpo_async.store.index import Index
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
-from grpo_async.viewer.web.sources import Library
+from grpo_async.viewer.web.sources import RunRegistry
 from tests.store.builders import build_branched_rollout, build_group
 from tests.support.stored import LineStore
 from tests.viewer.report.support import steps
@@ -304,22 +304,22 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four that went on for good would have taken all threads: 10^14 rows are more than anybody waits for."""
-    library, index = Library([RunDir(tmp_path)]), Index(tmp_path)
+    registry, index = RunRegistry([RunDir(tmp_path)]), Index(tmp_path)
     slow = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
 
     async def ask() -> object:
         monkeypatch.setattr(sources, "DEADLINE_S", 0.2)
         for each in await asyncio.gather(
-            *(library.ask(lambda: index.fetch(slow)) for _ in range(4)), return_exceptions=True
+            *(registry.ask(lambda: index.fetch(slow)) for _ in range(4)), return_exceptions=True
         ):
             assert isinstance(each, TimeoutError)
             assert error_answer(Request({"type": "http"}), each).status_code == 504
         monkeypatch.setattr(sources, "DEADLINE_S", 20.0)
         deadline = time.monotonic() + 20
-        while library._threads.num_abandoned:
+        while registry._threads.num_abandoned:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-        return await library.ask(lambda: index.fetch("SELECT 1"))
+        return await registry.ask(lambda: index.fetch("SELECT 1"))
 
     try:
         assert asyncio.run(ask()) == [(1,)]

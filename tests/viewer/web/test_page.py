@@ -64,7 +64,7 @@ def test_without_the_token_the_page_asks_for_it_also_when_the_server_was_started
         page.wait_for_selector("text=not the token of this start")
         page.fill("#token", inspected.url)  # as it was printed
         page.press("#token", "Enter")
-        page.wait_for_selector(".pulse:has-text('48 rollouts')")
+        page.wait_for_selector(".run-status:has-text('48 rollouts')")
         page.context.clear_cookies()  # as if the server were another
         look_for_news(page)
         page.wait_for_selector("#token")

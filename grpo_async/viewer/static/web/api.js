@@ -67,13 +67,13 @@ export function note(view, parameters) {
 }
 
 /** Names of runs as one parameter; null: none. */
-export function besides(names) {
+export function joined(names) {
   return names.join(",") || null;
 }
 
 /** Of the offline page about a run, or several. */
-export function reportAddress(run, beside = null) {
-  return `api/report${queryString({ run, beside })}`;
+export function reportAddress(run, others = null) {
+  return `api/report${queryString({ run, compare_with: others })}`;
 }
 
 /** Of the timeline of a run, for Perfetto. */

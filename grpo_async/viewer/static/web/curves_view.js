@@ -1,6 +1,6 @@
 /* The plots of one run, or of several laid over each other; all share the cursor. */
 
-import { besides, get, go, memory, note } from "./api.js";
+import { get, go, joined, memory, note } from "./api.js";
 import { Plots } from "./plots.js";
 import { arrange, button, checkbox, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, plural, select, spacer } from "./dom.js";
 
@@ -12,7 +12,7 @@ export async function curvesView({ app, main, parameters, signal }) {
   const title = "Curves";
   const others = parameters.with ? parameters.with.split(",").filter((name) => name !== run) : [];
   const settings = Object.fromEntries(["x", "smooth", "log"].map((name) => [name, parameters[name] ?? memory.get(name)]));
-  const addressed = () => ({ run, with: besides(others), find: filter.value, ...settings });
+  const addressed = () => ({ run, with: joined(others), find: filter.value, ...settings });
   const place = h("div", {});
   const plots = new Plots("curves");
   const folds = new Map(); // of chapters, by their titles
@@ -37,7 +37,7 @@ export async function curvesView({ app, main, parameters, signal }) {
     type: "range", min: "0", max: "0.98", step: "0.02", "aria-label": "Smoothing", value: settings.smooth || "0",
     on: { input: (event) => change("smooth", Number(event.target.value) ? event.target.value : "") },
   });
-  const tick = (name, isOn) => go("curves", { ...addressed(), with: besides(isOn ? [...others, name] : others.filter((each) => each !== name)) });
+  const tick = (name, isOn) => go("curves", { ...addressed(), with: joined(isOn ? [...others, name] : others.filter((each) => each !== name)) });
   const boxes = (names) => names.map((name) => checkbox(oneLine(name, 40), others.includes(name), (isOn) => tick(name, isOn)));
   const near = app.runs.map((each) => each.name).filter((name) => name !== run && !others.includes(name));
   const beside = h("details", { class: "picker" }, h("summary", {}, others.length ? `with ${plural(others.length, "other run")}` : "overlay other runs"), h("div", { class: "picker-list tiles" }, boxes([...others, ...near])));
@@ -91,7 +91,7 @@ export async function curvesView({ app, main, parameters, signal }) {
   }
 
   async function read() {
-    found = await get("curves", { run, beside: others.join(","), axis: settings.x || "step" }, signal);
+    found = await get("curves", { run, compare_with: others.join(","), axis: settings.x || "step" }, signal);
     draw();
   }
 
@@ -99,9 +99,9 @@ export async function curvesView({ app, main, parameters, signal }) {
   return {
     title,
     leave: () => plots.leave(),
-    onPulse({ metrics }) {
+    onStatus({ metrics }) {
       if (metrics !== found.metrics) {
-        read().catch(() => {}); // the next pulse tries again
+        read().catch(() => {}); // the next poll tries again
       }
     },
   };

@@ -194,9 +194,9 @@ class Explorer {
   }
 
   /** New rows are announced, never pushed under the eyes of somebody who reads. */
-  onPulse(pulse) {
-    this.notes.show(pulse.notes);
-    const more = pulse.until - Number(this.until);
+  onStatus(found) {
+    this.notes.show(found.notes);
+    const more = found.until - Number(this.until);
     if (this.until !== null && more > 0 && !this.parameters.at) {
       const show = button(`${plural(more, "new group")} · show (r)`, () => this.showNewest(), { class: "chip", "aria-pressed": "true" });
       fill(this.news, show);

@@ -21,8 +21,8 @@ export async function logsView({ main, parameters, signal }) {
     box.scrollTop = box.scrollHeight;
   };
   /** It follows the log at its end; what somebody has scrolled to or selected stays. */
-  const onPulse = async () => {
-    const { lines } = await read().catch(() => found); // the next pulse tries again
+  const onStatus = async () => {
+    const { lines } = await read().catch(() => found); // the next poll tries again
     const isAtEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 30;
     if (isAtEnd && lines.at(-1) !== found.lines.at(-1) && !(String(getSelection()) && getSelection().containsNode(box, true))) {
       found.lines = lines;
@@ -38,14 +38,14 @@ export async function logsView({ main, parameters, signal }) {
     box,
   );
   show(found.lines);
-  return { title, onPulse };
+  return { title, onStatus };
 }
 
 export async function configView({ app, main, parameters, signal }) {
   const { run } = parameters;
   const title = "Settings";
-  const beside = parameters.with || "";
-  const { settings, different, path } = await get("config", { run, beside }, signal);
+  const compared = parameters.with || "";
+  const { settings, different, path } = await get("config", { run, compare_with: compared }, signal);
   const others = app.runs.map((each) => each.name).filter((name) => name !== run);
   const against = select({ "aria-label": "against" }, [["", "compare with …"], ...others.map((name) => [name, name])], "", (name) => go("config", { run, with: name }));
   const place = h("div", {});
@@ -57,7 +57,7 @@ export async function configView({ app, main, parameters, signal }) {
     main,
     hiddenHeading(title),
     h("div", { class: "row heading" }, filter, others.length ? against : null, hint(path), spacer(), copyLink()),
-    beside ? panel(h("h2", {}, "Settings that differ"), table(["setting", run, ...beside.split(",")], different.map(code), { className: "settings" })) : null,
+    compared ? panel(h("h2", {}, "Settings that differ"), table(["setting", run, ...compared.split(",")], different.map(code), { className: "settings" })) : null,
     place,
     h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),
   );

@@ -1,6 +1,6 @@
 /* All runs, those that said something last first: which of them learn. Ticked ones are laid over each other. */
 
-import { address, besides, get, reportAddress } from "./api.js";
+import { address, get, joined, reportAddress } from "./api.js";
 import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, part, plural, spacer } from "./dom.js";
 
 const EVERY_MS = 4000;
@@ -18,11 +18,11 @@ export async function homeView({ app, main, signal }) {
 
   const drawTogether = () => {
     const [run, ...others] = ticked;
-    const beside = besides(others);
+    const names = joined(others);
     const links = [
-      h("a", { class: "button", href: address("curves", { run, with: beside }) }, `Curves of ${ticked.size} runs`),
-      h("a", { class: "button", href: address("config", { run, with: beside }) }, "Settings that differ"),
-      h("a", { class: "button", href: reportAddress(run, beside), target: "_blank", rel: "noopener" }, "Report"),
+      h("a", { class: "button", href: address("curves", { run, with: names }) }, `Curves of ${ticked.size} runs`),
+      h("a", { class: "button", href: address("config", { run, with: names }) }, "Settings that differ"),
+      h("a", { class: "button", href: reportAddress(run, names), target: "_blank", rel: "noopener" }, "Report"),
     ];
     fill(together, ticked.size > 1 ? links : hint("Tick two or more to compare them."));
   };

@@ -2,7 +2,7 @@
 
 import { ApiError, DEFAULT_VIEW, address, current, get, go, openSession } from "./api.js";
 import { announce, button, empty, fill, h, link, select, spacer } from "./dom.js";
-import { Pulse } from "./pulse.js";
+import { StatusPoll } from "./status.js";
 import { changeView } from "./change_view.js";
 import { curvesView } from "./curves_view.js";
 import { explorerView } from "./explorer_view.js";
@@ -46,8 +46,8 @@ const app = { runs: [], names: [], run: null, list: null };
 const main = document.getElementById("main");
 const bar = document.getElementById("bar");
 let keys = {};
-let pulse = null;
-let view = null; // {title, keys, up(), leave(), onPulse()} of what is shown
+let poll = null;
+let view = null; // {title, keys, up(), leave(), onStatus()} of what is shown
 let drawing = null; // aborts what the view before still asks for
 
 async function start() {
@@ -75,7 +75,7 @@ async function start() {
     const { view: opening, query, sort } = found.opening;
     history.replaceState(null, "", address(opening, { q: query, sort }));
   }
-  pulse = new Pulse(askForToken);
+  poll = new StatusPoll(askForToken);
   const tabKeys = Object.keys(TABS).map((tab, index) => [index + 1, () => (location.hash = tabAddress(tab))]);
   keys = { h: () => go("home"), "?": () => go("help", { run: app.run }), "/": focusQuery, Escape: up, ...Object.fromEntries(tabKeys) };
   document.addEventListener("keydown", onKey);
@@ -128,7 +128,7 @@ async function show(event = null) {
     view = drawn;
     document.title = name === DEFAULT_VIEW ? "grpo-async" : `${drawn.title} · ${app.run}`;
     announce(drawn.title);
-    pulse.watch(name === DEFAULT_VIEW ? null : app.run, (found) => drawn.onPulse?.(found));
+    poll.watch(name === DEFAULT_VIEW ? null : app.run, (found) => drawn.onStatus?.(found));
   } catch (error) {
     if (error.name !== "AbortError" && !signal.aborted) {
       showError(error);
@@ -160,7 +160,7 @@ function drawBar(name) {
   fill(
     bar,
     h("a", { class: "home", href: address(DEFAULT_VIEW), "aria-current": isHome ? "page" : null, title: "All runs (h)" }, "Runs"),
-    isHome ? spacer() : h("div", { class: "row" }, select({ id: "run", "aria-label": "Run" }, runs, app.run, choose), pulse.element),
+    isHome ? spacer() : h("div", { class: "row" }, select({ id: "run", "aria-label": "Run" }, runs, app.run, choose), poll.element),
     isHome ? help : h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab), help),
   );
   bar.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone the tabs scroll
@@ -196,7 +196,7 @@ function showError(error) {
   }
   const message = error instanceof ApiError ? error.message : `an error in this page: ${error.message}`;
   const title = error.status === 404 ? "Not found" : "Something went wrong";
-  const again = button("Try again", () => (pulse ? show() : location.reload()));
+  const again = button("Try again", () => (poll ? show() : location.reload()));
   fill(main, h("div", { role: "alert" }, empty(title, h("span", { class: "said" }, message), h("br"), again)));
 }
 

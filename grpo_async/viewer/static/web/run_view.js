@@ -34,7 +34,7 @@ export async function runView({ main, parameters, signal }) {
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
   let found = null;
-  let state = null; // of the last pulse
+  let state = null; // of the last poll
 
   async function draw() {
     const before = found;
@@ -54,11 +54,11 @@ export async function runView({ main, parameters, signal }) {
   return {
     title: "Overview",
     leave: () => plots.leave(),
-    onPulse({ metrics, num_evaluations: evaluations, status }) {
+    onStatus({ metrics, num_evaluations: evaluations, status }) {
       const isOther = metrics !== found.metrics || evaluations !== found.num_evaluations || (state !== null && status.state !== state);
       state = status.state;
       if (isOther) {
-        draw().catch(() => {}); // the next pulse tries again
+        draw().catch(() => {}); // the next poll tries again
       }
     },
   };

@@ -7,12 +7,12 @@ import { h, oneLine, plural } from "./dom.js";
 const SHORTEST_MS = 2000;
 const LONGEST_MS = 20000;
 
-export class Pulse {
+export class StatusPoll {
   /** `onLocked` is called when the server does not know this page anymore: it was restarted, with another token. */
   constructor(onLocked) {
     this.onLocked = onLocked;
     this.isLocked = false;
-    this.element = h("span", { class: "pulse" });
+    this.element = h("span", { class: "run-status" });
     this.run = null;
     this.listener = () => {};
     this.wait = SHORTEST_MS;
@@ -46,7 +46,7 @@ export class Pulse {
       return; // becoming visible begins again
     }
     try {
-      const found = await get("pulse", { run });
+      const found = await get("status", { run });
       if (run !== this.run) {
         return;
       }
@@ -81,7 +81,7 @@ export class Pulse {
   }
 
   say(level, message, title = "") {
-    this.element.className = `pulse ${level}`;
+    this.element.className = `run-status ${level}`;
     this.element.textContent = message;
     this.element.title = title;
   }
