@@ -101,7 +101,7 @@ USER_ERROR, FAILURE = 2, 1
 
 
 def exit_code_of(error: GrpoAsyncError) -> int:
-    """Of a command that ends with the error."""
+    """Exit code of a command that ends with the error."""
     return USER_ERROR if isinstance(error, ConfigError) else FAILURE
 
 

@@ -69,7 +69,7 @@ class PreflightContext:
     """Log-probabilities of whole sequences under the trainer's weights, at the rounding of a dtype; a collective, called once, on
     the calling thread."""
     parameter_shapes: Mapping[str, Sequence[int]]
-    """Of the parameters that the trainer sends."""
+    """Shapes of the parameters that the trainer sends."""
     num_embeddings: int
     """Rows of the trainer's embedding."""
     policy_version: int

@@ -2,7 +2,7 @@
 
     waits for   the first of: trainer exit, loss of the servers (launcher.local restarts them), a signal; every later wait
                 has a deadline
-    outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and its last words;
+    outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
                 SIGINT -> 130, SIGTERM and SIGHUP -> 143, after a checkpoint when the trainer manages in time
                 preflight only: 0 when no check failed, else 1
     machines    of several, this one leads (node 0): it begins when all are there; one that trains and is lost ends the run
