@@ -153,15 +153,18 @@ class LocalProcesses:
     def receive(self, message: Mapping[str, Any]) -> bool:
         """Handle what the trainer says of a server: server_serving or restart_server (processes.control). False: the server is not
         started here."""
-        server, serves = self._servers.get(message["index"]), message["kind"] == "server_serving"
-        self.have_served |= serves
-        if server is None:
-            return False
-        if serves:
-            server.serves(message.get("num_restarts"))
-        else:
+        server = self._servers.get(message["index"])
+        if message["kind"] == "server_serving":
+            self.serves(message["index"], message.get("num_restarts"))
+        elif server is not None:
             server.ask_restart(str(message.get("reason")), message.get("num_restarts"))
-        return True
+        return server is not None
+
+    def serves(self, index: int, num_restarts: int | None = None) -> None:
+        """A server, of any machine, answers requests."""
+        self.have_served = True
+        if (server := self._servers.get(index)) is not None:
+            server.serves(num_restarts)
 
     def lose_servers(self, failure: str) -> None:
         """The run cannot continue; the first reason counts."""

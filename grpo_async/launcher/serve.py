@@ -64,18 +64,16 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
 
 
 async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> int:
-    def serves(index: int) -> None:
-        """Nobody says that a server serves. One that has been started counts as such, so that it is started again."""
-        local.receive({"kind": "server_serving", "index": index})
-
     def hear(index: int, event: str, detail: str, num_restarts: int) -> None:
         if event == "starting":
-            serves(index)
+            local.serves(index)
 
     async with LocalProcesses(config, plan, display, tell_trainer=hear) as local:
         await local.start()
         for index in range(len(plan.servers)):
-            serves(index)
+            local.serves(
+                index
+            )  # no trainer says so; a server that has been started counts as serving, so that it is restarted
         await local.wait(local.lost_servers)
         await local.end_servers()
     if local.signals.first is not None:
