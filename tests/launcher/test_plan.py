@@ -84,7 +84,7 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
         local_rank=1,
         world_size=2,
     )
-    assert (given.store, given.control_socket) == (Path("/private/store"), Path("/private/control"))
+    assert (given.file_store, given.control_socket) == (Path("/private/store"), Path("/private/control"))
     checks = _plan(config, purpose="preflight")
     assert "run        test, checks only" in checks.describe()
     assert _read_by_a_rank(checks, monkeypatch).purpose == "preflight"
