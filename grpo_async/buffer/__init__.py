@@ -1,3 +1,3 @@
-"""Between generator and trainer: `ledger` accounts for every group and admits new ones, `sample_buffer` hands over, and
-`resume` is what a checkpoint keeps of them.
+"""Between generator and trainer: `ledger` accounts for every group and admits new ones, `sample_buffer` hands groups over, and
+`resume` is the part of a checkpoint that restores both.
 """

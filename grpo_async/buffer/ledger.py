@@ -1,17 +1,17 @@
-"""The ledger: every started group, and every token sampled for it, stands in exactly one place.
+"""The ledger: every started group, and every token sampled for it, is counted in exactly one place.
 
     started = trained + filtered + stale + failed + cancelled + queued + in flight       (groups and tokens)
 
 Worked example: a group starts, samples 40 tokens, one rollout with 10 of them fails, the others are trained:
 groups {started 1, trained 1}; tokens {started 40, failed 10, trained 30}.
 
-Admission: generation runs ahead of training only so far that little is thrown away as stale,
+Admission limits how far generation runs ahead of training, so that little becomes stale:
 
     groups open, or taken by a step <= (server_version + max_staleness + 1) x groups_per_step
 
-counted from the start of the run. Groups that a step takes, to train them or to filter them, stay counted: the version that the
-step makes admits the next ones. Groups that no step takes (failed, stale, cancelled, filtered before) free their place at once,
-else admission would deadlock. With max_staleness 0 this is synchronous GRPO.
+counted from the start of the run. Groups that a step takes, to train or to filter them, stay counted: the version that the
+step makes admits the next ones. Groups that no step takes (failed, stale, cancelled, filtered before) free their place at once;
+otherwise admission would deadlock. With max_staleness 0 this is synchronous GRPO.
 Worked example: 4 groups per step, max_staleness 1: 8 groups start at version 0; one fails -> 1 more; version 1 -> 4 more.
 
 Thread-safe: the rollout thread admits, starts and generates, the trainer's thread closes.
@@ -38,7 +38,7 @@ class Ledger:
     """Counts groups and tokens by status, and admits new groups.
 
     Args:
-        totals: of a snapshot to resume from; what was open then must be empty.
+        totals: totals of a snapshot to resume from, without open groups.
         groups_per_step: groups that one optimizer step consumes.
         max_staleness: in optimizer steps.
         version: policy version at the start (after a resume: the step of the checkpoint).
@@ -80,7 +80,7 @@ class Ledger:
             return steps * self._groups_per_step - len(self._open) - self._num_taken
 
     async def admit(self) -> None:
-        """Waits for: a free place, which the next `start` takes. Unblocked by: `close_group`, `advance`."""
+        """Wait for a free place, which the next `start` takes. Unblocked by `close_group` and `advance`."""
         self._loop = asyncio.get_running_loop()
         while True:
             self._changed = asyncio.Event()
@@ -107,7 +107,7 @@ class Ledger:
             self._groups["started"] += 1
 
     def generated(self, group_id: int, num_tokens: int) -> None:
-        """Tokens arrived for a group. Late arrivals for a closed group are ignored by both sides of the equation."""
+        """Tokens arrived for a group. Late arrivals for a closed group are not counted at all."""
         with self._lock:
             group = self._open.get(group_id)
             if group is not None:
@@ -115,7 +115,7 @@ class Ledger:
                 self._tokens["started"] += num_tokens
 
     def drop_tokens(self, group_id: int, num_tokens: int) -> None:
-        """Move tokens of a failed rollout, or of a call that was cancelled or is not trained, out of their group, which goes on
+        """Move tokens (of a failed rollout, or of a call that was cancelled or is not trained) out of their group, which continues
         with the others."""
         with self._lock:
             self._open[group_id].tokens -= num_tokens
@@ -126,7 +126,7 @@ class Ledger:
             self._open[group_id].status = GroupStatus.QUEUED
 
     def close_group(self, group_id: int, status: GroupStatus, *, was_taken: bool = False) -> None:
-        """Give a group its final status. `was_taken`: by a step; else its place is free at once."""
+        """Give a group its final status. `was_taken`: a step took it; otherwise its place is free at once."""
         if not status.is_final:
             raise ValueError(f"{status} is not a final status")
         with self._lock:
@@ -142,7 +142,7 @@ class Ledger:
 
     @property
     def num_events(self) -> int:
-        """Grows while anything moves: tokens that arrive, groups that are started or closed."""
+        """A counter that grows while anything moves: tokens arrive, groups are started or closed."""
         with self._lock:
             return self._tokens["started"] + self._groups["started"] + sum(self._groups[s] for s in LEDGER_STATUSES)
 
@@ -168,8 +168,8 @@ def is_balanced(snapshot: dict[str, dict[str, int]]) -> bool:
 
 
 def totals_for_resume(snapshot: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """A snapshot without what was open: a resumed run restores those groups, with the tokens that it still has, and counts them
-    then. Each group counts once, so the resumed run's ledger is that of a run that was never interrupted.
+    """A snapshot without the open groups: a resumed run restores them, with the tokens that it still has, and counts them
+    again. Each group counts once, so the resumed run's ledger equals that of a run that was never interrupted.
 
     started 10 = trained 7 + queued 2 + in flight 1  ->  started 7 = trained 7
     """

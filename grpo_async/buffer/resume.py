@@ -1,12 +1,12 @@
-"""What the rollout side puts into a checkpoint and resumes from: a snapshot, and its JSON lines.
+"""The rollout side's part of a checkpoint: a snapshot, and its JSON lines.
 
     prompts to issue again | groups that are finished and not trained | rollouts in progress
 
 Worked example: step 3 was trained; group 8 is scored and queued, group 9 has one rollout that is over and one that made its
-first turn and 5 tokens of the second, group 10 waits for its first token. `queued` = [8], `in_progress` = [9], `outstanding` =
+first turn and 5 tokens of the second, group 10 waits for its first token. Then `queued` = [8], `in_progress` = [9], `outstanding` =
 [8, 9, 10]. A resume puts 8 back into the queue, continues 9 and restarts 10, all under the ids and seeds that they had.
 
-Prompts are not written: the stream gives them again, and has checked that the data is the same.
+Prompts are not written: the stream issues them again, and has checked that the data is the same.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from grpo_async.utils.safe_text import safe_repr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialRollout:
-    """A rollout in progress. `open_ids`, `open_logprobs` and `open_versions` have equal length and are the tokens of the turn that
-    is being generated; `open_finish` is set when that turn is whole and what follows it (a tool's answer) is not there yet."""
+    """A rollout in progress. `open_ids`, `open_logprobs` and `open_versions` have equal length: the tokens of the turn that is
+    being generated. `open_finish` is set when that turn is complete but what follows it (a tool's answer) is not there yet."""
 
     rollout_id: str
     prompt_ids: IntArray
@@ -69,12 +69,12 @@ class PartialRollout:
 
 
 RolloutSnapshot = RolloutCompletion | PartialRollout
-"""A rollout of a group in progress that has got somewhere: it is over, or it has tokens."""
+"""A rollout of a group in progress that is over, or has tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSnapshot:
-    """Rollouts of one prompt, by index; those of which there is nothing yet are left out."""
+    """Rollouts of one prompt, by index. Rollouts that have nothing yet are left out."""
 
     prompt_id: int
     rollouts: Mapping[int, RolloutSnapshot]
@@ -90,13 +90,13 @@ class ResumeState:
 
     Attributes:
         data: cursor of the prompt stream.
-        outstanding: prompts that were issued and are not closed, ascending; those of `queued` and `in_progress` among them.
-        ledger: totals of what is closed; what is open is counted when it is restored, so every group counts once.
+        outstanding: prompts that were issued and are not closed, ascending; includes those of `queued` and `in_progress`.
+        ledger: totals of closed groups; open groups are counted when they are restored, so every group counts once.
         queued: groups that are scored and wait for their step, in the order of their ids.
-        in_progress: in the order of their prompts.
-        noted: filtered and stale groups whose rewards the metrics of the next step are to see; they are stored already.
-        next_seq: of the rollout store: what it gives to the next group. ("store" in the file.)
-        failures: counts of the error log.
+        in_progress: groups in progress, in the order of their prompts.
+        noted: filtered and stale groups whose rewards the metrics of the next step will include; they are already stored.
+        next_seq: the rollout store's number for the next group. ("store" in the file.)
+        failures: the error log's counts.
     """
 
     data: Mapping[str, Any]
@@ -109,7 +109,7 @@ class ResumeState:
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def small(self) -> dict[str, Any]:
-        """What goes into the checkpoint's main file, ready for JSON."""
+        """The part for the checkpoint's main file, ready for JSON."""
         return {
             "data": dict(self.data),
             "outstanding": list(self.outstanding),
@@ -119,7 +119,7 @@ class ResumeState:
         }
 
     def lines(self) -> Iterator[str]:
-        """The groups, one JSON line each, made one after the other: no thread is held up for longer than one takes."""
+        """The groups, one JSON line each, made one at a time: no thread is blocked longer than one takes."""
         for queued in self.queued:
             yield _line("queued", {"scored": queued})
         for group in self.in_progress:
@@ -137,7 +137,7 @@ def read_resume_state(
         prompt_of: gives a prompt by its id.
 
     Raises:
-        ValueError, KeyError, TypeError: this is not what was written.
+        ValueError, KeyError, TypeError: the data was not written by `small` and `lines`.
     """
     queued: list[ScoredGroup] = []
     in_progress: list[GroupSnapshot] = []
@@ -182,17 +182,17 @@ _RECORDS = {
 }
 _ENUMS = {"finish_reason": FinishReason, "open_finish": FinishReason, "status": RolloutStatus, "origin": Origin}
 _KIND = "grpo_async record"
-"""Key of the name of a record in its JSON object."""
+"""The key that holds a record's name in its JSON object."""
 
 
 def _line(kind: str, content: Mapping[str, Any]) -> str:
-    # the standard library's: it keeps NaN, integers of any size and half surrogate pairs, which a policy may write
+    # the standard library's json keeps NaN, integers of any size and half surrogate pairs, which a policy may write
     return json.dumps({"kind": kind, **content}, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: a prompt by its id, records by field, numbers of numpy as numbers, anything else (a user's own type)
-    as its repr."""
+    """Convert what JSON cannot represent: a prompt to its id, records by field, numbers of numpy to numbers, anything else (a
+    user's own type) to its repr."""
     if isinstance(value, Prompt):
         return {_KIND: "Prompt", "prompt_id": value.prompt_id}
     name = type(value).__name__
@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def _record_from(prompt_of: Callable[[int], Prompt], content: dict[str, Any]) -> Any:
-    """The record that a JSON object is of; any other object as it is."""
+    """The record that a JSON object describes; any other object unchanged."""
     name = content.pop(_KIND, "")
     if name == "Prompt":
         return prompt_of(content["prompt_id"])
@@ -227,8 +227,8 @@ def _record_from(prompt_of: Callable[[int], Prompt], content: dict[str, Any]) ->
 
 
 def _or_repr(value: Any) -> Any:
-    """A value of a user's function; one that has no JSON form at all becomes its repr. The store's `_storable` changes more: NaN,
-    large integers and half surrogate pairs, which a resume has to give back as they were."""
+    """A value of a user's function, or its repr if it has no JSON form. The store's `_storable` changes more: NaN, large integers
+    and half surrogate pairs, which a resume has to give back as they were."""
     try:
         json.dumps(value, default=_plain)
     except (TypeError, ValueError, RecursionError):  # an odd key, a circular reference

@@ -1,12 +1,12 @@
-"""The queue between the rollout thread and the trainer's main thread, which blocks. The ledger's admission bounds it.
+"""The queue between the rollout thread and the trainer's main thread, which blocks on it. The ledger's admission bounds its size.
 
-Consumes ScoredGroups by `add`, hands them out by `take`, those that were started first before the others.
+It receives ScoredGroups by `add` and hands them out by `take`, those that were started first before the others.
 Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
-an older one is dropped whole, counted as stale, and its place given back.
-`reserve` says early what the next `take` will hand out, so that it can be packed while a step trains. It stays queued until then.
+an older group is dropped whole, counted as stale, and its place is free again.
+`reserve` predicts what the next `take` will hand out, so that it can be packed while a step trains. It stays queued until then.
 
-Each step also sees the scored groups that were filtered or dropped since the step before: `note` keeps them until `take_noted`, and
-says which step that will be, so that metrics and rollout store agree.
+Each step also reports the scored groups that were filtered or dropped since the step before: `note` keeps them until `take_noted`,
+and returns which step that will be, so that metrics and rollout store agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, Track
 
 HEARTBEAT_S = 20.0
-"""Between two heartbeats of rank 0 while it waits: the other ranks wait for its commands with a deadline."""
+"""Interval between two heartbeats of rank 0 while it waits: the other ranks wait for its commands with a deadline."""
 OnDrop = Callable[[ScoredGroup, GroupStatus, int | None], None]
 
 
@@ -61,7 +61,7 @@ class SampleBuffer:
         on_drop: called (in the taking thread) with each group that is dropped, its status (stale, or filtered where no group of a
             round had anything to train), and the step.
         next_step, last_step: the step that is taken next, and the last of the run.
-        timeline: takes a span for each group, from `add` until it is taken.
+        timeline: records a span for each group, from `add` until it is taken.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SampleBuffer:
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._tracks = timeline.slots("queue")
-        self._since: dict[int, tuple[float, Track]] = {}  # of each group id: when it was added, and its track
+        self._since: dict[int, tuple[float, Track]] = {}  # by group id: when it was added, and its track
         self._max_staleness = max_staleness
         self._on_drop = on_drop
         self._step = next_step
@@ -93,11 +93,11 @@ class SampleBuffer:
             return len(self._groups)
 
     def is_stale(self, oldest_version: int | None, version: int) -> bool:
-        """Whether no step after `version` may use a group whose oldest token is of `oldest_version`; None: it has no tokens."""
+        """Whether no step after `version` may use a group whose oldest token is of `oldest_version` (None: it has no tokens)."""
         return oldest_version is not None and version - oldest_version > self._max_staleness
 
     def add(self, *groups: ScoredGroup) -> None:
-        """Queue groups that are scored: one that was made, or those of a checkpoint."""
+        """Queue scored groups: a new one, or those of a checkpoint."""
         for group in groups:
             self._since[group.group_id] = time.time(), self._tracks.take()
         with self._condition:
@@ -105,18 +105,18 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def queued(self) -> list[ScoredGroup]:
-        """What is queued, in the order of the group ids; it stays there."""
+        """The queued groups, in the order of their ids; they stay queued."""
         with self._condition:
             return self._in_order()
 
     @property
     def step(self) -> int | None:
-        """The step that is taken next: it sees what is dropped now. None: the last one was taken."""
+        """The next step to be taken, which reports what is dropped now. None: the last one was taken."""
         with self._condition:
             return self._step if self._last_step is None or self._step <= self._last_step else None
 
     def note(self, scored: ScoredGroup) -> int | None:
-        """Remember a group that was scored but will not be handed out; the metrics of the step that is returned see its rewards."""
+        """Remember a group that was scored but will not be handed out. Returns the step whose metrics include its rewards."""
         with self._condition:
             self._noted.append(scored)
             return self.step
@@ -127,15 +127,15 @@ class SampleBuffer:
             return list(self._noted)
 
     def take_noted(self) -> list[ScoredGroup]:
-        """The groups noted since the last call. A step was taken: what is noted from now on belongs to the next one."""
+        """The groups noted since the last call. A step was taken: groups noted from now on belong to the next one."""
         with self._condition:
             self._step += 1
             noted, self._noted = self._noted, []
             return noted
 
     def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
-        """What the `take` of the same arguments will hand out, unless a group that arrives meanwhile comes before one of them and
-        would be too stale for the step after. They stay queued. [] where too few of them are queued yet.
+        """The groups that a `take` with the same arguments will hand out, unless one that arrives meanwhile was started earlier and
+        would be too stale for the step after. They stay queued. [] while too few are queued.
         """
         with self._condition:
             usable = [group for group in self._in_order() if not self.is_stale(group.oldest_version, trainer_version)]
@@ -146,15 +146,15 @@ class SampleBuffer:
             return reserved
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """Block until `num_groups` groups, at least one of them with samples, can be handed out: those that were reserved, or those
+        """Block until `num_groups` groups, at least one of them with samples, can be handed out: the reserved ones, or those
         that were started first. Sorted by group id. After `end`: as many as there are, and [] when there is nothing more to train.
 
         Raises:
             DeadlineError: nothing moved for `watch.timeout_s` seconds.
             BufferInterrupted: `interrupt` was called.
-            BaseException: whatever was given to `fail`.
+            BaseException: the error given to `fail`.
 
-        With each of them, what was taken so far is queued again: a checkpoint that is written then has it.
+        On each of these errors, the groups taken so far are queued again, so a checkpoint that is written then has them.
         """
         taken: list[ScoredGroup] = []
         while True:
@@ -172,7 +172,7 @@ class SampleBuffer:
                     self._end_span(group, step=trainer_version + 1)
                 self._reserved = set()
                 return sorted(taken, key=lambda group: group.group_id)
-            for group in taken:  # nothing to learn from in a whole round: take the next one
+            for group in taken:  # a whole round without samples: take the next one
                 self._end_span(group, status=str(GroupStatus.FILTERED))
                 self._on_drop(group, GroupStatus.FILTERED, self.note(group))
             if not popped:
@@ -180,7 +180,7 @@ class SampleBuffer:
             taken = []
 
     def _pop(self, limit: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """At least one group; none after `end`, when nothing is left."""
+        """Pop at least one group; none after `end`, when nothing is left."""
         seen = watch.progress()
         last_change = last_heartbeat = time.monotonic()
         while True:
@@ -213,18 +213,18 @@ class SampleBuffer:
                 last_heartbeat = now
 
     def _in_order(self) -> list[ScoredGroup]:
-        """What was started first comes first: what waits longer would be the next to go stale."""
+        """Queued groups in the order of their start: the oldest would be the next to become stale."""
         return sorted(self._groups, key=lambda scored: scored.group_id)
 
     def _pop_now(self, limit: int, trainer_version: int) -> list[ScoredGroup]:
-        """Up to `limit` groups without waiting: those reserved, or those that were started first. Call it with the lock held."""
+        """Up to `limit` groups without waiting: the reserved ones, or those that were started first. The caller holds the lock."""
         if self._failure is not None:
             raise self._failure
         if self._interrupted:
             raise BufferInterrupted
 
         def waits(group: ScoredGroup) -> bool:
-            """Behind those reserved. A group that is stale does not: it is popped to be dropped, or it would stay here."""
+            """Whether a group waits behind the reserved ones. A stale group does not: it must be popped to be dropped."""
             is_reserved = group.group_id in self._reserved
             return not is_reserved and not self.is_stale(group.oldest_version, trainer_version)
 
@@ -255,31 +255,31 @@ class SampleBuffer:
         return groups
 
     def _end_span(self, scored: ScoredGroup, **details: object) -> None:
-        """A group is not queued anymore: the timeline gets the span that began with `add`."""
+        """A group leaves the queue: add the span that began with `add` to the timeline."""
         began, track = self._since.pop(scored.group_id)
         track.add("queued", began, time.time(), group=scored.group.name, **details)
         self._tracks.release(track)
 
     def fail(self, error: BaseException) -> None:
-        """Make the waiting and every later `take` raise `error`. The first failure wins."""
+        """Make the current and every later `take` raise `error`. The first failure wins."""
         with self._condition:
             self._failure = self._failure or error
             self._condition.notify_all()
 
     def wake(self) -> None:
-        """Make the waiting `take`, or the next one that waits, call its `on_change`."""
+        """Make the current `take`, or the next one that waits, call its `on_change`."""
         with self._condition:
             self._woken = True
             self._condition.notify_all()
 
     def end(self) -> None:
-        """Nothing will be added anymore: the data is at its end."""
+        """Nothing more will be added: the data is at its end."""
         with self._condition:
             self._has_ended = True
             self._condition.notify_all()
 
     def interrupt(self) -> None:
-        """Make the waiting and every later `take` raise BufferInterrupted."""
+        """Make the current and every later `take` raise BufferInterrupted."""
         with self._condition:
             self._interrupted = True
             self._condition.notify_all()

@@ -1,9 +1,9 @@
-"""Generation. `source` is what the trainer sees: a thread that generates and scores, and a queue to take from.
+"""Generation. The trainer sees `source`: a thread that generates and scores, and a queue from which it takes groups.
 
     worker -> OpenGroup (group.py) -> a producer: conversation        ours: turns, tools, environments
                                                   agent_producer      the user's agent, over the endpoint
                                                   function_producer   the user's function, with a `function_trainer`
 
-`worker` makes all groups, `thread` hosts its event loop, on which evaluations run, too (package `evaluation`), `metrics` sums up
-what was generated, `utils.seeds.seed_of` gives every request its own seed.
+`worker` makes all groups. `thread` hosts its event loop, on which evaluations (package `evaluation`) also run. `metrics` summarizes
+what was generated, and `utils.seeds.seed_of` gives every request its own seed.
 """

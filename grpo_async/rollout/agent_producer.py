@@ -1,10 +1,10 @@
-"""Makes groups of rollouts with an agent of the user: for each a session at the endpoint, a run of the agent, a completion.
+"""Makes groups of rollouts with the user's agent. Each rollout is a session at the endpoint, a run of the agent, and a completion.
 
     open a session -> agent.run(row, session) -> close it -> session.completion
 
-Invariant: however a run of the agent ends, its session is closed then, so its key is refused and its requests are cancelled; and
-the rollout is a completion, FAILED with the reason where there is one. A rollout whose budget of tokens was used up counts as
-truncated, whatever the agent made of that. A resume keeps the finished rollouts of a group and restarts the
+Invariant: however a run of the agent ends, its session is closed at once, so its key is refused and its requests are cancelled. The
+rollout is always a completion, with status FAILED and the reason if it failed. A rollout that used up its token budget counts as
+truncated, whatever the agent returned. A resume keeps the finished rollouts of a group and restarts the
 others: an agent's state cannot be restored.
 """
 
@@ -31,15 +31,15 @@ from grpo_async.tracking.timeline import Slots
 from grpo_async.utils.seeds import seed_of
 
 _TIMEOUT_MARGIN_S = 5.0
-"""Added to `timeout_s`: an agent that keeps the limit itself says more about what it was doing."""
+"""Added to `timeout_s`: an agent that enforces the limit itself reports better what it was doing."""
 
 
 class AgentHost:
     """The agent of a run and the endpoint that it calls. One in a process, for training and evaluation.
 
     Args:
-        agent: what runs.
-        max_concurrent: most of its runs at once.
+        agent: the user's agent.
+        max_concurrent: maximum number of concurrent runs.
     """
 
     def __init__(self, agent: Agent, section: AgentSection, *, max_concurrent: int) -> None:
@@ -50,23 +50,23 @@ class AgentHost:
         self._endpoint: AgentEndpoint | None = None
 
     async def endpoint(self, client: InferenceClient, renderer: ChatRenderer) -> AgentEndpoint:
-        """The endpoint, which listens from the first call on, on the loop of that call.
+        """Return the endpoint. The first call makes it listen, on the event loop of that call.
 
         Raises:
-            FatalRolloutError: it cannot listen at its address, so that no rollout can be made.
+            FatalRolloutError: the endpoint cannot listen at its address, so no rollout can be made.
         """
         section = self.section
         if self._endpoint is None:
             self._endpoint = AgentEndpoint(client, renderer, host=section.host, port=section.port)
         endpoint = self._endpoint
         try:
-            await endpoint.start()  # without effect on one that listens
-        except RunError as error:  # so it will be for every group
+            await endpoint.start()  # no effect if it already listens
+        except RunError as error:  # every group would fail in the same way
             raise FatalRolloutError(str(error)) from error
         return endpoint
 
     async def aclose(self) -> None:
-        """Stop listening, and let go of what the agent's runs share."""
+        """Stop listening and release the resources that the agent's runs share."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await endpoint.aclose()
@@ -77,13 +77,13 @@ class AgentProducer:
     """See the module's docstring; implements rollout.group.GroupProducer.
 
     Args:
-        host: the agent.
-        client: generates.
-        renderer: of the run.
-        settings: sampling and limits in tokens.
-        needs_reward: there are no reward functions, so a run that returns no reward has failed.
+        host: holds the agent and its endpoint.
+        client: the inference client.
+        renderer: the run's chat renderer.
+        settings: sampling parameters and token limits.
+        needs_reward: no reward functions are configured, so a run of the agent that returns no reward has failed.
         errors: counts failures.
-        tracks: of the timeline; each rollout in progress has one.
+        tracks: timeline tracks; each rollout in progress has one.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class AgentProducer:
         yield
 
     async def _rollout(self, endpoint: AgentEndpoint, group: OpenGroup, index: int) -> RolloutCompletion:
-        """One completion; never raises anything but cancellation."""
+        """Make one completion. Raises nothing but cancellation."""
         completion: RolloutCompletion | None = None
         restored = group.restored.get(index)
         if isinstance(restored, RolloutCompletion):
             return restored
         group.snapshots[index] = lambda: completion
         rollout_id = group.rollout_id(index)
-        async with self._host.slots:  # those that have one have a time limit
+        async with self._host.slots:  # each run that holds a slot has a time limit
             with self._tracks.span("rollout", rollout=rollout_id, group=group.name) as (track, span):
                 session = AgentSession(
                     endpoint.sessions,
@@ -146,15 +146,15 @@ class AgentProducer:
 
     async def _run(self, prompt: Prompt, session: AgentSession) -> RolloutCompletion:
         section = self._host.section
-        # the agent may change what it gets
+        # the agent may modify its row
         row: dict[str, Any] = copy.deepcopy({"prompt": prompt.as_given(), **prompt.columns})
         limit = asyncio.timeout(self._host.agent.start_timeout_s + section.timeout_s + _TIMEOUT_MARGIN_S)
         try:
             async with limit:
                 result = await self._host.agent.run(row, session)
             return self._completion(result, session)
-        except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
-            if session.is_out_of_budget:  # what it then raised, most likely, is that it got no further answer
+        except Exception as error:  # noqa: BLE001 - only this rollout fails; the group decides about the others
+            if session.is_out_of_budget:  # the error most likely says that it got no further answer
                 self._errors.count("agent out of tokens")
                 return session.completion(RolloutStatus.TRUNCATED, reward_columns={"result": None})
             self._errors.note("rollout", error)
@@ -166,7 +166,7 @@ class AgentProducer:
             return session.completion(RolloutStatus.FAILED, error=message)
 
     def _completion(self, result: AgentResult, session: AgentSession) -> RolloutCompletion:
-        """With what the result says of single answers; AgentError where nothing can be learned from the rollout."""
+        """Build the completion, with the result's rewards for single answers; AgentError where nothing can be learned from it."""
         for answer_id, reward in result.rewards.items():
             try:
                 session.set_reward(answer_id, reward)

@@ -1,4 +1,4 @@
-"""What rollouts are made with, apart from the policy: tools, environments, or in their place a rollout function or an agent."""
+"""What makes rollouts, apart from the policy: tools and environments, or instead of them a rollout function or an agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What the configuration names, imported and checked."""
+    """The objects that the configuration names, imported and checked."""
 
     tools: Sequence[Tool]
     environments: Environments | None
@@ -42,7 +42,7 @@ class Components:
     agent: AgentHost | None = None
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Tools that the model is offered in rollouts of a row with these columns."""
+        """The tools that the model is offered in rollouts of a row with these columns."""
         if self.environments is not None:
             return self.environments.schemas_for(columns)
         return [tool.schema for tool in self.tools]
@@ -56,14 +56,14 @@ class Components:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weight, by name, of each reward that does not come from a reward function."""
+        """The weight, by name, of each reward that does not come from a reward function."""
         if self.agent is not None:
             return {AGENT_REWARD: self.agent.section.reward_weight}
         return self.environments.reward_weights if self.environments is not None else {}
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know at startup, each line once."""
+        """Notes for the user at startup, without duplicates."""
         found: list[str] = []
         if self.environments is not None:
             found += self.environments.notes
@@ -84,7 +84,7 @@ class Components:
         errors: ErrorLog,
         tracks: Slots = NO_SLOTS,
     ) -> GroupProducer:
-        """What samples `group_size` rollouts of a prompt as the section says. `tracks`: where the timeline shows them."""
+        """The producer that samples `group_size` rollouts of a prompt, as the configuration says. `tracks`: its timeline tracks."""
         rollout = config.rollout
         settings = SamplingSettings(
             temperature=sampling.temperature,
@@ -147,11 +147,11 @@ class Components:
 
 
 def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> list[str]:
-    """The lines of an object's `startup_notes()`, if it has any: what the machine cannot give it, for example. It gets those of
+    """The lines of an object's `startup_notes()`, if it has any, such as what the machine lacks. The method gets those of
     the section's `arguments` that it names.
 
     Raises:
-        ConfigError: what the object cannot do without is missing.
+        ConfigError: something that the object needs is missing.
     """
     notes = getattr(owner, "startup_notes", None)
     if not callable(notes):
@@ -162,7 +162,7 @@ def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> lis
 
 
 def token_counter(renderer: ChatRenderer, components: Components) -> Callable[[Prompt], int]:
-    """Counts a prompt's tokens as they will be sent: chat template and tools included, what an environment adds not."""
+    """Count a prompt's tokens as they will be sent, with chat template and tools but without what an environment adds."""
 
     def count(prompt: Prompt) -> int:
         tools = components.schemas_for(prompt.columns)
@@ -175,7 +175,7 @@ def load_components(config: ExperimentConfig) -> Components:
     """Import tools, environments, the rollout function and the agent; one instance of each environment is made.
 
     Raises:
-        ConfigError: something cannot be found, imported or used; one line for each.
+        ConfigError: something cannot be found, imported or used; the message has a line for each.
     """
     problems: list[str] = []
 

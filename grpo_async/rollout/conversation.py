@@ -3,8 +3,8 @@
     prompt ids -> [generate] -> output ids -> [parse, call tools] -> suffix ids -> [generate] -> ...
 
 Invariant: token-in/token-out. The next turn's prompt is prompt ids + output ids + suffix ids; nothing sampled is decoded and
-tokenized again, so nothing but the bytes of a request grows with the history. A turn without tool calls ends the rollout.
-What a stop string ended keeps all of its tokens, and calls are read from all of them; only the text of its message is cut.
+tokenized again, so only the bytes of a request grow with the history. A turn without tool calls ends the rollout.
+Text that a stop string ended keeps all of its tokens, and tool calls are parsed from all of them; only the message's text is cut.
 
 How a rollout ends:
 
@@ -14,7 +14,7 @@ How a rollout ends:
     the last allowed turn calls a tool                             truncated; the call is not made
     no token is left after the tools' results                      truncated; the results are kept as messages, not as tokens
 
-A request, a tool server or an environment that fails raises; the producer then makes the rollout one that failed.
+A request, a tool server or an environment that fails raises; the producer then marks the rollout as failed.
 
 `ConversationProducer` makes groups of them: it leases environments, renders prompts, and runs the rollouts of a group at the same
 time. Whatever a rollout does (fails, hangs, is cancelled), its slot is free again, its environment's instance goes back to the
@@ -60,12 +60,12 @@ from grpo_async.utils.seeds import seed_of
 
 @dataclass(slots=True, kw_only=True)
 class Rollout(TokenPath):
-    """One rollout while it runs. Its turns are there when it fails; a checkpoint takes a `snapshot` at any moment.
+    """One rollout while it runs. Its turns stay readable after it fails, and a checkpoint can take a `snapshot` at any moment.
 
     Attributes:
-        client: generates.
-        renderer: reads the policy's text and renders tool results.
-        settings: sampling and limits in tokens.
+        client: the inference client.
+        renderer: parses the policy's text and renders tool results.
+        settings: sampling parameters and token limits.
         on_tokens: called as tokens arrive.
     """
 
@@ -77,20 +77,20 @@ class Rollout(TokenPath):
     on_tokens: OnTokens | None = None
     prompt_ids: IntArray = field(default_factory=no_tokens)
     prompt_messages: Sequence[TaggedMessage] | None = None
-    """Where they differ from the group's; see RolloutCompletion."""
+    """Set where they differ from the group's; see RolloutCompletion."""
     tools: ToolExecutor | None = None
-    """None: a single turn."""
+    """None for a single-turn rollout."""
     tool_names: Sequence[str] = ()
     environment: Environment | None = None
     affinity: str = ""
-    """What its requests share with others, such as "group/rollout"; see inference.router."""
+    """Names what its requests share with others, such as "group/rollout"; see inference.router."""
     track: Track = NO_TRACK
     turns: list[TurnRecord] = field(default_factory=list)
     open_turn: Generation = field(default_factory=Generation)
     """The turn that is being generated, or whose tools are being called."""
     is_truncated: bool = False
     is_done: bool = False
-    """The environment says so."""
+    """The environment has said that it is done."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -107,7 +107,7 @@ class Rollout(TokenPath):
         self.open_turn = Generation()
 
     def snapshot(self) -> PartialRollout | None:
-        """A copy of what there is; None before the first token. Not of a rollout with an environment, whose state cannot be
+        """A copy of the current state. None before the first token, and for a rollout with an environment, whose state cannot be
         restored."""
         if not self.turns and not self.open_turn.token_ids:
             return None
@@ -123,7 +123,7 @@ class Rollout(TokenPath):
         )
 
     def restore(self, partial: PartialRollout) -> None:
-        """Go on where a checkpoint left it."""
+        """Continue where a checkpoint left it."""
         self.prompt_ids, self.turns = partial.prompt_ids, list(partial.turns)
         self.open_turn = Generation(
             token_ids=array("i", partial.open_ids.tobytes()),
@@ -134,7 +134,7 @@ class Rollout(TokenPath):
         )
 
     async def run(self) -> RolloutCompletion:
-        """Generate until the conversation ends or is cut; whoever calls measures the time.
+        """Generate until the conversation ends or is truncated. The caller measures the time.
 
         A prompt that leaves no room for a token gives a truncated completion without turns.
 
@@ -230,23 +230,23 @@ class Rollout(TokenPath):
 
 
 Rendered = dict[tuple[tuple[Origin, str], ...], IntArray]
-"""Ids of the prompts of a group, by their messages."""
+"""Token ids of the prompts of a group, by their messages."""
 
 
 class ConversationProducer:
     """See the module's docstring; implements rollout.group.GroupProducer.
 
     Args:
-        client: generates.
+        client: the inference client.
         renderer: renders prompts and tool results.
-        settings: sampling and limits in tokens.
-        max_in_flight: most rollouts at once.
+        settings: sampling parameters and token limits.
+        max_in_flight: maximum number of concurrent rollouts.
         rollout_timeout_s: time limit of one rollout.
         max_result_chars: longer tool results are cut.
         errors: counts failures.
         tools: offered in every rollout.
         environments: None when the run has none.
-        tracks: of the timeline; each rollout in progress has one.
+        tracks: timeline tracks; each rollout in progress has one.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class ConversationProducer:
     async def _rollout(
         self, group: OpenGroup, index: int, environment: Environment | None, rendered: Rendered
     ) -> RolloutCompletion:
-        """One completion; never raises anything but cancellation."""
+        """Make one completion. Raises nothing but cancellation."""
         tools = [*self._tools, *(environment.tools if environment is not None else ())]
         rollout = Rollout(
             client=self._client,
@@ -317,7 +317,7 @@ class ConversationProducer:
         began, started_at = time.monotonic(), time.time()
         limit = asyncio.timeout(self._rollout_timeout_s)
         try:
-            # Those in the slots have that limit too.
+            # The rollouts that hold the slots have that limit too.
             async with self._slots, limit:
                 began, started_at = time.monotonic(), time.time()
                 with self._tracks.span("rollout", rollout=rollout.rollout_id, group=group.name) as (track, span):
@@ -336,15 +336,15 @@ class ConversationProducer:
                         "turns": len(completion.turns),
                         "tokens": completion.num_sampled_tokens,
                     }
-        except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
+        except Exception as error:  # noqa: BLE001 - only this rollout fails; the group decides about the others
             self._errors.note("rollout", error)
             message = message_of(error)
-            if limit.expired():  # not where a library's own time limit passed
+            if limit.expired():  # a library's own timeout raises the same type
                 message = f"no answer within rollout.rollout_timeout_s = {self._rollout_timeout_s:g} s"
             completion = RolloutCompletion(
                 rollout_id=rollout.rollout_id,
                 prompt_ids=rollout.prompt_ids,
-                turns=rollout.turns,  # what led to it
+                turns=rollout.turns,  # the turns before the failure
                 status=RolloutStatus.FAILED,
                 error=message,
                 prompt_messages=rollout.prompt_messages,
@@ -362,9 +362,9 @@ class ConversationProducer:
         tools: Sequence[Tool],
         rendered: Rendered,
     ) -> IntArray:
-        """Of the group's prompt, or of what an environment's reset made of it; rendered once for all rollouts with the same."""
+        """Render the group's prompt, or the messages that an environment's reset made of it; equal messages are rendered once."""
         messages = messages or group.prompt.messages
-        key = tuple((message.origin, message.content) for message in messages)  # all that a reset changes
+        key = tuple((message.origin, message.content) for message in messages)  # a reset changes nothing else
         if key not in rendered:
             schemas = [tool.schema for tool in tools]
             is_conversational = group.prompt.is_conversational
@@ -374,7 +374,7 @@ class ConversationProducer:
 
 
 async def _reset(environment: Environment, prompt: Prompt, track: Track) -> Sequence[TaggedMessage] | None:
-    """Reset the environment; the prompt's messages with the text it returned, None if it returned none."""
+    """Reset the environment. Returns the prompt's messages with the environment's text, None if it gave none."""
     row: dict[str, Any] = {"prompt": prompt.as_given(), **prompt.columns}
     with track.span("environment", call="reset"):
         text = await environment.reset(row)
@@ -389,7 +389,7 @@ def with_environment_text(messages: Sequence[TaggedMessage], text: str) -> list[
     changed = list(messages)
     for position in range(len(changed) - 1, -1, -1):
         if changed[position].role == "user":
-            # of the environment now: control tokens in its text are not to be taken for control tokens
+            # now from the environment, so control tokens in its text stay plain text
             content = changed[position].content + text
             changed[position] = replace(changed[position], content=content, origin=Origin.ENVIRONMENT)
             return changed

@@ -1,13 +1,13 @@
-"""Rollouts made by a function of the user, with TRL's signature:
+"""Makes rollouts with a function of the user, which has TRL's signature:
 
     rollout_func(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs": ..., **extra}
 
 Each value is a list with one entry per rollout. Extra keys reach the reward functions as columns; `env_mask` (1 = sampled by the
-policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread (an async one on a separate loop, which it may
-block without holding the run's). Groups that are admitted together go into one call, and every token is stamped with the policy
-version that was served when the call began, the oldest it can be.
+policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread (an async function on a separate loop, which it may
+block without blocking the run's). Groups that are admitted together go into one call, and every token is stamped with the policy
+version that was served when the call began, the oldest that it can come from.
 
-Invariant: a call that nobody waits for anymore (timeout, its groups cancelled, the run stops) sends nothing more: its `trainer`
+Invariant: a call that nobody waits for anymore (timeout, cancelled groups, a run that stops) sends no more requests: its `trainer`
 is closed. The thread itself cannot be ended.
 """
 
@@ -39,7 +39,7 @@ from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.threads import ThreadRunner
 
 ASYNC_LOOP = UserLoop("async rollout function")
-"""One for all calls, in training and in evaluation: an HTTP client that they share belongs to one loop."""
+"""One loop for all calls, in training and in evaluation: an HTTP client that the calls share belongs to one loop."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -55,8 +55,8 @@ class FunctionProducer:
 
     Args:
         function: the user's function, sync or async.
-        setup: how it is called, and what its calls generate with.
-        tracks: of the timeline; each call in progress has one.
+        setup: how the function is called, and the client and settings of its calls.
+        tracks: timeline tracks; each call in progress has one.
     """
 
     def __init__(self, function: Callable[..., Any], setup: FunctionSetup, *, tracks: Slots = NO_SLOTS) -> None:
@@ -66,7 +66,7 @@ class FunctionProducer:
         section = setup.section
         threads = ThreadRunner("rollout-function", max_threads=section.max_concurrent_calls)
         self._caller = Caller(threads, section.timeout_s, loop=ASYNC_LOOP)
-        self._slots = asyncio.Semaphore(section.max_concurrent_calls)  # for async functions too
+        self._slots = asyncio.Semaphore(section.max_concurrent_calls)  # limits async functions too
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -77,7 +77,7 @@ class FunctionProducer:
         if not self._waiting:
             loop.call_soon(self._call_waiting)  # after every group that starts in this turn of the loop has joined
         self._waiting.append(waiting)
-        group.completions = await waiting.answer  # the call has a limit
+        group.completions = await waiting.answer  # the call has a time limit
         for index, completion in enumerate(group.completions):
             if completion.oldest_version is not None:
                 group.received(index, completion.num_sampled_tokens, completion.oldest_version)
@@ -94,16 +94,16 @@ class FunctionProducer:
                 group.answer.add_done_callback(functools.partial(_give_up, task, groups))
 
     async def _call(self, groups: Sequence[_Waiting]) -> None:
-        """One call of the function for some groups; its outcome goes to whoever waits for them."""
+        """Call the function once for some groups. Its outcome goes to whoever waits for them."""
         try:
-            async with self._slots:  # for calls that have limits
+            async with self._slots:  # calls that hold slots have time limits
                 groups = [group for group in groups if not group.answer.done()]  # cancelled while they waited
                 answers = await self._answers(groups) if groups else []
         except asyncio.CancelledError:
             for group in groups:
                 group.answer.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - goes to the groups: one failure, which they all share
+        except Exception as error:  # noqa: BLE001 - all of the groups share this one failure
             for group in groups:
                 if not group.answer.done():
                     group.answer.set_exception(error)
@@ -116,7 +116,7 @@ class FunctionProducer:
         groups = [each.group for each in waiting]
         version = groups[0].served_version()
         prompts = [
-            copy.deepcopy(group.prompt.as_given())  # the function may change what it gets
+            copy.deepcopy(group.prompt.as_given())  # the function may modify its prompts
             for group in groups
             for _ in range(group.size)
         ]
@@ -126,7 +126,7 @@ class FunctionProducer:
         ids = [group.rollout_id(index) for group in groups for index in range(group.size)]
         call = UserCall(
             functools.partial(self._function, prompts, trainer),
-            # in the thread: a long list takes its time
+            # in the thread, because a long list takes a while
             finish=lambda output: read_output(output, ids, self._setup, version=version, started_at=started_at),
         )
         try:
@@ -154,7 +154,7 @@ def _give_up(call: asyncio.Task[None], groups: Sequence[_Waiting], _: asyncio.Fu
         call.cancel()
 
 
-# -- what it returned
+# -- reading the function's output
 
 
 REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
@@ -166,13 +166,13 @@ _ROUNDING = 1e-3
 def read_output(
     output: Any, rollout_ids: Sequence[str], setup: FunctionSetup, *, version: int, started_at: float
 ) -> list[RolloutCompletion]:
-    """One completion per rollout, whose tokens are all stamped with `version`; how long it took is left to the caller. A
+    """Convert the output to one completion per rollout, with all tokens stamped with `version`; the caller adds the duration. A
     completion that ends in no stop token, and whose text has no stop string, counts as truncated.
 
     Raises:
-        FatalRolloutError: a key is missing, a list has not one entry per rollout, lengths of one rollout differ, an id is
-            not one of the model's, a prompt is empty, a rollout is longer than the model takes, or the logprob of a sampled
-            token is missing or not finite.
+        FatalRolloutError: a key is missing, a list does not have one entry per rollout, the lists of one rollout differ in length,
+            a token id is not in the vocabulary, a prompt is empty, a rollout is longer than the model's limit, or the logprob of a
+            sampled token is missing or not finite.
     """
     settings, num_tokens = setup.settings, len(setup.renderer.tokenizer)
     if not isinstance(output, Mapping):
@@ -245,8 +245,8 @@ def _turns(
     version: int,
     started_at: float,
 ) -> list[TurnRecord]:
-    """A turn ends where the mask goes from 0 to 1. The first begins with the call of the function; when the others did is not
-    known. The text of the whole completion stands once."""
+    """Divide a completion into turns: one ends where the mask goes from 0 to 1. The first turn begins with the function's call;
+    the start times of the others are unknown. The text of the whole completion is stored once."""
     message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
     return [
         TurnRecord(
@@ -272,13 +272,13 @@ def turn_boundaries(mask: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _plain_list(value: Any) -> list[Any] | None:
-    """Lists, tuples, tensors and arrays as a list; None for anything else."""
+    """Convert a list, tuple, tensor or array to a list; None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, list | tuple) else None
 
 
 def _listed(key: str, value: Any, count: int) -> Sequence[Any]:
-    """One entry per rollout: a list as it is, anything else for every rollout."""
+    """One entry per rollout: a list as it is, any other value repeated for every rollout."""
     values = _plain_list(value)
     if values is None:
         if key in (*REQUIRED_KEYS, *_OPTIONAL_LISTS):
@@ -306,8 +306,8 @@ def _mask(value: Any, count: int, index: int) -> list[int]:
 
 
 def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: Any, index: int) -> list[float]:
-    """One logprob per completion token; 0.0 where the mask is 0. An entry may be a number, or a list of the most likely ones:
-    then the one that `logprob_token_ids` gives for the sampled token counts, or else the first (TRL's form)."""
+    """One logprob per completion token; 0.0 where the mask is 0. An entry may be a number or a list (TRL's form), whose value for
+    the sampled token in `logprob_token_ids` counts, or else the first."""
     values = _plain_list(value)
     if values is None or len(values) != len(ids):
         raise FatalRolloutError(

@@ -1,11 +1,11 @@
-"""What a call of a rollout function gets as `trainer`: the attributes that TRL's rollout functions use, over our client.
+"""The `trainer` argument of a rollout function: the attributes that TRL's rollout functions use, over our client.
 
     processing_class   the tokenizer, with the chat template of the run; a copy, so that it may be changed and used in threads
     args               num_generations, max_completion_length, temperature, chat_template_kwargs, ...
     state              global_step (steps done), max_steps
     generate(...)      completions of the served policy; `agenerate` for async functions
 
-Lives as long as its call: afterward it sends nothing more.
+It lives as long as its call: afterward it sends no more requests.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class FunctionSetup:
     """What all calls of a rollout function share.
 
     Attributes:
-        client: generates.
+        client: the inference client.
         renderer: renders prompts as the run does.
-        settings: of sampling, and limits in tokens.
+        settings: sampling parameters and token limits.
         section: how the function is called.
-        num_generations: completions of each prompt.
-        groups_per_call: most groups in one call.
+        num_generations: completions per prompt.
+        groups_per_call: maximum number of groups in one call.
         max_steps: optimizer steps of the run.
-        seed: of the run.
-        chat_template_kwargs: of the run.
+        seed: seed of the run.
+        chat_template_kwargs: those of the run.
     """
 
     client: InferenceClient
@@ -61,10 +61,10 @@ class FunctionSetup:
 
 
 class FunctionTrainer:
-    """See the module's docstring. Made on the loop on which its requests run.
+    """See the module's docstring. It must be made on the loop on which its requests run.
 
     Args:
-        seed: of this call; each request has a different one.
+        seed: seed of this call, from which each request gets its own.
         served_version: the policy version that the server serves now.
     """
 
@@ -84,7 +84,7 @@ class FunctionTrainer:
         self._numbers = itertools.count()
         self._asking: set[asyncio.Task[Any]] = set()  # used on the loop only
         settings = setup.settings
-        self.args = SimpleNamespace(  # under TRL's names
+        self.args = SimpleNamespace(  # named as in TRL
             num_generations=setup.num_generations,
             max_completion_length=settings.max_completion_tokens,
             temperature=settings.temperature,
@@ -98,16 +98,16 @@ class FunctionTrainer:
 
     @cached_property
     def processing_class(self) -> Any:
-        """The tokenizer. Of this call alone: truncation set here would cut the run's own prompts."""
+        """The tokenizer, as a copy for this call: truncation set on it must not cut the run's own prompts."""
         return copy.deepcopy(self._renderer.tokenizer)
 
     @property
     def state(self) -> SimpleNamespace:
-        """`global_step`: optimizer steps that the served policy has behind it; `max_steps`: those of the run."""
+        """`global_step`: optimizer steps that the served policy has behind it; `max_steps`: optimizer steps of the run."""
         return SimpleNamespace(global_step=self._served_version(), max_steps=self._setup.max_steps)
 
     def close(self) -> None:
-        """The call is over: cancel what it still asks for, refuse what it asks for later. Call it on the loop."""
+        """End the call: cancel its requests and refuse later ones. Call this on the loop."""
         self._loop = None
         for task in self._asking:
             task.cancel()
@@ -115,7 +115,7 @@ class FunctionTrainer:
     def generate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """One completion for each prompt, all at the same time; for functions that run in a thread.
+        """Generate one completion for each prompt, all concurrently; for functions that run in a thread.
 
         Args:
             prompts: text, message lists (rendered by the chat template) or lists of token ids (used as they are).
@@ -142,7 +142,7 @@ class FunctionTrainer:
     async def agenerate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """As `generate`, for async rollout functions; from any event loop."""
+        """Like `generate`, for async rollout functions; from any event loop."""
         future = self._submit(prompts, generation_overrides)
         try:
             return await asyncio.wrap_future(future)
@@ -155,7 +155,7 @@ class FunctionTrainer:
     def _submit(
         self, prompts: Sequence[Any], generation_overrides: Mapping[str, Any] | None
     ) -> concurrent.futures.Future[list[dict[str, Any]]]:
-        """Have the requests made on the run's loop."""
+        """Submit the requests to the run's loop."""
         if self._loop is None:
             raise _call_is_over()
         overrides = dict(generation_overrides or {})

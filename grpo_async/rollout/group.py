@@ -1,4 +1,4 @@
-"""A group in progress, and what makes its rollouts:
+"""A group in progress, and the protocol of what makes its rollouts:
 
     worker -> OpenGroup -> GroupProducer.produce: completions -> scoring -> environments are given back
 
@@ -27,18 +27,18 @@ NO_SLOTS = NO_TIMELINE.slots("rollout")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenGroup:
-    """`size` rollouts of one prompt, from their start until they are closed or queued. A rollout is known by its index.
+    """`size` rollouts of one prompt, from their start until they are closed or queued. A rollout is identified by its index.
 
     Attributes:
-        name: begins the ids of its rollouts.
-        seed: of the group, from which rollouts and turns have theirs (`utils.seeds.seed_of`).
+        name: prefix of its rollouts' ids.
+        seed: seed of the group, from which those of rollouts and turns derive (`utils.seeds.seed_of`).
         served_version: returns the policy version that the servers serve at the moment of the call.
-        on_tokens: gets the number of tokens that arrived.
-        completions, environments: what the producer made; environments in which they ran, where the run has any.
-        restored: what a checkpoint had of each rollout. A producer that cannot continue in the middle leaves it alone.
-        snapshots: each gives a copy of what there is of a rollout at the moment of the call, on the event loop.
-        oldest_versions: among the tokens of each rollout.
-        num_tokens: received of each rollout; one without any is not in it.
+        on_tokens: called with the number of tokens that arrived.
+        completions, environments: what the producer made, and the environments in which the rollouts ran, if there are any.
+        restored: what a checkpoint held of each rollout. A producer that cannot continue a partial rollout ignores it.
+        snapshots: functions that each copy the current state of a rollout; called on the event loop.
+        oldest_versions: the oldest policy version among the tokens of each rollout.
+        num_tokens: number of tokens received of each rollout; rollouts without any are absent.
         is_running: its task has begun.
     """
 
@@ -69,17 +69,17 @@ class OpenGroup:
 
     @property
     def oldest_version(self) -> int | None:
-        """Among the tokens received so far."""
+        """The oldest policy version among the tokens received so far."""
         return min(self.oldest_versions.values(), default=None)
 
     def received(self, index: int, num_tokens: int, version: int) -> None:
-        """Tokens of a rollout arrived, sampled by this policy version."""
+        """Record that tokens of a rollout arrived, sampled by this policy version."""
         self.num_tokens[index] = self.num_tokens.get(index, 0) + num_tokens
         self.oldest_versions[index] = min(version, self.oldest_versions.get(index, version))
         self.on_tokens(num_tokens)
 
     def restore(self, rollouts: Mapping[int, RolloutSnapshot], *, keeps_open_turns: bool) -> None:
-        """Go on with rollouts of a checkpoint; without open turns, only what is whole of each is kept."""
+        """Continue rollouts of a checkpoint. Without open turns, only complete turns are kept."""
         kept = (
             rollouts
             if keeps_open_turns
@@ -92,7 +92,7 @@ class OpenGroup:
         self.on_tokens(sum(self.num_tokens.values()))
 
     def snapshot(self) -> GroupSnapshot:
-        """What there is of each rollout that has not failed: a failed one is tried again by a resume."""
+        """The state of each rollout that has not failed; a resume tries failed ones again."""
         found = dict(self.restored)  # no producer has taken these yet
         found |= {index: each for index, take in self.snapshots.items() if (each := take()) is not None}
         whole = {i: e for i, e in found.items() if not (isinstance(e, RolloutCompletion) and not e.status.is_trainable)}
@@ -113,7 +113,7 @@ class GroupProducer(Protocol):
     """Makes the rollouts of a group."""
 
     def produce(self, group: OpenGroup) -> AbstractAsyncContextManager[None]:
-        """Set `completions`, and `environments`, which are needed as long as the context lasts: leave it after scoring."""
+        """Set `completions` and `environments`. The environments exist until the context ends: leave it after scoring."""
         ...
 
 
@@ -143,7 +143,7 @@ class ErrorLog:
     """Counts failures by kind, such as "rollout: ServerUnavailableError"."""
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        """`counts` are those of a checkpoint; their kinds were logged then."""
+        """`counts` come from a checkpoint; their kinds were already logged."""
         self._counts: Counter[str] = Counter(counts or {})
 
     def note(self, what: str, error: BaseException) -> None:

@@ -17,8 +17,8 @@ _PERCENTS = (10, 50, 90)
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale. They are those that the
-    rollout store has with this step, so the statistics of both agree.
+    """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale. The rollout store has the same
+    groups under this step, so both report the same statistics.
 
     reward and reward_std are over all of its rewards; frac_reward_zero_std is the fraction of its groups with a reward that have
     no signal (`has_zero_variance`), whatever they are compared with.
@@ -43,7 +43,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if advantages:
         metrics["advantage/abs_mean"] = fmean(advantages)
     ended = [c for group in groups for c in group.group.completions if c.status.is_trainable]
-    if ended:  # those without a token too: a prompt that was too long is truncated
+    if ended:  # includes those without a token: a prompt that was too long is truncated
         metrics["completions/clipped_ratio"] = fmean(float(completion.truncated) for completion in ended)
     completions = [completion for group in groups for completion in group.group.trainable]
     if completions:
@@ -63,7 +63,7 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
         "rollout/done": fmean(float(completion.done) for completion in completions),
     }
     measured = [t.generation_duration_s for c in completions for t in c.all_turns if t.generation_duration_s > 0.0]
-    if measured:  # a custom rollout function does not say
+    if measured:  # a custom rollout function does not report durations
         metrics["rollout/generation_duration_s"] = fmean(measured)
     ended = [float(c.num_sampled_tokens) for c in completions if not c.truncated]
     if ended:
@@ -75,11 +75,11 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
 
 
 def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
-    """Of the completions that were offered tools; 0 calls count as 0, not as missing.
+    """Tool metrics over the completions that were offered tools; a completion without calls counts as 0, not as missing.
 
-    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of a completion's calls that failed; then both of
-    each tool, the seconds of its calls, and the turns whose text could not be searched for calls. What an agent's calls took, and
-    whether they failed, is not known.
+    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of a completion's calls that failed; then both for
+    each tool, the duration of its calls, and the number of turns whose text could not be parsed for calls. The duration and the
+    failures of an agent's calls are not known.
     """
     if not completions:
         return {}
@@ -96,7 +96,7 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
     for name in [
         *sorted(offered),
         "unknown",
-    ]:  # names that a policy makes up share one metric: there is no limit to them
+    ]:  # names that a policy makes up share one metric, since their number has no limit
         mine = [call for call in calls if (call.name if call.name in offered else "unknown") == name]
         if mine:
             metrics[f"tools/{name}/call_frequency"] = len(mine) / len(completions)
@@ -107,7 +107,7 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
 
 
 def _quantiles(values: Sequence[float]) -> dict[int, float]:
-    """Between two values by linear interpolation.
+    """The 10%, 50% and 90% quantiles, by linear interpolation between two values.
 
     Worked example: [4, 1, 2, 9], sorted [1, 2, 4, 9] -> p10 at place 0.1 x 3: 1.3; p50 at 1.5: 3; p90 at 2.7: 7.5.
     """

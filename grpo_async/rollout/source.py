@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 
 _SHUTDOWN_TIMEOUT_S = 10.0  # the rollout thread's, to finish its tasks when the run stops
 _SWITCH_INTERVAL_S = 5e-5
-"""How long a thread that computes may keep the interpreter from another that wants it (Python's default: 5 ms). The training thread
-lets go of it at each of hundreds of operations a step, and waits that long wherever the rollout thread computes just then."""
+"""How long a thread that computes may hold the GIL while another thread wants it (Python's default: 5 ms). The training thread
+releases it at each of hundreds of operations a step, and waits that long whenever the rollout thread computes then."""
 
 
 class RolloutSource:
@@ -49,8 +49,8 @@ class RolloutSource:
         closing: Sequence[Callable[[], None]] = (),
         closing_on_loop: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`server_changes` grows while servers come and go: a wait for samples is not a stall then. `closing` are called at the end
-        (worker pools of the reward functions), `closing_on_loop` run before that on the event loop (environments)."""
+        """`server_changes` grows while servers come and go: a wait for samples is no stall then. `closing` are called at the end
+        (worker pools of the reward functions); `closing_on_loop` run before that on the event loop (environments)."""
         self._config = config
         self._thread = LoopThread()
         self._thread.start()
@@ -70,14 +70,14 @@ class RolloutSource:
         self._failure: BaseException | None = None
         self._evaluation: Future[Any] | None = None
         self._evaluated_tokens: Callable[[], int] = lambda: 0
-        """Grows while an evaluation runs: one that holds back the next push is not a stall."""
+        """Grows while an evaluation runs: an evaluation that holds back the next push is not a stall."""
 
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
 
         What was loaded until now (libraries, model, data: hundreds of thousands of objects) is frozen for the garbage
-        collector: it lives as long as the run, and a pass over it stops every thread for a third of a second. Until `close` threads
-        take the interpreter from each other sooner than by default.
+        collector: it lives as long as the run, and collecting it stops every thread for a third of a second. Until `close`, threads
+        release the GIL to each other sooner than by default.
         """
         self._has_started = True
         gc.collect()
@@ -86,7 +86,7 @@ class RolloutSource:
         self._thread.spawn(self._worker.run(), on_error=self._buffer.fail)
 
     def interrupt(self) -> None:
-        """The run is to stop: a waiting or later `take` gives None, an evaluation is broken off."""
+        """Stop the run: the current and every later `take` returns None, and a running evaluation is cancelled."""
         self._stopping = True
         self._buffer.interrupt()
         evaluation = self._evaluation
@@ -94,7 +94,7 @@ class RolloutSource:
             evaluation.cancel()
 
     def wake(self) -> None:
-        """Make whoever waits in `take` or `await_evaluation` call its `on_change`. From any thread."""
+        """Make the thread that waits in `take` or `await_evaluation` call its `on_change`. Thread-safe."""
         self._buffer.wake()
         self._attention.set()
 
@@ -123,24 +123,24 @@ class RolloutSource:
         return reserved if _ids(reserved) == _ids(groups) else self._worker.scorer.advantages.over_step(groups)
 
     def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
-        """What the next `take` will give, the same list, if SampleBuffer.reserve is right; [] where it cannot say yet."""
+        """The list that the next `take` will return, as SampleBuffer.reserve predicts it; [] where it cannot predict yet."""
         groups = self._buffer.reserve(num_groups, trainer_version=trainer_version)
         self._reserved = self._worker.scorer.advantages.over_step(groups)
         return self._reserved
 
     def describe(self) -> str:
-        """What there is and what the oldest of it waits for. From any thread, also when the rollout thread hangs."""
+        """Describe what is in flight and what the oldest group waits for. Thread-safe, and works when the rollout thread hangs."""
         running = "" if self._evaluation is None or self._evaluation.done() else "; an evaluation is running"
         num_failed = self._ledger.snapshot()["groups"]["failed"]
         in_flight = describe_in_flight(self._worker.in_flight())
         return f"{in_flight}; {len(self._buffer)} groups queued, {num_failed} failed so far{running}"
 
     def task_stacks(self) -> str:
-        """Where the tasks of the rollout thread wait. From any thread, also when it hangs."""
+        """Where the tasks of the rollout thread wait. Thread-safe, and works when that thread hangs."""
         return self._thread.task_stacks()
 
     def fail(self, error: BaseException) -> None:
-        """A waiting and every later `take` raises `error`; an evaluation is broken off. From any thread."""
+        """Make the current and every later `take` raise `error`, and cancel a running evaluation. Thread-safe."""
         self._failure = error
         self._buffer.fail(error)
         evaluation = self._evaluation
@@ -160,7 +160,7 @@ class RolloutSource:
             self._worker.close_group(group.group, status, scored=group, step=step, stats=mine, was_taken=True)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Rewards and lengths over the groups taken and those filtered or stale since the step before: the prompts as they came."""
+        """Rewards and lengths over the groups taken, and those that became filtered or stale since the step before."""
         return group_metrics([*groups, *self._noted])
 
     def advance(self, version: int) -> None:
@@ -168,8 +168,8 @@ class RolloutSource:
         self._thread.post(lambda: self._worker.on_version(version))
 
     def resume_state(self) -> ResumeState:
-        """The rollout side at this instant; generation continues. Call it between two steps, when what was taken is closed. Once
-        the run is to end, the wait for the rollout thread is bounded by half of `launch.stop_timeout_s`."""
+        """The rollout side at this instant; generation continues. Call it between two steps, after taken groups are closed. Once
+        the run is about to end, the wait for the rollout thread is bounded by half of `launch.stop_timeout_s`."""
         timeout_s, setting = self._config.training.queue_timeout_s, "training.queue_timeout_s"
         stop_s = self._config.launch.stop_timeout_s / 2
         if (self._stopping or self._failure is not None) and stop_s < timeout_s:
@@ -203,14 +203,14 @@ class RolloutSource:
         return self._ledger.version
 
     def begin_evaluation(self, run: Coroutine[Any, Any, Result], *, num_tokens: Callable[[], int]) -> Future[Result]:
-        """Start an evaluation of what is served now, alongside generation, on the same thread and servers. Its end wakes the
+        """Start an evaluation of the served policy, alongside generation, on the same thread and servers. Its end wakes the
         thread that waits in `take` or `await_evaluation`; a request to stop cancels it. Only one may run at a time. `num_tokens`
-        returns the number of tokens sampled so far for evaluations.
+        returns the number of tokens sampled for evaluations so far.
         """
         self._evaluated_tokens = num_tokens
         running = self._thread.submit(run)
         self._evaluation = running
-        if self._stopping or self._failure is not None:  # since the two lines above, or before them
+        if self._stopping or self._failure is not None:  # may be set meanwhile by another thread
             running.cancel()
         running.add_done_callback(lambda _: self.wake())
         return running
@@ -218,7 +218,7 @@ class RolloutSource:
     def await_evaluation(
         self, running: Future[Result], *, heartbeat: Callable[[], None], on_change: Callable[[], None]
     ) -> Result | None:
-        """Its result; None when the run is to stop. Calls `heartbeat` now and then, and `on_change` when the servers change.
+        """Wait for its result; None when the run is to stop. Calls `heartbeat` regularly, and `on_change` when the servers change.
 
         Raises:
             GrpoAsyncError: too many rollouts failed, or the run has (see `fail`).
@@ -237,7 +237,7 @@ class RolloutSource:
             return None
 
     def stop_generating(self) -> None:
-        """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
+        """Cancel the groups in flight and close the queued ones; the client stays usable (for a last evaluation)."""
         self._thread.cancel_all(timeout_s=_SHUTDOWN_TIMEOUT_S)
         self._close_queued()
 
@@ -248,7 +248,7 @@ class RolloutSource:
             self._worker.close_group(group.group, status, scored=group)
 
     def close(self) -> None:
-        """End the thread, whatever it does, in bounded time. Safe to call twice."""
+        """End the thread in bounded time, whatever it does. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -259,13 +259,13 @@ class RolloutSource:
             for close in self._closing_on_loop:
                 try:
                     self._thread.submit(close()).result(timeout=timeout_s)
-                except TimeoutError:  # the run is over: what does not close ends with the process
+                except TimeoutError:  # the run is over, and the process ends what does not close
                     logger.warning("connections and environments did not close within %.0f s", timeout_s)
-                except Exception:  # the groups and threads below are closed all the same
+                except Exception:  # the groups and threads below must still be closed
                     logger.exception("connections or environments could not be closed")
-        if self._has_started:  # a start that fails leaves the run's files as they are
+        if self._has_started:  # a start that fails must leave the run's files untouched
             try:
-                self._close_queued()  # a run that ends by an error has not: its last groups may say why
+                self._close_queued()  # `stop_generating` did not run after an error; the last groups may show its cause
             except RunError as error:
                 logger.warning("%s", error)
         self._thread.stop(timeout_s=timeout_s)

@@ -1,6 +1,6 @@
 """Hosts an asyncio loop in a thread of the trainer's rank 0.
 
-Invariant: stop() ends in bounded time, also if every task retries forever; the thread is a daemon, so it never keeps the
+Invariant: stop() ends in bounded time, even if every task retries forever; the thread is a daemon, so it never keeps the
 process alive.
 """
 
@@ -47,7 +47,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="rollout", daemon=True)
-        self._spawned: list[concurrent.futures.Future[None]] = []  # the loop itself refers to tasks weakly
+        self._spawned: list[concurrent.futures.Future[None]] = []  # the loop itself holds only weak references to tasks
 
     def start(self) -> None:
         self._thread.start()
@@ -61,7 +61,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, Result], *, timeout_s: float, what: str, setting: str) -> Result:
-        """Run a coroutine on the loop and wait for its result, as `result_within`."""
+        """Run a coroutine on the loop and wait for its result, like `result_within`."""
         return result_within(self.submit(coroutine), timeout_s=timeout_s, what=what, setting=setting)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], *, on_error: Callable[[BaseException], None]) -> None:
@@ -79,7 +79,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(function)
 
     def task_stacks(self) -> str:
-        """Where the tasks of the loop wait, a line for each, the first 16. From any thread, also when the loop hangs."""
+        """Where the tasks of the loop wait, one line each, for the first 16. Thread-safe, and works when the loop hangs."""
         tasks = sorted(asyncio.all_tasks(self._loop), key=lambda task: task.get_name())
         lines = [f"{task.get_name()}: {' > '.join(_awaits(task.get_coro()))}" for task in tasks[:_MAX_STACKS]]
         if len(tasks) > _MAX_STACKS:
@@ -87,7 +87,7 @@ class LoopThread:
         return "\n".join(lines)
 
     def cancel_all(self, *, timeout_s: float) -> bool:
-        """Cancel every task of the loop and wait until they ended; False if some did not within `timeout_s`."""
+        """Cancel every task of the loop and wait until they have ended; False if some did not within `timeout_s`."""
 
         async def cancel() -> bool:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -101,7 +101,7 @@ class LoopThread:
             return False
 
     def stop(self, *, timeout_s: float) -> None:
-        """Cancel everything, stop the loop, join the thread; what does not end in time is abandoned with a warning."""
+        """Cancel everything, stop the loop and join the thread. If it does not end in time, it is abandoned with a warning."""
         if not self._thread.is_alive():
             return
         began = time.monotonic()
@@ -119,7 +119,7 @@ class LoopThread:
 
 
 def _awaits(awaitable: object) -> Iterator[str]:
-    """The functions that a coroutine stands in, the outermost first: `_run_group worker.py:130`, `score function.py:162`."""
+    """The functions that a coroutine is suspended in, outermost first: `_run_group worker.py:130`, `score function.py:162`."""
     while isinstance(awaitable, types.CoroutineType | types.GeneratorType):
         if isinstance(awaitable, types.CoroutineType):
             frame, awaitable = awaitable.cr_frame, awaitable.cr_await

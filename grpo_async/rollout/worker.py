@@ -2,13 +2,13 @@
 
     run: ledger.admit -> prompt -> _run_group: produce -> score -> buffer.add -> (the trainer's thread) source.take
 
-Whichever way a group ends, `close_group` ends it: the ledger closes it, the store gets it.
+However a group ends, `close_group` closes it in the ledger and gives it to the store.
 
     trained, or filtered by its step     source.close_groups: the version that its step makes admits the next
     dropped, scored or not               its place is free at once
 
 Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
-A failing rollout is that rollout's: its group continues with at least two survivors. A failing group is that group's. Only when
+A rollout that fails is dropped: its group continues with at least two survivors. A group that fails is dropped alone. Only when
 every group fails for a while does the run stop, with the cause.
 """
 
@@ -45,10 +45,10 @@ class RolloutWorker:
     """See the module's docstring. Everything but `close_group` runs on the worker's loop.
 
     Args:
-        section: sizes and limits.
-        seed: of the run.
-        num_steps: of the run.
-        resume: what a checkpoint had of this side; its queued groups are put into the buffer here.
+        section: `rollout` of the configuration.
+        seed: seed of the run.
+        num_steps: optimizer steps of the run.
+        resume: what a checkpoint held of the rollout side; its queued groups are put into the buffer here.
         version: policy version at the start.
     """
 
@@ -70,7 +70,7 @@ class RolloutWorker:
         self._timeline = timeline
         self._section = section
         self._seed = seed
-        # consecutive failures of groups after which the run stops; what fails several groups at once counts once
+        # consecutive failures of groups after which the run stops; an error that fails several groups at once counts once
         self._max_failures = max(_MIN_FAILED_GROUPS, 2 * section.groups_per_step)
         self._max_without_signal = section.max_rounds_without_signal * section.groups_per_step
         self._stream = stream
@@ -94,7 +94,7 @@ class RolloutWorker:
         self._store = store
         self._in_flight: dict[int, OpenGroup] = {}
         self._last_failure: Exception | None = None
-        # a synchronous run generates an open turn again from its seed: the same bits, where how it is cut does not change them
+        # a synchronous run generates an open turn again from its seed: the result is the same bit for bit
         self._keeps_open_turns = section.max_staleness > 0
         self._failures_in_a_row = 0
         self._without_signal_in_a_row = 0
@@ -107,8 +107,8 @@ class RolloutWorker:
             self._restorable = {group.prompt_id: group for group in resume.in_progress}
 
     def _requeue(self, resume: ResumeState) -> set[int]:
-        """Queue the groups that were finished, but for those that are too stale by now (max_staleness was lowered): their
-        prompts are issued again. Returns the prompts of those that are queued."""
+        """Queue the finished groups of the checkpoint, except those that are too stale by now (max_staleness was lowered): their
+        prompts are issued again. Returns the prompts of the queued groups."""
         kept = [scored for scored in resume.queued if not self._is_stale(scored.oldest_version)]
         for scored in kept:
             group_id = scored.group_id
@@ -122,14 +122,14 @@ class RolloutWorker:
 
     @property
     def epoch(self) -> float:
-        """Prompts that are closed, in epochs. From any thread."""
+        """Prompts that are closed, in epochs. Thread-safe."""
         return self._stream.epoch(len(self._outstanding))
 
     async def run(self) -> None:
         """Start groups while there are prompts.
 
-        Consumes: prompts. Waits for: a place (the ledger's). Unblocked by: weight pushes, closed groups. Ended by cancellation,
-        which cancels every group in flight and closes it as cancelled; or by the end of the data, when every group is closed or
+        Consumes: prompts. Waits for: a place in the ledger. Unblocked by: weight pushes, closed groups. It ends by cancellation,
+        which cancels every group in flight and closes it as cancelled; or at the end of the data, when every group is closed or
         queued.
         """
         try:
@@ -150,8 +150,8 @@ class RolloutWorker:
             self._drop_not_running()
 
     def _drop_not_running(self) -> None:
-        """The groups whose tasks were cancelled before they began, so that nothing of them ran. That one cannot be stored does not
-        keep the others from being closed."""
+        """Close the groups whose tasks were cancelled before they began. A group that cannot be stored does not keep the others
+        from being closed."""
         for group in self._in_flight.values():
             try:
                 self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
@@ -160,7 +160,7 @@ class RolloutWorker:
         self._in_flight.clear()
 
     def _start(self, prompt: Prompt) -> OpenGroup:
-        """Open the group of a prompt, with what a checkpoint has of it, unless that would be too stale when it is done."""
+        """Open the group of a prompt, with its state from a checkpoint unless that would be too stale when the group is done."""
         prompt_id = prompt.prompt_id
         group = OpenGroup(
             name=f"g{prompt_id}",
@@ -188,7 +188,7 @@ class RolloutWorker:
         group_id = group.prompt.prompt_id
         try:
             group.is_running = True
-            if group.is_too_stale:  # since it was restored from a checkpoint
+            if group.is_too_stale:  # restored from a checkpoint, and too stale since
                 raise _TooStaleError
             scored = await self._make(group)
             self._failures_in_a_row = 0
@@ -196,7 +196,7 @@ class RolloutWorker:
                 self._drop_unscored(group, GroupStatus.FILTERED)
             elif (
                 scored.samples or self._section.zero_variance != "resample"
-            ):  # without samples, it is filtered by its step
+            ):  # without samples: its step will filter it
                 self.ledger.queue(group_id)
                 self.buffer.add(scored)
             else:
@@ -218,10 +218,10 @@ class RolloutWorker:
                 raise
         except Exception as error:
             if not self.ledger.is_open(group_id):
-                raise  # it was closed, and storing it failed: that is the run's problem, not the group's
+                raise  # the group was closed, but storing it failed: the run must end
             self.errors.note("group", error)
             self._drop_unscored(group, GroupStatus.FAILED)
-            if error is not self._last_failure:  # one call of a rollout function fails all of its groups
+            if error is not self._last_failure:  # one failed call of a rollout function fails all of its groups
                 self._failures_in_a_row += 1
             self._last_failure = error
             if self._failures_in_a_row >= self._max_failures:
@@ -232,18 +232,18 @@ class RolloutWorker:
             self._in_flight.pop(group_id, None)
 
     async def _make(self, group: OpenGroup) -> ScoredGroup | None:
-        """Generate and score; None when there is nothing to score because no token was sampled.
+        """Generate and score. Returns None when there is nothing to score because no token was sampled.
 
         This is not a failure: the prompt is too long, or its environment was done immediately.
         """
         async with self._producer.produce(group):
-            if self._is_stale(group.oldest_version):  # a producer that reports its tokens only at the end
+            if self._is_stale(group.oldest_version):  # possible for a producer that reports its tokens only at the end
                 raise _TooStaleError
             num_failed = 0
             for index, completion in enumerate(group.completions):
                 is_failed = completion.status is RolloutStatus.FAILED
                 num_failed += is_failed
-                # of an agent's rollout, what its cancelled calls had sampled is in no completion
+                # the completion of an agent's rollout lacks the tokens of its cancelled calls
                 kept = 0 if is_failed else completion.num_sampled_tokens
                 lost = group.num_tokens.get(index, 0) - kept
                 self.ledger.drop_tokens(group.prompt.prompt_id, max(0, lost))
@@ -291,7 +291,7 @@ class RolloutWorker:
             scored: the group's rewards, if it got that far.
             step: the optimizer step that used or dropped it, and whose metrics see its rewards; None where no step saw it.
             stats: of its trained tokens, by rollout id, where they are stored.
-            was_taken: by a step; else its place is free at once.
+            was_taken: a step took the group; otherwise its place is free at once.
         """
         self.ledger.close_group(group.group_id, status, was_taken=was_taken)
         if status is not GroupStatus.CANCELLED:
@@ -299,14 +299,14 @@ class RolloutWorker:
         self._store.append(group, status, step, scored=scored, stats=stats)
 
     def resume_state(self) -> ResumeState:
-        """This side at this instant; on the loop, where nothing can be issued or finished between two lines. While the trainer's
-        thread calls, it takes and closes nothing."""
+        """The rollout side at this instant. Runs on the loop, so nothing is issued or finished meanwhile; the trainer's thread
+        calls this, so it takes and closes nothing meanwhile."""
         in_progress = [
             group.snapshot()
             for _, group in sorted(self._in_flight.items())
             if group.task is not None and not group.is_too_stale
         ]
-        in_progress += [group for _, group in sorted(self._restorable.items())]  # of a checkpoint, not begun yet
+        in_progress += [group for _, group in sorted(self._restorable.items())]  # groups of a checkpoint that have not begun yet
         return ResumeState(
             data=self._stream.state(),
             outstanding=sorted(self._outstanding),
@@ -319,17 +319,17 @@ class RolloutWorker:
         )
 
     def in_flight(self) -> list[OpenGroup]:
-        """The groups that were started and are not queued yet. From any thread, also when the loop hangs."""
+        """The groups that were started and are not queued yet. Thread-safe, and works when the loop hangs."""
         return list(self._in_flight.copy().values())
 
     def on_version(self, version: int) -> None:
-        """The servers serve `version`: cancel the groups that could only be dropped as stale when they are done."""
+        """The servers serve `version`: cancel the groups that would be dropped as stale when they are done."""
         self.ledger.advance(version)
         self.scorer.set_step(version)
         for group in self._in_flight.values():
             if group.task is not None and self._is_stale(group.oldest_version):
                 group.is_too_stale = True
-                if group.is_running:  # a task that is cancelled before would never run, and close nothing
+                if group.is_running:  # a task cancelled before it begins never runs, so it would close nothing
                     group.task.cancel()
 
     def _is_stale(self, oldest_version: int | None) -> bool:
