@@ -1,3 +1,3 @@
-"""From samples to tensors: `plan` decides who computes what (pure), `pack` divides the columns by rank and makes the tensors of one
-rank.
+"""From samples to tensors: `plan` decides which rank computes what (pure), `pack` divides the columns by rank and makes the tensors
+of one rank.
 """

@@ -1,7 +1,7 @@
 """Minibatches: the groups of a step divided into optimizer updates, and the weight of each token in the loss of one.
 
-The loss of an update is  sum_t weight_t x loss_t  over all its micro-batches and ranks. The weights, and so the one denominator,
-are known before the first forward.
+The loss of an update is  sum_t weight_t x loss_t  over all its micro-batches and ranks. The weights, and thus the common
+denominator, are known before the first forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_async.records import RolloutSample, ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
-    """Whole groups, so that advantages of one group stay together. Each has samples to train."""
+    """Whole groups, so that the advantages of one group stay together. Each group has samples to train."""
 
     groups: Sequence[ScoredGroup]
 
@@ -27,13 +27,13 @@ class Minibatch:
 
     @property
     def num_masked(self) -> int:
-        """Completions that were scored and are not trained (rollout.overlong: mask). They count in means over samples."""
+        """Completions that were scored but are not trained (rollout.overlong: mask). They count in means over samples."""
         return sum(len(group.rewards) - len({sample.root_id for sample in group.samples}) for group in self.groups)
 
 
 def split_groups(groups: Sequence[ScoredGroup], num_minibatches: int) -> list[Minibatch]:
-    """The groups that have samples, in their order, in parts that differ by one group at most. Fewer parts where there are fewer
-    groups.
+    """Split the groups that have samples, in their order, into parts that differ by at most one group; into fewer parts if there
+    are fewer groups.
 
     Worked example: groups [a, b, c, d, e] in 2 -> [a, b, c], [d, e]; in 8 -> five parts of one group.
     """
@@ -60,7 +60,7 @@ def token_weights(
     bnpo (arXiv 2506.02864): 1 / (B x tokens of the sample's micro-batch), the mean over micro-batches of their token means, as TRL
     has it for its local batches. It depends on how samples are packed: with all in one micro-batch it is dapo.
 
-    S counts the `num_masked` samples too that were masked whole (rollout.overlong: mask): as in TRL they add 0 to the sum and 1 to
+    S also counts the `num_masked` samples that were masked whole (rollout.overlong: mask): as in TRL they add 0 to the sum and 1 to
     the number. So does a sample without trained tokens. B counts the micro-batches of all ranks that have a trained token: an
     empty one is there because ranks run in lockstep, not because of the data.
 
@@ -68,7 +68,7 @@ def token_weights(
     each in a separate micro-batch [1/2, 1/6], with both in one [1/4, 1/4]. With one more, masked, sample: grpo [1/3, 1/9].
 
     Args:
-        plan: of these samples; only bnpo depends on it.
+        plan: plan of these samples; only bnpo depends on it.
         num_masked: samples of the same groups that are not among `samples`.
     """
     counts = [sample.num_trained_tokens for sample in samples]

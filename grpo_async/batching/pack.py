@@ -59,8 +59,8 @@ class MicroBatch:
         return replace(self, **parts)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch, which is on the CPU, with its tensors on `device`. To a GPU they go from pinned memory: a copy from
-        any other makes the host wait for all that the GPU has to do before it."""
+        """Move the micro-batch, which is on the CPU, to `device`. Copies to a GPU start from pinned memory: from any other memory,
+        the host would wait for everything that the GPU has queued before it."""
         is_gpu = device.type == "cuda"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
@@ -73,13 +73,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSamples:
-    """What one rank computes of a minibatch, as rank 0 sends it: S samples of L tokens in all, one after the other in the order in
-    which they are packed. A few flat arrays, however many samples there are; `pack` makes the tensors."""
+    """One rank's part of a minibatch, as rank 0 sends it: S samples of L tokens in all, one after the other in packing order. It
+    consists of a few flat arrays, however many samples there are; `pack` makes the tensors."""
 
     micro_batches: Sequence[MicroBatchPlan]
     lengths: NDArray[np.int64]  # (S,)
     advantages: FloatArray  # (S,)
-    weights: FloatArray  # (S,), of each trained token; see `batching.minibatch`
+    weights: FloatArray  # (S,), the weight of each trained token; see `batching.minibatch`
     token_ids: IntArray  # (L,)
     loss_mask: BoolArray  # (L,)
     sampler_logprobs: FloatArray  # (L,)
@@ -102,7 +102,7 @@ class RankSamples:
     def _pack(self, plan: MicroBatchPlan, samples: slice, tokens: slice) -> MicroBatch:
         lengths, ids, mask = self.lengths[samples], self.token_ids[tokens], self.loss_mask[tokens]
         starts, segments = _lay_out(plan, lengths)
-        sample = np.repeat(np.arange(len(lengths)), lengths)  # (L,) which one each token belongs to
+        sample = np.repeat(np.arange(len(lengths)), lengths)  # (L,) the sample that each token belongs to
         position = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # (L,) within it
         place = starts[sample] + position  # (L,) in the flattened grid
         # a rank without samples computes one row of padding: FSDP's collectives need its forward
@@ -134,12 +134,12 @@ class RankSamples:
 def split_by_rank(
     samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, *, trainer_version: int
 ) -> list[RankSamples]:
-    """What each rank computes of a minibatch. [world_size]
+    """Divide a minibatch among the ranks. [world_size]
 
     Args:
-        samples: all those of the minibatch.
-        weights: of each trained token of each sample; see `batching.minibatch`. [num_samples]
-        plan: of these samples.
+        samples: all samples of the minibatch.
+        weights: weight of each trained token of each sample; see `batching.minibatch`. [num_samples]
+        plan: plan of these samples.
         trainer_version: finished steps.
     """
     counts = [sample.num_trained_tokens for sample in samples]

@@ -1,15 +1,15 @@
 """Decides which sample goes into which row, micro-batch and rank. Pure: works on lengths alone.
 
-Attention goes sample by sample wherever a sample stands (training/attention.py), so the samples of a micro-batch stand in one row,
+Attention treats each sample separately wherever it is (training/attention.py), so the samples of a micro-batch stand in one row,
 one after the other, and nothing is padded. Every rank gets the same number of micro-batches, because the collectives of FSDP run
-in lockstep. The m-th ones of all ranks run at the same time, and all wait for the most expensive of them.
+in lockstep. The m-th micro-batches of all ranks run at the same time, and all ranks wait for the most expensive of them.
 
-There are as few micro-batches as first-fit by decreasing length needs. Samples go, longest first, each into the cheapest one that
-still has room (where that leaves one without: as first-fit had them). Micro-batches then are sorted by cost: neighbors run at the
-same time, and of them the rank with the least work so far gets the most expensive one.
+The number of micro-batches is what first-fit by decreasing length needs. Samples go, longest first, each into the cheapest one that
+still has room (if a sample finds no room, the first-fit packing is kept). Micro-batches are then sorted by cost: neighbors run at
+the same time, and among them the rank with the least work so far gets the most expensive one.
 
-Worked example: lengths [5, 3, 4, 2], 2 ranks, 8 tokens per micro-batch. First-fit needs two, 5 + 3 and 4 + 2: one a rank. The
-cheapest ones: 5 and 4 go into one each, 3 to the 4, 2 to the 5 -> rank 0 has a row of samples [0, 3], rank 1 one of [2, 1].
+Worked example: lengths [5, 3, 4, 2], 2 ranks, 8 tokens per micro-batch. First-fit needs two, 5 + 3 and 4 + 2: one per rank. By
+cost, 5 and 4 go into one each, 3 joins the 4, 2 joins the 5 -> rank 0 has a row of samples [0, 3], rank 1 one of [2, 1].
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 EMPTY_ROW_TOKENS = 4
-"""Padding that a micro-batch without a sample computes: a forward for FSDP's collectives, and more than one token, for which
-torch.compile would generate separate code."""
+"""Padding tokens of a micro-batch without samples. It runs a forward for FSDP's collectives; it has more than one token because
+torch.compile would generate separate code for one."""
 _ATTENTION_BREAK_EVEN_TOKENS = 16_384
-"""Length of a sample from which on attention costs more than matrix products. In a layer of the usual shape the latter are 24 h^2
-operations a token and causal attention 2 h L: even at 12 h, 12,288 tokens for a hidden size of 1024. A plan knows lengths only."""
+"""Sample length above which attention costs more than matrix products. In a layer of the usual shape the latter take 24 h^2
+operations per token and causal attention 2 h L: they are equal at 12 h, 12,288 tokens for a hidden size of 1024. A plan
+knows only lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class MicroBatchPlan:
     rows: Sequence[Sequence[int]]
     """Indices of the samples in each row; none where the rank has nothing to do."""
     row_tokens: int
-    """Length of a row: that of the longest one."""
+    """Length of a row, which is that of the longest one."""
 
     @property
     def indices(self) -> list[int]:
@@ -44,13 +45,13 @@ class MicroBatchPlan:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Rows x their length, padding included; without a sample one row of it."""
+        """Rows x their length, padding included; one row of padding if there are no samples."""
         return max(1, len(self.rows)) * self.row_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """`ranks[r][m]` is what rank r computes as its m-th forward; every rank has as many."""
+    """`ranks[r][m]` is what rank r computes in its m-th forward; every rank has the same number of forwards."""
 
     ranks: Sequence[Sequence[MicroBatchPlan]]
 
@@ -62,7 +63,7 @@ class BatchPlan:
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """A micro-batch while samples are put into it. Its cost: matrix products are linear in the tokens, padding included;
+    """A micro-batch while samples are added. Its cost: matrix products are linear in the tokens, padding included;
     attention is quadratic in the length of each sample."""
 
     indices: list[int] = field(default_factory=list)
@@ -70,7 +71,7 @@ class _Filling:
     cost: int = 0
 
     def growth(self, length: int, *, pack: bool) -> int:
-        """Tokens that it had more with a sample of this length. Unpacked, all rows are as long as its first, longest sample."""
+        """Tokens that a sample of this length would add. Unpacked, all rows are as long as the first, longest sample."""
         return length if pack or not self.indices else self.tokens // len(self.indices)
 
     def add(self, index: int, growth: int, length: int) -> None:
@@ -84,7 +85,7 @@ def plan_batch(lengths: Sequence[int], *, world_size: int, micro_batch_tokens: i
 
     Args:
         lengths: tokens of each sample. [num_samples]
-        micro_batch_tokens: most tokens (padding included) of one forward on one rank.
+        micro_batch_tokens: maximum number of tokens (padding included) of one forward on one rank.
         pack: False puts one sample into each row; rows are as long as the longest sample of their micro-batch.
 
     Raises:
@@ -105,9 +106,9 @@ def plan_batch(lengths: Sequence[int], *, world_size: int, micro_batch_tokens: i
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int, *, pack: bool) -> list[_Filling]:
-    """Samples, longest first, each into the first micro-batch that has room, else into a new one."""
+    """Put samples, longest first, each into the first micro-batch with room, or else into a new one."""
     filled: list[_Filling] = []
-    room = np.full(len(lengths) + 1, limit)  # of each micro-batch, and of those to come
+    room = np.full(len(lengths) + 1, limit)  # of each micro-batch, existing or not
     for index in order:
         length = lengths[index]
         number = int((room[: len(filled) + 1] >= length).argmax())
@@ -124,7 +125,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int, *, pack
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], count: int, limit: int, *, pack: bool
 ) -> list[_Filling] | None:
-    """Samples, longest first, each into the cheapest of `count` micro-batches with room; None where there was none."""
+    """Put samples, longest first, each into the cheapest of `count` micro-batches with room; None if a sample finds no room."""
     filled = [_Filling() for _ in range(count)]
     shortest = lengths[order[-1]]
     by_cost = [(0, number) for number in range(count)]  # heap
@@ -148,7 +149,7 @@ def _fill_evenly(
 
 
 def _distribute(filled: Sequence[_Filling], world_size: int) -> list[list[_Filling]]:
-    """Those of like cost to different ranks at the same time, the most expensive first: of each rank its forwards."""
+    """Assign micro-batches of similar cost to different ranks at the same time, the most expensive first. Returns each rank's."""
     ranks: list[list[_Filling]] = [[] for _ in range(world_size)]
     costs = [0] * world_size
     ordered = sorted(filled, key=lambda each: -each.cost)

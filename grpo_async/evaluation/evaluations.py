@@ -1,15 +1,15 @@
 """The evaluations of a run: before the first step, during training every N steps, and after the last.
 
-    before_training   waits for it: nothing is generated yet
-    after_step        never waits: collects one that has ended, starts the one that is due
-    after_training    waits for the one that runs, then for the last, on the final policy
+    before_training   waits for the evaluation: nothing is generated yet
+    after_step        never waits: collects an evaluation that has ended, starts one that is due
+    after_training    waits for the running evaluation, then for the last one, of the final policy
 
-They run on the rollout thread and the servers of training, with a separate bound (`evaluation.max_in_flight`): servers
-take requests in the order in which they arrive. One runs at a time: one that is due meanwhile is skipped, with a warning.
-Results are shown at once (display), stand in evaluations.jsonl, and in the metrics of the step that finds them done as `eval/...`,
-`eval/step` being the step at whose end the evaluation began. Rollouts stand in evaluations/step_N/.
+Evaluations run on the rollout thread and the servers of training, with a separate limit (`evaluation.max_in_flight`): servers
+take requests in the order in which they arrive. One runs at a time; one that becomes due meanwhile is skipped, with a warning.
+Results are displayed at once and written to evaluations.jsonl, and they are in the metrics of the next step as `eval/...`;
+`eval/step` is the step after which the evaluation began. Its rollouts are in evaluations/step_N/.
 
-An evaluation that runs when the process ends has no result; a run that resumes at its step makes it again.
+An evaluation that is running when the process ends has no result; a run that resumes at its step repeats it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Who hears of evaluations, and what the main thread does while it waits for one.
+    """Callbacks: who hears of evaluations, and what the main thread does while it waits for one.
 
-    tell: (EvaluationRecord.label, metrics), for the display.
-    track: (step, metrics) of a result that no step reports anymore.
-    phase: what rank 0 does.
-    warn: what the user should know.
-    heartbeat: called now and then.
+    tell: gets (EvaluationRecord.label, metrics), for the display.
+    track: gets (step, metrics) of a result that no later step will report.
+    phase: gets what rank 0 does now.
+    warn: gets warnings for the user.
+    heartbeat: called regularly.
     on_change: called when the servers have changed.
     """
 
@@ -67,12 +67,12 @@ class _Running:
 
 
 class RunEvaluations:
-    """See the module's docstring. Used from the trainer's main thread; `scores` and `running_step` from any.
+    """See the module's docstring. Use it from the trainer's main thread; `scores` and `running_step` are thread-safe.
 
     Args:
-        evaluator: None: the run has no evaluation, and every method does nothing.
-        start: steps that are done already; what the log knows of later ones is dropped.
-        timeline: takes a span for each.
+        evaluator: None if the run has no evaluation; then every method does nothing.
+        start: finished steps; records of later steps are dropped from the log.
+        timeline: records a span for each evaluation.
     """
 
     def __init__(
@@ -97,23 +97,23 @@ class RunEvaluations:
         self._listeners = listeners
         keep_steps(run_dir.evaluation_log, start)
         self.records = list(read_evaluations(run_dir.evaluation_log, []))
-        """Records of this run and those that it resumes, up to the step at which it began."""
+        """Records of this run and of those that it resumes, up to the step at which it began."""
         self._running: _Running | None = None
-        self._unsealed: RolloutStore | None = None  # of the evaluation before
+        self._unsealed: RolloutStore | None = None  # of the previous evaluation
         self._unreported: dict[str, float] = {}
         self._completions: list[Mapping[str, str | float | None]] = []
         self._num_skipped = 0
         self._num_failed = 0
         self.is_final_missing = False
-        """Whether a stop broke off the evaluation after training; a resume makes it."""
+        """Whether a stop cancelled the evaluation after training; a resume repeats it."""
         if evaluator is not None:
-            for step in run_dir.evaluation_steps():  # those after `start` will be made again
+            for step in run_dir.evaluation_steps():  # those after `start` will be repeated
                 if step > start:
                     shutil.rmtree(run_dir.evaluation(step), ignore_errors=True)
 
     @property
     def num_tokens(self) -> int:
-        """Sampled for evaluations so far: they are none of training's."""
+        """Tokens sampled for evaluations so far, which training does not count."""
         return 0 if self._evaluator is None else self._evaluator.num_tokens
 
     @property
@@ -123,21 +123,21 @@ class RunEvaluations:
         return None if running is None else running.step
 
     def scores(self, metric: str) -> dict[int, float]:
-        """A metric of every policy after step 0 that was evaluated, by step."""
+        """A metric of every evaluated policy after step 0, by step."""
         return scores_by_step(self.records, metric)
 
     @property
     def holds_push(self) -> bool:
-        """Whether one is running that wants one policy version only: the servers keep theirs until it is over."""
+        """Whether an evaluation that wants a single policy version is running: the servers keep theirs until it is over."""
         running = self._running
         is_pinned = self._section is not None and self._section.pin_version
         return is_pinned and running is not None and not running.future.done()
 
     def before_training(self) -> None:
-        """Evaluate the policy that training begins with; waits for it where that is the untrained one.
+        """Evaluate the policy that training begins with, if it is the untrained one, and wait for the result.
 
         Raises:
-            GrpoAsyncError: the evaluation before the first step failed: those to come would, too.
+            GrpoAsyncError: the evaluation before the first step failed, as later ones would, too.
         """
         section, start = self._section, self._start
         if self._evaluator is None or section is None or any(record.step == start for record in self.records):
@@ -168,27 +168,25 @@ class RunEvaluations:
         self._unreported = {}
 
     def _is_due(self, step: int) -> bool:
-        """During training; after its last step the final policy is evaluated in any case."""
+        """Whether an evaluation is due during training; after the last step the final policy is evaluated in any case."""
         every = None if self._section is None else self._section.every_steps
         return every is not None and step > 0 and step % every == 0 and step < self._config.num_steps
 
     def end_running(self, step: int) -> None:
-        """`step`, the last one, is done: wait for the evaluation that still runs, if any."""
+        """The last step, `step`, is done: wait for the evaluation that still runs, if any."""
         if self._running is not None:
             self._listeners.phase("waiting for an evaluation to end")
             self._await_last(step)
 
     def after_training(self, step: int) -> None:
         """Evaluate the final policy, which is served, after `step` steps, unless it has been: data that ends early may end at a
-        step after which an evaluation was due. A failure is shown and recorded, no more: the model is trained, saved and
+        step after which an evaluation was due. A failure is only shown and recorded: the model is trained, saved and
         exported."""
         if self._evaluator is None:
             return
         last = self.records[-1] if self.records else None
         if last is not None and last.step == step and last.when != "before" and last.metrics:
-            self.records[-1] = last = replace(
-                last, when="after"
-            )  # which it is already where the run was killed after it
+            self.records[-1] = last = replace(last, when="after")  # already recorded if the run was killed after it
             self._write_records()
             self._listeners.tell(last.label, flat_metrics(last.metrics, last.by_group))
             return
@@ -197,7 +195,7 @@ class RunEvaluations:
         self._await_last(step)
 
     def summary(self) -> dict[str, Any] | None:
-        """For summary.json; None without evaluation."""
+        """The part for summary.json; None without evaluation."""
         if self._section is None:
             return None
         found = [record for record in self.records if record.metrics]
@@ -213,12 +211,12 @@ class RunEvaluations:
         }
 
     def take_completions(self) -> list[Mapping[str, str | float | None]]:
-        """Rows of EvaluationResult.completions of evaluations that have ended since the last call, for trackers."""
+        """Rows of EvaluationResult.completions of the evaluations that ended since the last call, for trackers."""
         taken, self._completions = self._completions, []
         return taken
 
     def close(self) -> None:
-        """Close the rows of an evaluation that was broken off, and seal those of the last. Safe to call twice."""
+        """Close the rows of a cancelled evaluation, and seal those of the last one. Safe to call twice."""
         running, self._running = self._running, None
         if running is not None:
             running.future.cancel()
@@ -229,8 +227,8 @@ class RunEvaluations:
         evaluator = self._evaluator
         assert evaluator is not None
         folder = self._run_dir.evaluation(step)
-        self._seal(wait_s=SEAL_TIMEOUT_S if folder.exists() else 0.0)  # nothing may seal what is rewritten
-        shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
+        self._seal(wait_s=SEAL_TIMEOUT_S if folder.exists() else 0.0)  # must end before a rewrite
+        shutil.rmtree(folder, ignore_errors=True)  # left by a cancelled evaluation
         store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts))
         task = EvaluationTask(
             step=step, served_version=lambda: self._source.served_version, max_in_flight=max_in_flight, store=store
@@ -254,7 +252,7 @@ class RunEvaluations:
         write_atomically(self._run_dir.evaluation_log, lines)
 
     def _await(self, *, is_fatal: bool = True) -> None:
-        """Wait for the one that runs. `is_fatal`: its failure is raised, not only recorded and shown."""
+        """Wait for the running evaluation. `is_fatal`: its failure is raised, not only recorded and shown."""
         running = self._running
         assert running is not None
         try:
@@ -272,12 +270,12 @@ class RunEvaluations:
             self._end(running, result)
 
     def _collect(self, running: _Running) -> None:
-        """Collect the result of an evaluation that has ended during training, which continues whatever its outcome."""
+        """Collect the result of an evaluation that ended during training, which continues whatever the outcome."""
         try:
             self._end(running, running.future.result(timeout=0.0))
         except CancelledError:
             self._end(running, None)
-        except Exception as error:  # noqa: BLE001 - it is logged and recorded
+        except Exception as error:  # noqa: BLE001 - the error is logged and recorded
             self._fail(running, error)
 
     def _fail(self, running: _Running, error: Exception) -> None:
@@ -290,7 +288,7 @@ class RunEvaluations:
         self._unreported["eval/num_errors"] = float(self._num_failed)
 
     def _end(self, running: _Running, result: EvaluationResult | None) -> None:
-        """None: it was cancelled because the run stops. It is not recorded, so a resume makes it again."""
+        """Record the result. None: it was cancelled because the run stops; it is not recorded, so a resume repeats it."""
         if result is None:
             self._release(running)
             if running.when == "after":
@@ -307,7 +305,7 @@ class RunEvaluations:
             prompt_rewards=result.prompt_rewards,
         )
         self._add(record)
-        self._release(running)  # not before: without a score, a checkpoint that is not evaluated may be removed
+        self._release(running)  # only after the record: a checkpoint without a score or evaluation may be removed
         self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
         self._unreported["eval/step"] = float(running.step)
         self._completions += result.completions if self._config.tracking else ()
@@ -316,7 +314,7 @@ class RunEvaluations:
     def _release(self, running: _Running) -> None:
         self._running = None
         self._timeline.add("evaluation", "evaluation", running.began, time.time(), step=running.step, when=running.when)
-        running.store.close(seal_wait_s=0.0)  # the trainer's thread waits for this
+        running.store.close(seal_wait_s=0.0)  # the trainer's thread must not wait
         self._unsealed = running.store
 
     def _seal(self, *, wait_s: float) -> None:
@@ -325,7 +323,7 @@ class RunEvaluations:
             store.close(seal_wait_s=wait_s)
 
     def _await_last(self, step: int) -> None:
-        """Training is over: a failure does not matter to it, and no step reports the result anymore."""
+        """Wait for the last evaluation. Training is over: a failure does not matter to it, and no later step reports the result."""
         self._await(is_fatal=False)
         if self._unreported:
             self._listeners.track(step, self._unreported)

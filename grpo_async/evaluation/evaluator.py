@@ -1,10 +1,10 @@
-"""The evaluator: held-out prompts, through the same servers, rollouts and reward functions as training.
+"""The evaluator: held-out prompts go through the same servers, rollouts and reward functions as training.
 
     prompts -> produce (samples rollouts each) -> score -> ScoredGroup... -> evaluation_result
                                                      '-> store (rows as those of training, never trained)
 
-Its seeds depend on the prompt and the number of the sample only: where the engine uses them (embedded), every evaluation draws the
-same, whatever training does. It counts its own tokens and its own failures; nothing of it enters the ledger or the metrics of
+Its seeds depend only on the prompt and the sample's number: with an engine that uses seeds (embedded), every evaluation draws the
+same samples, whatever training does. It counts its own tokens and failures; none of them enter the ledger or the metrics of
 training.
 """
 
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 _WARN_FAILED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
 _NUM_SHOWN, _MAX_TEXT = 16, 8000
-"""Prompts in the table of completions, always the same ones, and characters of a text there."""
+"""Number of prompts in the table of completions, always the same ones, and maximum length of a text there."""
 _MAX_GROUPS = 64
-"""Values of `evaluation.group_by`: each has a dozen metrics."""
+"""Maximum number of values of `evaluation.group_by`: each has a dozen metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ class Evaluator:
     """Makes `samples_per_prompt` completions per prompt with `producer`, which knows how to sample, and scores them.
 
     Args:
-        errors: counts failures; that of an evaluation, not of training.
-        majority_baseline: fraction of the most frequent held-out answer; None without `evaluation.baseline_column`.
+        errors: counts the evaluation's failures, apart from those of training.
+        majority_baseline: score of always giving the most frequent held-out answer; None without `evaluation.baseline_column`.
 
     Raises:
         ConfigError: `group_by` is not a column of the prompts, or has too many values.
@@ -94,21 +94,21 @@ class Evaluator:
         _check_group_by(prompts, section.group_by)
         self.majority_baseline = majority_baseline
         self.num_tokens = 0
-        """Sampled so far, over all evaluations. Grows while one runs."""
+        """Tokens sampled so far, over all evaluations. Grows while one runs."""
 
     async def run(self, task: EvaluationTask) -> EvaluationResult:
-        """Evaluate once. Runs to its end alongside whatever else the loop does; cancel it to break it off.
+        """Evaluate once, alongside whatever else runs on the loop. To stop it, cancel it.
 
         Raises:
-            RunError: more than half of the rollouts failed (a reward that fails counts too). From 5% on it warns: the numbers are
-                those of the others, and compare less.
+            RunError: more than half of the rollouts failed (a reward that fails counts, too). From 5% on it warns, since the
+                numbers are then those of the other rollouts only.
             FatalRolloutError: the rollout function returned something unusable.
         """
         began = time.monotonic()
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
         async def one(number: int) -> ScoredGroup:
-            async with slots:  # for rollouts with limits
+            async with slots:  # rollouts have time limits
                 return await self._make(task, number)
 
         made = await all_of(map(one, range(len(self._prompts))))
@@ -134,7 +134,7 @@ class Evaluator:
             logger.warning("%s; its numbers are those of the others", message)
 
     async def _make(self, task: EvaluationTask, number: int) -> ScoredGroup:
-        """The completions of one prompt with their rewards. A failure is theirs alone."""
+        """The completions of one prompt with their rewards. A failure affects only this prompt."""
         group = OpenGroup(
             name=f"eval-v{task.step}-{number}",
             prompt=self._prompts[number],
@@ -152,7 +152,7 @@ class Evaluator:
                     scored = _unscored(record)
         except FatalRolloutError:
             raise
-        except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
+        except Exception as error:  # noqa: BLE001 - only this prompt fails, as in training; many failures end the evaluation
             self._errors.note("evaluation", error)
             self._keep(task, _unscored(group.record), GroupStatus.FAILED)
             message = message_of(error)
@@ -180,7 +180,7 @@ def _failed(rollout_id: str, error: str) -> RolloutCompletion:
 
 
 def _row(scored: ScoredGroup) -> dict[str, str | float | None]:
-    """The first completion of a prompt."""
+    """The table's row for the first completion of a prompt."""
     completion, is_scored = scored.group.completions[0], bool(scored.rewards)
     is_scored = is_scored and scored.group.trainable[0] is completion
     messages = completion.prompt_messages or scored.group.prompt.messages
@@ -209,7 +209,7 @@ def _check_group_by(prompts: Sequence[Prompt], column: str | None) -> None:
 
 
 def majority_fraction(rows: Sequence[dict[str, Any]], column: str) -> float:
-    """Fraction of the most frequent value: answers [3, 3, 5] -> 2/3, what always answering 3 would score."""
+    """Fraction of the most frequent value, which always answering it would score: answers [3, 3, 5] -> 2/3."""
     counts = Counter(str(row[column]) for row in rows)
     return counts.most_common(1)[0][1] / len(rows)
 
@@ -224,7 +224,7 @@ def build_evaluator(
     renderer: ChatRenderer,
     timeline: Timeline = NO_TIMELINE,
 ) -> Evaluator | None:
-    """None where the configuration has no `evaluation`. Failures are counted apart from those of training.
+    """Build the evaluator; None without `evaluation` in the configuration. Failures are counted apart from those of training.
 
     Raises:
         ConfigError: `evaluation.group_by` cannot be used.

@@ -1,6 +1,6 @@
-"""The numbers of an evaluation, over all of its prompts and over the parts of the data. Pure.
+"""The metrics of an evaluation, over all of its prompts and over parts of the data. Pure.
 
-A completion that failed, or that no reward scored, takes part in no mean of rewards and in no pass@k; both are counted.
+A completion that failed, or that no reward scored, is left out of means of rewards and of pass@k; both kinds are counted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from grpo_async.scoring.advantages import sample_std
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """`metrics` are over all prompts; `by_group` has those of each value of `evaluation.group_by`, empty without it.
-    `prompt_rewards`: the mean reward of each prompt, in the order of the data, None where none of its completions has one: two
-    evaluations of the same prompts are compared by them. `completions`: rows of a table for people, of the first prompts one each:
-    step, prompt, completion, reward, rewards/NAME."""
+    """`metrics` are over all prompts; `by_group` has those of each value of `evaluation.group_by`, and is empty without it.
+    `prompt_rewards`: the mean reward of each prompt, in the order of the data, None if none of its completions has one. Two
+    evaluations of the same prompts are compared by them. `completions`: rows of a table for people, one for each of the first
+    prompts: step, prompt, completion, reward, rewards/NAME."""
 
     metrics: dict[str, float]
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def flat_metrics(metrics: Mapping[str, float], by_group: Mapping[str, Mapping[st
 def evaluation_result(
     prompts: Sequence[ScoredGroup], *, group_by: str | None, samples: int, pass_threshold: float, duration_s: float
 ) -> EvaluationResult:
-    """All numbers of one evaluation with `samples` completions per prompt, over at least one prompt.
+    """All metrics of one evaluation with `samples` completions per prompt, over at least one prompt.
 
     `version_min`, `version_max`: the oldest and newest policy version that sampled a token; `mixed` is 1 where they differ.
     """
@@ -65,7 +65,7 @@ def evaluation_result(
 
 
 def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_threshold: float) -> dict[str, float]:
-    """Numbers of some prompts. A completion passes when its reward is at least `pass_threshold`.
+    """Metrics of some prompts. A completion passes when its reward is at least `pass_threshold`.
 
     reward, reward_std      mean and standard deviation (ddof = 1) over the completions
     reward_stderr           standard error of the mean over prompts: std of the prompts' means / sqrt(number of prompts)
@@ -75,7 +75,7 @@ def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_thresho
     Two prompts with two completions each and rewards 1 0 and 0 0: reward 0.25, pass@1 (0.5 + 0) / 2 = 0.25, pass@2 0.5.
     """
     completions = [completion for prompt in prompts for completion in prompt.group.completions]
-    rewards = [rewards for prompt in prompts if (rewards := _rewards(prompt))]  # of each prompt that has any
+    rewards = [rewards for prompt in prompts if (rewards := _rewards(prompt))]  # one list for each prompt with rewards
     scored = [reward for each in rewards for reward in each]
     metrics = {"num_prompts": float(len(prompts))}
     if scored:

@@ -1,4 +1,4 @@
-"""What `grpo-async eval` evaluates: the model that the configuration names, one that a run made, or what runs already."""
+"""What `grpo-async eval` evaluates: the model that the configuration names, one that a run made, or running servers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpo_async.training.checkpoint_manifest import find_checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTarget:
-    """`label` names the results. Exactly one: `folder`, a Hugging Face folder; `run` and `step`, a checkpoint that is to be turned
-    into one; or none of them: running servers, as they serve."""
+    """`label` names the results. At most one is set: `folder`, a Hugging Face folder; or `run` and `step`, a checkpoint to
+    convert to one. With none, running servers are evaluated as they serve."""
 
     label: str
     folder: str | None = None
@@ -24,14 +24,14 @@ class EvaluationTarget:
 
 
 def choose_target(config: ExperimentConfig, checkpoint: str | None) -> EvaluationTarget:
-    """Decide; looks at the names of files only.
+    """Choose the target, by looking at file names only.
 
     Args:
-        checkpoint: of the run of `config`, as `find_checkpoint` has it; or a Hugging Face folder, such as the model that a run
-            exported at its end; or a checkpoint of another run by its path. None: the model that `config` names.
+        checkpoint: a checkpoint of the run of `config`, as `find_checkpoint` takes it; or a Hugging Face folder, such as the model
+            that a run exported at its end; or the path of another run's checkpoint. None: the model that `config` names.
 
     Raises:
-        ConfigError: there is no such thing, or running servers are named as well.
+        ConfigError: there is no such checkpoint or folder, or running servers are named as well.
     """
     if checkpoint is None:
         if config.inference.urls:

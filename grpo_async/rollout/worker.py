@@ -306,7 +306,7 @@ class RolloutWorker:
             for _, group in sorted(self._in_flight.items())
             if group.task is not None and not group.is_too_stale
         ]
-        in_progress += [group for _, group in sorted(self._restorable.items())]  # groups of a checkpoint that have not begun yet
+        in_progress += [group for _, group in sorted(self._restorable.items())]  # restored, not begun yet
         return ResumeState(
             data=self._stream.state(),
             outstanding=sorted(self._outstanding),

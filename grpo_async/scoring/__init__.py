@@ -1,1 +1,1 @@
-"""Turns a finished group into trainable samples: rewards, advantages, rows."""
+"""Turns a finished group into trainable samples: rewards, then advantages, then rows."""

@@ -1,7 +1,7 @@
 """Rewards to advantages, in plain Python: a group has a handful of rewards.
 
-None means unscored throughout: it takes part in no mean and in no standard deviation, and its advantage is 0. Every standard
-deviation has ddof = 1, as in TRL. What needs the rewards of the whole step gets them as one list for each group.
+None always means unscored: it is left out of every mean and standard deviation, and its advantage is 0. Every standard
+deviation has ddof = 1, as in TRL. Functions that need the rewards of the whole step take one list per group.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _STD_FLOOR = 1e-4  # added to the standard deviation, as in TRL
 class Advantages:
     """How the rewards of a run are compared.
 
-        of_group      when a group is scored: final for group, none and rloo; decides for all whether there is a signal
-        over_step     when the groups of a step are taken: what needs them all (batch, normalize_each)
+        of_group      when a group is scored: final for group, none and rloo; always decides whether there is a signal
+        over_step     when the groups of a step are taken: for modes that need all of them (batch, normalize_each)
 
-    `over_step` goes by the rewards alone, never by the advantages that stand in the samples: it may be called again.
+    `over_step` uses the rewards alone, never the advantages that the samples have: it may be called again.
 
     Args:
-        section: what the config says.
-        weights: of every reward, by name.
+        section: `advantage` of the configuration.
+        weights: weight of every reward, by name.
     """
 
     def __init__(self, section: AdvantageSection, weights: Mapping[str, float]) -> None:
@@ -40,12 +40,12 @@ class Advantages:
         self._weights = weights
 
     def of_group(self, rewards: Rewards, parts: Sequence[Mapping[str, float | None]]) -> list[float]:
-        """Advantages of one group, [num_completions]. What `over_step` completes is not divided by the std of the step yet,
-        and has the sign of the final one. All are 0 in a group that teaches nothing, and only there.
+        """Advantages of one group, [num_completions]. Those that `over_step` completes are not divided by the std of the step yet,
+        but have the sign of the final ones. All are 0 in a group without a signal, and only there.
 
         Args:
             rewards: summed by weight.
-            parts: each reward function on its own.
+            parts: the rewards by function.
         """
         if self._section.rewards == "normalize_each":
             return [value or 0.0 for value in normalize_each(parts, self._weights)]
@@ -64,7 +64,7 @@ class Advantages:
         return self.of_group(_with(rewards, index, sample.reward), _with(parts, index, sample.rewards))[index]
 
     def over_step(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The groups of a step with their final advantages. The std is over all of them, those without samples too."""
+        """The groups of a step with their final advantages. The std is over all groups, including those without samples."""
         if self._section.rewards != "normalize_each" and self._section.type != "batch":
             return list(groups)
         rewards, parts = [group.rewards for group in groups], [group.reward_parts for group in groups]
@@ -94,7 +94,7 @@ class Advantages:
 
 
 def _with(values: Sequence[Value], index: int, value: Value) -> list[Value]:
-    """`values` with another one at `index`."""
+    """A copy of `values` with `value` at `index`."""
     return [*values[:index], value, *values[index + 1 :]]
 
 
@@ -131,7 +131,8 @@ def leave_one_out_advantages(rewards: Rewards) -> list[float]:
 
         A = r - (sum - r) / (n - 1)  =  (r - mean) x n / (n - 1)
 
-    Zero as in `group_advantages`. Example: [1, 0, None, 0]: the others of 1 have mean 0, of a 0 have 0.5; A = 1, -0.5, 0, -0.5.
+    0 in the same cases as in `group_advantages`.
+    Example: [1, 0, None, 0]: the others of 1 have mean 0, of a 0 have 0.5; A = 1, -0.5, 0, -0.5.
     """
     if has_zero_variance(rewards):
         return [0.0] * len(rewards)
@@ -141,10 +142,10 @@ def leave_one_out_advantages(rewards: Rewards) -> list[float]:
 
 
 def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:
-    """Advantages of the groups of a step: A = (r - mean of the group) / (std of the step + 1e-4), the std over every scored reward
-    of every group (Lite PPO, arXiv 2508.08221).
+    """Advantages of the groups of a step: A = (r - mean of the group) / (std of the step + 1e-4). The std is over every scored
+    reward of every group (Lite PPO, arXiv 2508.08221).
 
-    Small differences stay small. Zero as in `group_advantages`.
+    Small differences stay small. Advantages are 0 in the same cases as in `group_advantages`.
     Example: [1, 0] and [3, 3]: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5, so
     A = +-0.5 / 1.5001 = +-0.33331, and 0, 0.
     """
@@ -153,11 +154,11 @@ def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:
 
 
 def normalize_each(rows: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]) -> list[float | None]:
-    """First half of GDPO (arXiv 2601.05242): every reward function compared on its own within the group, then added by weight:
+    """First half of GDPO (arXiv 2601.05242): each reward function is normalized within the group, then they are summed by weight:
 
         c = sum over the functions k that scored the row of weight_k x (r_k - mean_k) / (std_k + 1e-4)
 
-    A row that no function scored is None. What the functions say together is 0 where they cancel out: all rows then are 0.
+    A row that no function scored is None. Where the functions cancel out, all rows are 0.
     Example: weights {a: 1, b: 0.5}, rows {a: 1, b: 30}, {a: 0, b: 10}: both columns are +-0.70711 but for the 1e-4 (0.70701 and
     0.70710), so c = +-(0.70701 + 0.35355) = +-1.06056; summed first, b alone would have decided.
     """
@@ -178,7 +179,7 @@ def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
 
         A = (c - mean) / (std + 1e-4)
 
-    The mean is that of the step; it is 0 but for float noise, as that of every group is.
+    The mean is that of the step, which is 0 up to float noise, like that of every group.
     Example: [1, -1] and [0, 0]: std = sqrt(2 / 3) = 0.81650, A = +-1 / 0.81660 = +-1.22459, and 0, 0.
     """
     scored = [value for values in groups for value in _scored(values)]
@@ -193,7 +194,7 @@ def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
 
 
 def has_zero_variance(rewards: Rewards) -> bool:
-    """Whether a group teaches nothing: fewer than two scored rewards, or all are equal."""
+    """Whether a group has no signal: fewer than two scored rewards, or all are equal."""
     scored = _scored(rewards)
     return len(scored) < 2 or are_equal(min(scored), max(scored))
 

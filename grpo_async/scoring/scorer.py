@@ -1,8 +1,8 @@
-"""Scores groups: calls the reward functions on the survivors, compares within the group, makes the rows.
+"""Scores groups: calls the reward functions on the completions that survived, computes advantages, makes the rows.
 
 A failed completion is never scored and never trained; the reward columns are those of the survivors. Every path of a completion
-(its own turns, and each branch of an agent's) is a row; all of them have its reward and its advantage, but for branches that the
-agent gave a reward of their own.
+(its own turns, and each branch of an agent's) is a row. All rows have its reward and its advantage, except branches to which the
+agent gave their own reward.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Scorer:
     """See the module's docstring.
 
     Args:
-        rewards: what is rewarded.
-        advantage: how rewards are compared.
-        train_zero_variance: make samples of groups that teach nothing: all their advantages are 0.
-        train_truncated: make samples of truncated completions; they count in the group's mean in any case.
+        rewards: the reward functions.
+        advantage: how advantages are computed.
+        train_zero_variance: whether to make samples of groups without a signal, whose advantages are all 0.
+        train_truncated: whether to make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
         max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
-        timeline: takes a span for each group.
+        timeline: records a span for each group.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Scorer:
         self._train_truncated = train_truncated
         self._environment_names = list(environment_weights or {})
         self.weights = {reward.name: reward.weight for reward in rewards} | dict(environment_weights or {})
-        """Weight of every reward, those of environments included, by name."""
+        """Weight of every reward by name, environments' rewards included."""
         self.advantages = Advantages(advantage, self.weights)
         """Completes the advantages when the groups of a step are taken."""
         self._state = TrainerState(global_step=0, max_steps=max_steps)
 
     def set_step(self, step: int) -> None:
-        """What reward functions see as `trainer_state.global_step` from now on."""
+        """Set the step that reward functions see as `trainer_state.global_step` from now on."""
         self._state = TrainerState(global_step=step, max_steps=self._state.max_steps)
 
     async def score(
@@ -76,7 +76,7 @@ class Scorer:
 
         Args:
             environments: one instance for each completion of the group.
-            is_trained: false: no samples are made, as for an evaluation.
+            is_trained: False makes no samples, as for an evaluation.
 
         Raises:
             GrpoAsyncError: a reward function failed; the message names it.
@@ -111,7 +111,7 @@ class Scorer:
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
     ) -> list[RolloutSample]:
-        """Rows of the survivors; none where they teach nothing."""
+        """Rows of the survivors; none if the group has no signal."""
         advantages = self.advantages.of_group(rewards, parts)
         samples = [
             _sample(group, completion, path, advantage=advantage, reward=reward, parts=part)
@@ -131,8 +131,8 @@ class Scorer:
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
     ) -> list[RolloutSample]:
-        """Branches that the agent gave their own reward have it in place of AGENT_REWARD, and the advantage that their rollout
-        would have with it; the others keep that of their rollout."""
+        """Give branches to which the agent gave a reward that reward in place of AGENT_REWARD, and the advantage that their rollout
+        would have with it; the others keep their rollout's."""
         own = {
             completion.sample_id(branch): (place, branch.reward)
             for place, completion in enumerate(survivors)
@@ -153,7 +153,7 @@ class Scorer:
     async def _outcomes(
         self, group: RolloutGroup, completions: Sequence[RolloutCompletion], *, environments: Sequence[Any] | None
     ) -> dict[str, RewardOutcome]:
-        """What every function says about these completions of the group, by its name.
+        """The outcome of every reward function on these completions of the group, by its name.
 
         The functions run at the same time; when one fails, the others are cancelled and its error is raised.
         """
@@ -184,7 +184,7 @@ class Scorer:
 
 
 def _branch_column(branch: Branch) -> dict[str, Any]:
-    """A branch as reward functions get it, with its whole conversation."""
+    """The columns that reward functions get for a branch, with its whole conversation."""
     messages = [message.as_dict() for message in (*branch.prompt_messages, *branch.completion_messages())]
     return {"name": branch.name, "parent": branch.parent, "reward": branch.reward, "messages": messages}
 
@@ -198,7 +198,7 @@ def _sample(
     reward: float | None,
     parts: Mapping[str, float | None],
 ) -> RolloutSample:
-    """One row, of one of the completion's paths. Prompt [1, 2], completion [3, 4], logprobs [-.5, -.1], versions [7, 7]:
+    """One row: one path of a completion. Prompt [1, 2], completion [3, 4], logprobs [-.5, -.1], versions [7, 7] give
     ids [1, 2, 3, 4], mask [0, 0, 1, 1], logprobs [0, 0, -.5, -.1], versions [-1, -1, 7, 7]."""
     num_prompt = len(path.prompt_ids)
     return RolloutSample(

@@ -1,4 +1,4 @@
-"""What connects rank 0 (or an evaluation alone) to the inference servers: the fleet, who hears of it, and who sends requests."""
+"""Connects rank 0 (or a standalone evaluation) to the inference servers: the fleet, its listeners, and the client."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def open_fleet(
     stack: ExitStack,
     timeline: Timeline = NO_TIMELINE,
 ) -> Fleet:
-    """The servers at `urls`, not watched yet (`start`). The launcher is told which of its own to restart, and tells what becomes of
-    them; it hears state and load of all. Closed with `stack`."""
+    """The fleet of servers at `urls`, not watched yet (`start`). It asks the launcher to restart the launcher's own servers, and
+    hears what becomes of them; the launcher gets state and load of all servers. `stack` closes it."""
     inference = config.inference
 
     def ask_restart(index: int, reason: str) -> None:
@@ -44,7 +44,7 @@ def open_fleet(
     )
     stack.callback(fleet.close)
     control.listen(fleet.on_server_event)
-    # of its own servers the launcher tells by itself
+    # the launcher itself reports changes of its own servers
     reporter = FleetReporter(fleet, control, timeline=timeline, tells_changes=bool(inference.urls))
     fleet.subscribe(reporter.on_change)
     fleet.subscribe_info(reporter.on_load)
@@ -55,11 +55,11 @@ def open_fleet(
 
 
 def has_died(fleet: Fleet, server: Server) -> bool:
-    """Whether a server has died since its record was read, seen or not."""
+    """Whether a server has died since its record was read, even if the fleet has not noticed it yet."""
     if all(server.instance_id != other.instance_id for other in fleet.serving()):
         return True
     try:
-        server.control.is_paused()  # goes through the engine
+        server.control.is_paused()  # this request goes through the engine
         return server.control.info().instance_id != server.instance_id
     except InferenceError:
         fleet.suspect(server.index)
@@ -67,7 +67,7 @@ def has_died(fleet: Fleet, server: Server) -> bool:
 
 
 def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
-    """Sends rollouts' requests to `servers`."""
+    """The client that sends rollouts' requests to `servers`."""
     inference = config.inference
     return InferenceClient(
         servers,
@@ -81,9 +81,9 @@ def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
 
 
 class FleetReporter:
-    """Listens to the fleet, on any thread. The launcher gets the state of all servers, at once when one has changed, else once a
-    second at most. The timeline gets a track for each server, with a span for each state that it was in, and an instant for a
-    change (a span stands in the file when it is over).
+    """Reports the fleet's changes, on any thread. The launcher gets the state of all servers, at once when one changes, otherwise
+    at most once per second. The timeline gets a track for each server, with a span for each state that it was in, and an instant
+    for each change (a span is written only when it is over).
 
     Args:
         tells_changes: the launcher also gets a note or a warning for each change.
@@ -95,11 +95,11 @@ class FleetReporter:
         self._timeline = timeline
         self._tells_changes = tells_changes
         self._told_at = 0.0
-        self._since: dict[int, tuple[ServerState, float]] = {}  # by server: its state, and when that began
+        self._since: dict[int, tuple[ServerState, float]] = {}  # by server: its state, and when the state began
         self._lock = threading.Lock()
 
     def on_change(self) -> None:
-        """For `Fleet.subscribe`."""
+        """Called by `Fleet.subscribe`."""
         with self._lock:
             servers = self._fleet.servers()
             for server in servers:
@@ -111,12 +111,12 @@ class FleetReporter:
             self._control.send("servers", servers=[self._describe(server) for server in servers])
 
     def on_load(self) -> None:
-        """For `Fleet.subscribe_info`."""
+        """Called by `Fleet.subscribe_info`."""
         if time.monotonic() - self._told_at >= _MIN_INTERVAL_S:
             self.on_change()
 
     def close(self) -> None:
-        """End the spans that are open."""
+        """End the open spans."""
         with self._lock:
             for index in list(self._since):
                 self._end(index)
@@ -127,7 +127,7 @@ class FleetReporter:
         is_lost = state in (ServerState.DOWN, ServerState.GONE)
         self._timeline.instant(str(state), f"server/{server.index}", **({"reason": why} if is_lost else {}))
         texts = {ServerState.SERVING: "serves", ServerState.GONE: f"is given up: {why}"}
-        if not is_first:  # it may not be up yet
+        if not is_first:  # at first a server may not be up yet
             texts[ServerState.DOWN] = f"is fenced: {why}"
         if self._tells_changes and state in texts:
             serving = sum(each.state is ServerState.SERVING for each in servers)

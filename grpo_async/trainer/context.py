@@ -34,8 +34,8 @@ _COMMAND_MARGIN_S = 60.0
 
 
 def join_process_group(assignment: Assignment, config: ExperimentConfig) -> None:
-    """Meet the other ranks. On one machine through a private file, and no rank listens on any network address but loopback; on
-    several in the store of node 0's torchrun, over the interface that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name."""
+    """Join the other ranks. On one machine they meet through a private file, and no rank listens on any address but loopback; on
+    several machines through the store of node 0's torchrun, over the interface of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."""
     kind = device_kind(assignment)
     if kind == "cuda":
         torch.cuda.set_device(assignment.local_rank)
@@ -50,7 +50,7 @@ def join_process_group(assignment: Assignment, config: ExperimentConfig) -> None
 
 
 def device_kind(assignment: Assignment) -> str:
-    """ "cpu" or "cuda". Raises ConfigError: a GPU is planned, and torch cannot use it."""
+    """The device type, "cpu" or "cuda". Raises ConfigError if a GPU is planned but torch cannot use it."""
     if not assignment.on_gpu:
         return "cpu"
     if not torch.cuda.is_available():
@@ -98,7 +98,7 @@ def build_context(
             policy.model,
             config.model,
             served_dtype=getattr(torch, config.inference.resolved_dtype),
-            # only rank 0 sends; the others leave what they gather where it is
+            # only rank 0 sends; the other ranks leave gathered tensors on their device
             device=torch.device("cpu") if assignment.transport == "gloo" and assignment.rank == 0 else device,
         ),
         channel=CommandChannel(timeout_s=command_timeout_s),
@@ -113,7 +113,7 @@ def build_context(
 
 
 def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceMesh, device: torch.device) -> Policy:
-    """Of the model that `section` names, on this rank's device."""
+    """Build the policy of the model that `section` names, on this rank's device."""
     training = config.training
     policy = build_policy(
         section,
@@ -136,8 +136,8 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
 
 
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
-    """The policy without its adapters, or a separate model: a frozen one in the compute dtype, since FSDP gathers in it anyway; one
-    that is synced in the policy's dtype, so that small updates are not rounded away."""
+    """The policy without its adapters, or a separate model: a frozen one in the compute dtype, since FSDP gathers in it anyway; a
+    synced one in the policy's dtype, so that small updates are not rounded away."""
     if config.reference_is_policy:
         return Reference(policy, without_adapters=True)
     model, wanted = config.model, config.loss.reference

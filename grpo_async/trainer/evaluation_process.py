@@ -1,6 +1,6 @@
-"""The process of `grpo-async eval` that asks the servers: rollouts, rewards and numbers as in a run, no trainer, no weights sent.
+"""The process of `grpo-async eval` that queries the servers: rollouts, rewards and metrics as in a run, without a trainer.
 
-wait for a server -> take what it has loaded -> evaluate -> result to the launcher
+wait for a server -> take the model that it has loaded -> evaluate -> send the result to the launcher
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def evaluate_served(assignment: Assignment, config: ExperimentConfig, control: C
 
 
 def _serve_what_is_loaded(config: ExperimentConfig, fleet: Fleet, control: ControlClient) -> None:
-    """A server that is up serves what it has loaded at its start: also one that was restarted."""
+    """A server that is up serves the model that it loaded at its start, also after a restart."""
     from grpo_async.trainer.weight_sync import check_server
 
     def take() -> None:
         for server in fleet.members():
             if server.state is ServerState.SERVING:
                 continue
-            assert server.info is not None  # what is ready has said what it is
+            assert server.info is not None  # a ready server has reported its info
             try:
                 check_server(server.info, config)
             except ConfigError as error:
@@ -70,7 +70,7 @@ def _serve_what_is_loaded(config: ExperimentConfig, fleet: Fleet, control: Contr
 def _run(
     config: ExperimentConfig, control: ControlClient, fleet: Fleet, store: Any, stack: ExitStack
 ) -> dict[str, Any] | None:
-    """The result; None when it was stopped."""
+    """Run the evaluation. Returns the result; None when it was stopped."""
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluator
     from grpo_async.trainer.connections import make_client
@@ -123,7 +123,7 @@ def _run(
 
 
 async def _close(*closes: Callable[[], Awaitable[None]]) -> None:
-    """All of them, whatever becomes of the one before: the numbers are there, and the process ends."""
+    """Run all of them, even if one fails: the results are there, and the process ends."""
     for close in closes:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):

@@ -14,8 +14,8 @@ _MAX_PROMPT, _MAX_COMPLETION = 300, 1000  # characters
 
 
 def example_of(groups: Sequence[ScoredGroup]) -> dict[str, Any] | None:
-    """Of the group whose rewards are furthest apart: the last message of its prompt, and the completions with the highest and the
-    lowest reward, long texts without their middle. One completion where all rewards are equal; None where nothing has a reward.
+    """An example from the group whose rewards are furthest apart: the last message of its prompt, and the completions with the
+    highest and the lowest reward; long texts lose their middle. One completion if all rewards are equal; None without any reward.
 
     {"prompt": "3 + 4 =", "completions": [{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": "8"}]}
     """

@@ -1,6 +1,6 @@
 """Rank 0 from the first connection to the summary; the other ranks follow its commands (training.ranks).
 
-    lead_ranks  connect -> restore -> wait for a server -> make what the Leader works with
+    lead_ranks  connect -> restore -> wait for a server -> build the Leader's parts
     Leader      push the first weights -> check -> evaluate -> train -> save, export, push -> evaluate -> summary
     a step      take groups -> [pack] -> step, and pack the next -> close groups -> push weights -> log -> checkpoint
 
@@ -81,18 +81,18 @@ from grpo_async.weights.verify import TrainerScores, probe_sequences
 logger = logging.getLogger(__name__)
 
 _PREFLIGHTS = 3
-"""A server that dies while it is checked is checked again when it is back, this many times in all."""
+"""Maximum number of preflights: if a server dies while it is checked, it is checked again when it is back."""
 _EXAMPLE_STEPS = 5
-"""Number of steps between examples of what the policy writes; there is one after the first step, too."""
-_MIN_FREE_MEMORY = 0.1  # of the peak of a rank; with less free memory, a longer batch than those so far may not fit
+"""Number of steps between two examples of what the policy writes; the first step also has one."""
+_MIN_FREE_MEMORY = 0.1  # fraction of a rank's peak; with less free memory, a batch longer than those so far may not fit
 _MAX_OVER_ESTIMATE = (
     1.5  # a peak above this multiple of the estimate, which is good to about a third, is worth a warning
 )
-_MAX_NONFINITE_STEPS = 3  # in a row, each skipped; then the run ends
+_MAX_NONFINITE_STEPS = 3  # in a row; each is skipped, then the run ends
 
 
 def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerContext, renderer: ChatRenderer) -> None:
-    """Run rank 0; everything it opened is closed when it returns or raises."""
+    """Run rank 0. Everything that it opened is closed when it returns or raises."""
     run_dir, timeline, step = assignment.run_dir, context.timeline, assignment.resume_step
     with ExitStack() as stack:
         state = load_state(run_dir, step) if step is not None else None
@@ -106,7 +106,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
         if step is not None:
             context.load(step)
             set_aside_later_checkpoints(run_dir, step)
-            side.supersede()  # not before: a start that fails leaves the run's files as they are
+            side.supersede()  # only now: a start that fails must leave the run's files untouched
         control.send("phase", name="waiting for the server")
         fleet.start()
         with timeline.span("waiting for the server", "run"):
@@ -160,7 +160,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             timeline=timeline,
         )
         log = stack.enter_context(MetricsWriter(run_dir.metrics, first_step=start + 1))
-        is_run = assignment.purpose == "train"  # a preflight is no run that anybody wants to see in a tracker
+        is_run = assignment.purpose == "train"  # nobody wants a preflight in a tracker
         trackers = open_trackers(config, run_dir) if is_run else Trackers(())
         stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
         for text in trackers.shown_by:
@@ -205,12 +205,12 @@ class Leader:
     """See the module's docstring.
 
     Args:
-        context: this rank's shard.
-        fleet: a server of it is up.
-        source: where samples come from.
-        store: keeps the rollouts.
+        context: this rank's context.
+        fleet: the servers, at least one of which is up.
+        source: the source of samples.
+        store: stores the rollouts.
         sync: pushes the weights to the servers.
-        log, trackers: get the metrics of each step.
+        log, trackers: receive the metrics of each step.
         state: the checkpoint that this run resumes from.
     """
 
@@ -247,24 +247,24 @@ class Leader:
         self._meter = PipelineMeter(self._read_counters(), Totals(**state.totals) if state else None)
         counters = state.counters if state else {}
         bad_steps = counters.get("bad_steps", 0)
-        # at its limit it ended the run before: the next step that is not finite would be the end again
+        # at the limit the run ended before: the next non-finite step would end it at once again
         self._bad_steps = bad_steps if bad_steps < _MAX_NONFINITE_STEPS else 0
         is_half = self._config.model.compute_dtype == "float16"
         self._loss_scale = LossScale(counters) if is_half else None
         self._next: PackedStep | None = None  # packed while the step before it was trained
-        self._push_is_held = False  # by an evaluation: it follows as soon as that is over
+        self._push_is_held = False  # by an evaluation; the push follows when it is over
         self._pushed_version = -1
         self._saved_step = state.step if state else None
-        self._is_complete = False  # it came to its last step, or that of the data
+        self._is_complete = False  # the run reached its last step, or the end of the data
         self.version = 0
-        """Of the weights in this process: the number of finished steps."""
+        """Version of the weights in this process: the number of finished steps."""
         self.activity = Activity(context.timeline)
 
     def run(self, preflight: Callable[[Sequence[Server]], list[Check]]) -> None:
-        """All from the first push on.
+        """Do everything from the first push on.
 
         Args:
-            preflight: checks trainer and servers against each other.
+            preflight: compares trainer and servers.
         """
         with self._phase("pushing the first weights"):
             is_pushed = self._push_first()  # also proves the transport before anything is generated
@@ -296,16 +296,16 @@ class Leader:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """The launcher is told what rank 0 does, and the timeline for how long."""
+        """Tell the launcher what rank 0 does, and record it in the timeline."""
         self._control.send("phase", name=name)
         with self._timeline.span(name, "run"):
             yield
 
     def _push_first(self) -> bool:
-        """Until one server serves: the first may die between its readiness and the push. False when the run is to stop.
+        """Push until one server serves: the first may die between its readiness and the push. False when the run is to stop.
 
         Raises:
-            DeadlineError: nobody serves within inference.startup_timeout_s.
+            DeadlineError: no server serves within inference.startup_timeout_s.
             RunError: all servers were given up.
         """
         ends_at = time.monotonic() + self._config.inference.startup_timeout_s
@@ -324,14 +324,14 @@ class Leader:
                 return False
 
     def _check_before_training(self, preflight: Callable[[Sequence[Server]], list[Check]]) -> None:
-        """Check everything that would spoil the run; again when a server died meanwhile.
+        """Check everything that would spoil the run; repeat this if a server died meanwhile.
 
         Raises:
-            RunError: something would.
+            RunError: a check failed.
         """
         with self._phase("checking trainer and servers against each other"):
             for attempt in range(1, _PREFLIGHTS + 1):
-                while not (servers := self._fleet.serving()):  # it has died since the push
+                while not (servers := self._fleet.serving()):  # the server has died since the push
                     if not self._push_first():
                         return
                 self._engine = next(server.info.engine for server in servers if server.info)
@@ -346,7 +346,7 @@ class Leader:
             raise RunError("the preflight found problems that would spoil the run:\n" + "\n".join(failed))
 
     def _await_server(self) -> bool:
-        """Wait until a server is up, telling the other ranks. See Fleet.wait_for_members."""
+        """Wait until a server is up, with heartbeats to the other ranks. See Fleet.wait_for_members."""
         return self._fleet.wait_for_members(
             deadline_s=self._config.inference.startup_timeout_s,
             stop=self._control.stop_requested,
@@ -363,7 +363,7 @@ class Leader:
         with self._phase("saving"):
             self.activity.begin("ending the run")
             if not self._is_complete:
-                self.save(finished, wait=True)  # before generation is stopped: a resume continues what is in flight
+                self.save(finished, wait=True)  # before generation stops: a resume continues the groups in flight
                 source.stop_generating()
             else:
                 self._evaluations.end_running(finished)
@@ -377,15 +377,15 @@ class Leader:
             self.activity.begin("evaluating after training")
             self._evaluations.after_training(finished)
             summary = self._evaluations.summary()
-            if summary is not None and summary["after"]:  # the model was exported before the last evaluation
+            if summary is not None and summary["after"]:  # the model card was written before the last evaluation
                 card = model_card(self._config, step=finished, evaluation=summary["after"])
                 write_atomically(self._context.run_dir.model / CARD, card)
         self._command_all(StopCommand())
         return finished
 
     def push(self, version: int) -> dict[str, float]:
-        """Push the current weights as `version`, on all ranks. With no server up, training continues with what is queued: the
-        weights follow as soon as one is (`push_if_needed`)."""
+        """Push the current weights as `version`, on all ranks. With no server up, training continues with the queued groups; the
+        weights follow as soon as one is up (`push_if_needed`)."""
 
         def gather(bucket_bytes: int) -> None:
             self._command_all(GatherCommand(bucket_bytes=bucket_bytes))
@@ -407,7 +407,7 @@ class Leader:
         return metrics
 
     def _push_or_save(self, step: int) -> dict[str, float]:
-        """Push; when that fails for good, the steps so far are saved before the error propagates."""
+        """Push. If that fails for good, save the finished steps before the error propagates."""
         try:
             return self.push(step)
         except RunError:
@@ -415,8 +415,8 @@ class Leader:
             raise
 
     def push_if_needed(self) -> None:
-        """Something has changed while this thread waited: give the weights to servers that can serve again, and make the push that
-        an evaluation held back until now. While one holds it and another server serves, those that come back wait, too: a push goes
+        """Something changed while this thread waited: push the weights to servers that can serve again, and make the push that an
+        evaluation has delayed. While an evaluation delays it and another server serves, servers that come back wait: a push goes
         to all."""
         is_held = self._evaluations.holds_push and self.version != self._pushed_version
         joins = self._fleet.has_ready and not (is_held and self._fleet.serving())
@@ -429,13 +429,13 @@ class Leader:
         return self._context.score(sequences, rounding)
 
     def train(self) -> int:
-        """Train to the last step, the end of the data, or until the source says stop; returns the number of finished steps.
+        """Train to the last step, the end of the data, or a request to stop; returns the number of finished steps.
 
         Raises:
             RunError: too many consecutive steps were not finite, generation died, a deadline passed.
         """
         config = self._config
-        self.activity.take_seconds()  # what was before is in no step
+        self.activity.take_seconds()  # time before training belongs to no step
         for step in range(self._start + 1, config.num_steps + 1):
             self.activity.begin(f"in step {step}")
             self._context.checkpoints.poll()
@@ -474,7 +474,7 @@ class Leader:
             )
             metrics.update(self._source.gauges())
             metrics.update(self._context.checkpoints.take_metrics())
-            if self._push_is_held and not self._evaluations.holds_push:  # it has ended since
+            if self._push_is_held and not self._evaluations.holds_push:  # the evaluation has ended since
                 metrics.pop("sync/held", None)
                 metrics.update(self._push_or_save(step))
             self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
@@ -488,7 +488,7 @@ class Leader:
         return config.num_steps
 
     def _report(self, step: int, metrics: dict[str, float], groups: Sequence[ScoredGroup]) -> None:
-        """A step is done: log, trackers and launcher hear of it."""
+        """A step is done: report it to log, trackers and launcher."""
         peak = float(peak_bytes(self._context.device))
         metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": peak}
         self._log.write(step, metrics)
@@ -503,7 +503,7 @@ class Leader:
             self._report_memory(step)
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
-        """The groups of a step; see RolloutSource.take. When generation has failed for good, the steps so far are saved before
+        """The groups of a step; see RolloutSource.take. If generation has failed for good, the finished steps are saved before
         its error propagates."""
         waiting = f"waiting for the samples of step {step}"
         try:
@@ -522,7 +522,7 @@ class Leader:
         try:
             self.save(step, wait=True)
         except RunError:
-            logger.exception("the steps since the last checkpoint could not be saved")  # the cause propagates
+            logger.exception("the steps since the last checkpoint could not be saved")  # the original error propagates
 
     def _pack(self, groups: Sequence[ScoredGroup], step: int) -> PackedStep:
         """Divide the groups of a step among the ranks, each of which packs its own."""
@@ -542,7 +542,7 @@ class Leader:
         return packed
 
     def _pack_next(self, step: int) -> None:
-        """Called while the device computes the step before: pack this one, if its groups are there."""
+        """Called while the device computes the step before: pack the next one, if its groups are there."""
         num_groups = self._config.rollout.groups_per_step
         if step <= self._config.num_steps and (groups := self._source.reserve(num_groups, trainer_version=step - 1)):
             self._next = self._pack(groups, step)
@@ -550,7 +550,7 @@ class Leader:
             self.heartbeat()  # the other ranks wait for one command in every step
 
     def _train(self, packed: PackedStep, step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
-        """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
+        """Run one step on all ranks. Returns its result, and the statistics of the tokens that are stored, by rollout id."""
         config, context = self._config, self._context
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
         commands = [
@@ -575,7 +575,7 @@ class Leader:
     def _close_groups(
         self, minibatches: Sequence[Minibatch], result: StepResult, statistics: Mapping[str, TokenStats], step: int
     ) -> list[RolloutSample]:
-        """Say what became of each group; returns the samples that were trained. Those of a skipped update were not."""
+        """Close each group with its status; returns the samples that were trained, without those of skipped updates."""
         made = [minibatch for minibatch, is_made in zip(minibatches, result.trained, strict=True) if is_made]
         skipped = [minibatch for minibatch, is_made in zip(minibatches, result.trained, strict=True) if not is_made]
         for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
@@ -612,11 +612,11 @@ class Leader:
             )
 
     def save(self, step: int, *, wait: bool = False) -> None:
-        """Begin to write checkpoint `step` on all ranks; training stands still while the tensors are copied, generation does not.
-        The last one has to be written first, and old ones are removed after it. `wait`: until it is written.
+        """Begin to write checkpoint `step` on all ranks. Training pauses while the tensors are copied, generation does not. The
+        previous checkpoint must be written first, and old ones are removed afterward. `wait`: return only when it is written.
 
         Raises:
-            CheckpointError: this one, or the last one, could not be written.
+            CheckpointError: this checkpoint, or the previous one, could not be written.
         """
         context, activity = self._context, self.activity
         if step != self._saved_step:
@@ -654,22 +654,22 @@ class Leader:
             self.push(step)
 
     def _prune(self) -> None:
-        """Called by the thread that writes checkpoints."""
-        # first the step: what is evaluated no more has its score
+        """Remove old checkpoints. Called by the thread that writes them."""
+        # read the step first: an evaluation that has ended since has its score
         evaluated_now = self._evaluations.running_step
         section = self._config.checkpoint
         scores = self._evaluations.scores(section.best_metric)
         prune(self._context.run_dir, section, scores=scores, evaluated_now=evaluated_now)
 
     def heartbeat(self) -> None:
-        """Tell the other ranks, which wait with a deadline, that this one waits too."""
+        """Tell the other ranks, which wait with a deadline, that rank 0 is still waiting."""
         self._command_all(WaitCommand())
 
     def _command_all(self, command: Command) -> None:
         self._context.channel.send([command] * self._context.world_size)
 
     def _read_counters(self) -> CounterSnapshot:
-        """Without the tokens of evaluations; the time that the servers are busy includes them."""
+        """Read the counters. They exclude tokens of evaluations, but include the time that servers are busy with them."""
         counters = self._fleet.read_counters()
         return CounterSnapshot(
             time_s=time.monotonic(),
@@ -678,7 +678,7 @@ class Leader:
         )
 
     def _memory_summary(self) -> dict[str, Any]:
-        """What each rank has held at most by the end of its first step, and what was expected."""
+        """The peak memory of each rank by the end of its first step, and the estimate."""
         context = self._context
         config = context.policy.model.config.get_text_config().to_dict()
         size = ModelSize.of(config, sum(math.prod(spec.shape) for spec in context.parameters.specs))
@@ -686,7 +686,7 @@ class Leader:
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": context.device.type == "cuda"}
 
     def _report_memory(self, step: int) -> None:
-        """Memory of the first step, compared with the plan; with a warning where it was far more, or where little is left."""
+        """Compare the memory of the first step with the plan; warn if it was far more, or if little is left."""
         memory = self._memory_summary()
         text = f"memory of a trainer rank after step {step}: {describe_peak(**memory)}"
         logger.info(text)
@@ -698,14 +698,14 @@ class Leader:
             self._control.send("warning", text=f"{text}; {format_bytes(left)} are left on its device; {ADVICE}")
 
     def _track_evaluation(self, step: int) -> Verdict:
-        """Trackers get what evaluations that have ended generated, and whether the run learns by now, which is returned."""
+        """Give trackers the completions of evaluations that have ended. Returns the verdict whether the run is learning by now."""
         verdict = judge(Evidence.read(self._assignment.run_dir))
         self._trackers.log_completions(step, self._evaluations.take_completions())
         self._trackers.log_verdict(step, verdict.text)
         return verdict
 
     def _write_summary(self, steps: int) -> None:
-        """summary.json, of a run that ends after `steps` finished steps."""
+        """Write summary.json of a run that ends after `steps` finished steps."""
         run_dir, memory, ledger = self._assignment.run_dir, self._memory_summary(), self._source.ledger_snapshot()
         has_model = self._is_complete
         summary = {

@@ -1,4 +1,4 @@
-"""The groups of one step: divided into minibatches, and these among the ranks."""
+"""The groups of one step, divided into minibatches, and each of these among the ranks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def divide_step(
     trainer_version: int,
     is_stored: Callable[[int], bool],
 ) -> tuple[PackedStep, list[PackCommand]]:
-    """The step, and what each rank has to pack of it. [world_size]
+    """Divide the step. Returns it, and the part that each rank has to pack. [world_size]
 
     Args:
-        groups: as RolloutSource.take gives them.
+        groups: those that RolloutSource.take returned.
         trainer_version: finished steps when this one begins.
         is_stored: whether the rollout store keeps the statistics of the tokens of a group, by its id.
     """

@@ -34,16 +34,16 @@ _NUM_FIRST_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
-    """What rank 0 generates with.
+    """The rollout side of rank 0.
 
     Attributes:
-        config: with the steps that `training.epochs` take.
+        config: the configuration, with `training.epochs` converted to steps.
         evaluator: None when the config has no evaluation.
-        first_prompts: a few of the data.
-        first_prompt_ids: their tokens, as rollouts begin with them; none where a rollout function or an agent makes its own.
+        first_prompts: a few prompts of the data.
+        first_prompt_ids: their tokens, as rollouts begin with them; empty if a rollout function or an agent makes the prompts.
         tool_sets: the sets of tools that rollouts may be offered.
-        supersede: flags rows that the store has of steps after the checkpoint; to be called when the checkpoint is loaded, before
-            anything is generated.
+        supersede: flags the store's rows of steps after the checkpoint; call it when the checkpoint is loaded, before anything is
+            generated.
     """
 
     config: ExperimentConfig
@@ -57,7 +57,7 @@ class RolloutSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInputs:
-    """What rollouts are made and scored with, in training and in an evaluation alone."""
+    """What makes and scores rollouts, in training and in a standalone evaluation."""
 
     components: Components
     data: LoadedData
@@ -68,7 +68,7 @@ class RolloutInputs:
 def load_rollout_inputs(
     config: ExperimentConfig, renderer: ChatRenderer, timeline: Timeline = NO_TIMELINE
 ) -> RolloutInputs:
-    """Import and read what the configuration names, and check one against the other.
+    """Import and read what the configuration names, and check that it fits together.
 
     Raises:
         ConfigError: data or reward functions cannot be used.
@@ -100,7 +100,7 @@ def build_rollout_side(
     state: CheckpointState | None,
     timeline: Timeline = NO_TIMELINE,
 ) -> RolloutSide:
-    """Connect everything between the data and the trainer; `state` is that of the checkpoint to resume from.
+    """Connect everything between the data and the trainer; `state` comes from the checkpoint to resume from.
 
     Raises:
         ConfigError: data or reward functions cannot be used.
@@ -153,7 +153,7 @@ def build_rollout_side(
         config,
         client=client,
         worker=worker,
-        # servers that others run may come and go forever
+        # servers that somebody else runs may come and go forever
         server_changes=(lambda: 0) if config.inference.urls else (lambda: fleet.num_changes),
         closing=[reward.close for reward in inputs.rewards],
         closing_on_loop=[components.aclose],
@@ -173,7 +173,7 @@ def build_rollout_side(
         first_prompt_ids=[
             renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)
             for prompt in first
-            # those of an environment may begin empty
+            # prompts of an environment may begin empty
             if prompt.messages and not config.has_own_rollouts
         ],
         tool_sets=components.tool_sets,

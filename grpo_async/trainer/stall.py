@@ -1,4 +1,4 @@
-"""What happens when a run stands still (`training.stall_timeout_s`): say what waits for what, save if that is possible, end.
+"""Handles a run that makes no progress (`training.stall_timeout_s`): reports what waits for what, saves if possible, ends the run.
 
     no step finished, no token generated -> message and stacks of all threads into the log
                                          -> the main thread's wait for samples raises RunError: it saves the finished steps and
@@ -6,8 +6,8 @@
                                          -> if it begins nothing new for launch.stop_timeout_s, it hangs: the thread of the
                                             StallGuard ends the process
 
-Either way the exit code is 1, and the launcher gets the message. A process that was stopped (SIGSTOP), or whose interpreter some
-code holds, cannot notice that itself: launcher.liveness does.
+Either way the exit code is 1, and the launcher gets the message. A process that was stopped (SIGSTOP), or in which some code
+holds the GIL, cannot notice that itself: launcher.liveness does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _MAX_INTERVAL_S = 5.0
 _CHECKS_PER_TIMEOUT = 10
 _REPORT_S = 10.0
-"""For the last message to be written before the process is ended, should the disk or the launcher hang, too."""
+"""Time to write the last message before the process is killed, in case the disk or the launcher hangs, too."""
 
 
 class StallGuard:
@@ -46,12 +46,12 @@ class StallGuard:
     rollout thread in a user's function.
 
     Args:
-        assignment: where to leave the failure.
-        source: generated tokens, what is in flight, and how to end a wait for samples.
-        version: finished steps.
+        assignment: where to write the failure.
+        source: generated tokens, what is in flight, and how to interrupt a wait for samples.
+        version: number of finished steps.
         activity: what the main thread is doing.
-        checkpoints: whether it waits for one.
-        fleet: tokens of evaluations, and whether servers are on their way.
+        checkpoints: whether the main thread waits for one.
+        fleet: tokens of evaluations, and whether servers are starting.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class StallGuard:
         self._thread = threading.Thread(target=self._watch, name="stall-guard", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; the servers serve."""
+        """Begin to watch. Call it when servers serve."""
         self._thread.start()
 
     def stop(self) -> None:
-        """The run is over. Without effect on a stall that was noticed before: what was begun then is carried out."""
+        """The run is over. A stall that was noticed before is still handled to its end."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -102,10 +102,10 @@ class StallGuard:
                 return
 
     def check(self) -> None:
-        """Call it when everything is written.
+        """Call this when everything is written.
 
         Raises:
-            RunError: the run stood still at some time, though it may have come to its end.
+            RunError: the run stood still at some time, even if it finished afterward.
         """
         if self._error is not None:
             raise self._error
@@ -113,11 +113,11 @@ class StallGuard:
     def _progress(self) -> object:
         """Changes while the run makes progress."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
-        # those of evaluations are known to the servers only, and the end of a run (save, export) shows in what is begun
+        # only the servers know the tokens of evaluations; the end of a run (save, export) shows in what the main thread begins
         return self._version(), tokens, self._fleet.read_counters().generated_tokens, self._activity.num_begun
 
     def _is_excused(self) -> bool:
-        """A server loads or is restarted: nothing else may be able to continue meanwhile. The fleet has limits for that."""
+        """Whether a server loads or is restarted: nothing else may be able to continue. The fleet has limits for that."""
         longest_s = self._config.inference.startup_timeout_s + MAX_RESTART_DELAY_S
         now = time.monotonic()
         return any(
@@ -137,13 +137,13 @@ class StallGuard:
         logger.error("where the tasks of the rollout thread wait:\n%s", self._source.task_stacks())
 
     def _end(self, error: RunError) -> None:
-        """The main thread ends the process by itself when it can. It has the grace time for each thing that it begins; writing a
-        checkpoint has its own limit."""
+        """Wait for the main thread, which ends the process by itself when it can. It has the grace time for each thing it begins;
+        writing a checkpoint has its own limit."""
         grace_s = self._config.launch.stop_timeout_s
         main = threading.main_thread()
         saved_by = time.monotonic() + self._checkpoints.longest_s
         num_begun = -1
-        while main.is_alive():  # ends when the main thread begins nothing
+        while main.is_alive():  # ends when the main thread begins nothing new
             saves = self._checkpoints.is_writing and time.monotonic() < saved_by
             if num_begun == self._activity.num_begun and not saves:
                 break
@@ -160,7 +160,7 @@ class StallGuard:
         logging.shutdown()
 
     def _describe(self, stalled_s: float) -> str:
-        """What waits for what; a paragraph."""
+        """A paragraph on what waits for what."""
         now = time.monotonic()
         servers = self._fleet.servers()
         return (
@@ -172,7 +172,7 @@ class StallGuard:
 
 
 def thread_stacks() -> str:
-    """Where every thread of this process is at the moment, the main thread first."""
+    """The stack of every thread of this process, the main thread first."""
     frames = sys._current_frames()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
     parts = []
@@ -188,7 +188,7 @@ def _servers(servers: Sequence[Server], now: float) -> str:
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Do `work` in a thread, and continue without it when it takes longer or fails."""
+    """Do `work` in a thread, but continue without it when it takes longer or fails."""
     for done in wait([in_thread(work, name="stall-report")], timeout=seconds).done:
         if (error := done.exception()) is not None:
             logger.error("%s", error, exc_info=error)

@@ -1,4 +1,4 @@
-"""The weights of the trainer on every server that is up: connects fleet, transport and push, and fences
+"""Brings the trainer's weights to every server that is up: connects fleet, transport and push, and fences
 the servers that failed.
 
 To follow a push: FleetSync.push here, then weights/push.py.
@@ -7,9 +7,9 @@ To follow a push: FleetSync.push here, then weights/push.py.
             ^                                               |
             '------- fence the servers that failed <--------'
 
-A server that fails is fenced, and the push is made again with the others; those that had loaded a part of it stand still until
-then. With no server left the push is skipped: training continues with what is queued, and the weights follow when a server is back
-(Leader.push_if_needed).
+A server that fails is fenced, and the push is repeated with the others; those that loaded a part of it pause until
+then. With no server left the push is skipped: training continues with the queued groups, and the weights follow when a server is
+back (Leader.push_if_needed).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest
 logger = logging.getLogger(__name__)
 
 _MAX_UNATTRIBUTED_FAILURES = 3
-"""Consecutive pushes that fail although no server failed: then the fault is not with the servers."""
+"""Maximum number of consecutive failed pushes in which no server failed: then the fault is not with the servers."""
 
 Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
 
 class FleetSync:
-    """The weights of the trainer to the servers of the fleet; used from the trainer's main thread.
+    """Pushes the trainer's weights to the servers of the fleet; used from the trainer's main thread.
 
     Args:
-        parameters: of the policy; gathered on every rank.
-        probes: token sequences on which trainer and servers are compared.
+        parameters: parameters of the policy, gathered on every rank.
+        probes: token sequences whose log-probabilities are compared.
         on_serving: called with each server that serves for the first time after a start.
-        timeline: takes the phases of each push.
+        timeline: records the phases of each push.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class FleetSync:
         self._version = -1
         self._verify_now = False
         self._has_served = False
-        self._group: list[tuple[str, str]] = []  # who meets in the transport's group
+        self._group: list[tuple[str, str]] = []  # members of the transport's group
         self._sleeping: list[Server] = []
 
     def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
-        """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
+        """Push the current weights as `version` to every server that is up. Returns metrics; None when no server is up.
 
         Args:
             before_gather: called with the size of the buckets before each pass over the parameters: the other ranks have to take
@@ -106,7 +106,7 @@ class FleetSync:
     def _push_to(
         self, members: Sequence[Server], version: int, before_gather: Callable[[int], None]
     ) -> dict[str, float]:
-        group = [(server.name, server.instance_id) for server in members]  # one that was restarted has left it
+        group = [(server.name, server.instance_id) for server in members]  # a restarted server has left the group
         if self._group != group:
             self._transport.close()
         self._group = group
@@ -140,7 +140,7 @@ class FleetSync:
     def _mark_served(self, members: Sequence[Server], version: int) -> None:
         every = self._config.weights.verify_every_pushes
         joined = [server for server in members if server.state is not ServerState.SERVING]
-        is_first = self._num_pushes == 0  # the preflight compares then
+        is_first = self._num_pushes == 0  # the preflight compares after the first push
         is_due = self._num_pushes % every == 0 or bool(joined) if every else False
         self._verify_now = self._verify_now or (is_due and not is_first)
         self._num_pushes += 1
@@ -151,10 +151,10 @@ class FleetSync:
             self._on_serving(server)
 
     def _fence(self, members: Sequence[Server], error: PushFailedError) -> bool:
-        """Fence the servers that failed; whether there were any.
+        """Fence the servers that failed; returns whether there were any.
 
         Raises:
-            WeightPushError: a server refused the update, which it would do again; or requests in flight did not end in time.
+            WeightPushError: a server refused the update, as it would do again; or requests in flight did not end in time.
         """
         is_drain = error.phase == "pause" and self._config.weights.mode == "drain"
         if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
@@ -174,8 +174,8 @@ class FleetSync:
         return bool(error.failures)
 
     def _was_restarted(self, server: Server) -> bool:
-        """Whether the server was restarted since it was found; the fleet is notified. What answers now knows nothing of the push,
-        and serves the weights that it was started with."""
+        """Whether the server was restarted since it was found; if so, the fleet is notified. The new process knows nothing of the
+        push, and serves the weights that it was started with."""
         try:
             info = server.control.info()
         except GrpoAsyncError:
@@ -186,10 +186,10 @@ class FleetSync:
         return True
 
     def _fit_members(self) -> list[Server]:
-        """The members that can serve this run. One that joins late and cannot is given up, the first one ends the run."""
+        """The members that can serve this run. If one cannot, it is given up when it joined late; the first server ends the run."""
         fit = []
         for server in self._fleet.members():
-            assert server.info is not None  # what is ready has said what it is
+            assert server.info is not None  # a ready server has reported its info
             try:
                 if server.state is ServerState.SERVING or self._is_fit(server, server.info):
                     fit.append(server)
@@ -201,10 +201,10 @@ class FleetSync:
         return fit
 
     def _is_fit(self, server: Server, info: ServerInfo) -> bool:
-        """False when it is gone again.
+        """Whether a server can serve this run; False when it is gone again.
 
         Raises:
-            ConfigError: it serves something else than this run trains.
+            ConfigError: it serves another model than this run trains.
         """
         check_server(info, self._config)
         wire = self._config.inference.resolved_dtype
@@ -230,7 +230,7 @@ class FleetSync:
         return True
 
     def verify(self, score: Score) -> dict[str, float]:
-        """Where it is due, compare the servers with `score`, which gives the trainer's own log-probabilities of sequences at the
+        """If a check is due, compare the servers with `score`, which gives the trainer's own log-probabilities of sequences at the
         rounding of a dtype; returns metrics. A server that is gone meanwhile is left to the fleet.
 
         Raises:
@@ -276,7 +276,7 @@ class FleetSync:
         }
 
     def sleep_servers(self) -> None:
-        """A step begins to train: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""
+        """Called when a step begins: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""
         if not self._config.inference.vllm.sleep_while_training:
             return
         for server in self._fleet.serving():
