@@ -32,8 +32,7 @@ from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
-# Every rollout in flight may call the same tool, and most tools wait for something. When that hangs, all calls that run pass
-# their limit together; the tool is refused once as many threads are stuck as may run.
+# Every rollout in flight may call the same tool, and most tools wait for something.
 _MAX_THREADS = 64
 ASYNC_LOOP = UserLoop("async tools")
 """One for all of them and for async methods of environments: an HTTP client or a lock that two share belongs to one loop."""
@@ -89,7 +88,7 @@ class Tool:
             UnusableError: it cannot be described to a model.
         """
         spec = build_spec(function, hidden=set(arguments or {}))
-        threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
+        threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS)
         return cls(function, spec, Caller(threads, timeout_s, loop=ASYNC_LOOP), fixed=arguments)
 
     @property

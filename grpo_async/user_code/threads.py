@@ -1,10 +1,11 @@
 """Runs the user's blocking functions in daemon threads, off the event loop: a ThreadRunner those that may run at the same time
 (rewards, tools), an InstanceThread those of one environment.
 
-A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; with too many of
-them running, further calls are refused. One whose caller was cancelled keeps its place among the calls that run at once until it
-ends or until the limit of its call has passed, and only then counts as abandoned. So neither hanging nor cancelled calls pile
-up threads: there are never more than `max_threads` + `max_abandoned`. Threads are daemons, so one that is left does not keep the
+A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; once as many of them
+are stuck as calls may run, further calls are refused. (Not before: when what they all wait for hangs, they pass their limits
+together.) One whose caller was cancelled keeps its place among the calls that run at once until it ends or until the limit of its
+call has passed, and only then counts as abandoned. So neither hanging nor cancelled calls pile up threads: there are never more
+than twice `max_threads`, or `max_threads` + 4 where that is more. Threads are daemons, so one that is left does not keep the
 process from ending.
 """
 
@@ -24,6 +25,9 @@ from grpo_async.utils.concurrency import in_thread
 
 Result = TypeVar("Result")
 
+_MIN_ABANDONED = 4
+"""So many may be stuck where fewer calls may run."""
+
 
 class ThreadsExhaustedError(GrpoAsyncError):
     """Too many threads outlived their deadlines: the function hangs, and threads cannot be killed."""
@@ -35,15 +39,14 @@ class ThreadRunner:
     Args:
         name: what runs in them, for threads and errors ("reward length").
         max_threads: calls that run at once, those of cancelled callers among them; more wait.
-        max_abandoned: with this many abandoned threads still running, calls are refused.
     """
 
-    def __init__(self, name: str, *, max_threads: int = 8, max_abandoned: int = 4) -> None:
+    def __init__(self, name: str, *, max_threads: int = 8) -> None:
         self._name = name
         self._max_threads = max_threads
         # An asyncio semaphore belongs to one event loop, a function may serve several in turn.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-        self._max_abandoned = max_abandoned
+        self._max_abandoned = max(max_threads, _MIN_ABANDONED)
         self._abandoned: set[Future[Any]] = set()
         self._running: set[asyncio.Task[Any]] = set()  # event loops hold their tasks weakly
 

@@ -183,12 +183,12 @@ async def cancelled(runner: ThreadRunner, gate: Gate, *, timeout_s: float) -> No
 
 def test_a_cancelled_caller_is_no_abandoned_thread_before_the_limit_of_its_call(gate: Gate) -> None:
     async def run() -> str:
-        runner = ThreadRunner("gated", max_threads=8, max_abandoned=1)
-        for _ in range(3):
+        runner = ThreadRunner("gated", max_threads=5)
+        for _ in range(4):
             await cancelled(runner, gate, timeout_s=LONG_S)
         assert runner.num_abandoned == 0
         later = asyncio.create_task(runner.run(gate.wait, LONG_S))
-        await until(lambda: gate.num_running == 4)  # not refused
+        await until(lambda: gate.num_running == 5)
         gate.open.set()
         return await later
 
@@ -199,14 +199,15 @@ def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        runner = ThreadRunner("gated", max_abandoned=2)
+        runner = ThreadRunner("gated", max_threads=2)
         await cancelled(runner, gate, timeout_s=1.0)
         await cancelled(runner, gate, timeout_s=LONG_S)
         await until(lambda: runner.num_abandoned == 1)
-        with pytest.raises(TimeoutError):
-            await runner.run(gate.wait, 0.05)
-        assert runner.num_abandoned == 2
-        with pytest.raises(ThreadsExhaustedError, match="gated: 2 of its threads still run past their time limit"):
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await runner.run(gate.wait, 0.05)
+        assert runner.num_abandoned == 4
+        with pytest.raises(ThreadsExhaustedError, match="gated: 4 of its threads still run past their time limit"):
             await runner.run(gate.wait, LONG_S)
         gate.open.set()
         await until(lambda: runner.num_abandoned == 0)
@@ -217,9 +218,23 @@ def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(
     assert "never retrieved" not in caplog.text
 
 
+def test_calls_that_hang_together_are_no_reason_to_refuse_another_while_fewer_hang_than_may_run(gate: Gate) -> None:
+    async def run() -> None:
+        runner = ThreadRunner("gated", max_threads=6)
+        hanging = await asyncio.gather(*(runner.run(gate.wait, 0.05) for _ in range(5)), return_exceptions=True)
+        assert [type(each) for each in hanging] == [TimeoutError] * 5
+        assert await runner.run(lambda: "next", LONG_S) == "next"
+        with pytest.raises(TimeoutError):
+            await runner.run(gate.wait, 0.05)
+        with pytest.raises(ThreadsExhaustedError):
+            await runner.run(gate.wait, LONG_S)
+
+    asyncio.run(run())
+
+
 def test_a_cancelled_callers_thread_gives_its_place_up_at_the_limit_of_its_call(gate: Gate) -> None:
     async def run() -> None:
-        runner = ThreadRunner("gated", max_threads=1, max_abandoned=2)
+        runner = ThreadRunner("gated", max_threads=1)
         await cancelled(runner, gate, timeout_s=1.0)
         started = time.monotonic()
         assert await asyncio.wait_for(runner.run(lambda: "next", LONG_S), 20) == "next"
