@@ -1,11 +1,11 @@
-"""Attention that keeps the samples of a packed row apart; registered with transformers under two names of ours.
+"""Attention that keeps the samples of a packed row apart, registered with transformers under two names.
 
-    mask    a sample at a time, plain causal attention: no (R, T, T) mask is ever made. Any device, any dtype.
+    mask    one sample at a time, plain causal attention: no (R, T, T) mask is ever made. Any device, any dtype.
     varlen  torch.nn.attention.varlen: one kernel for all samples. GPU, 16 bit.
 
-Both give what the model gives for every sample alone. Padding attends to nothing of a sample. The layout of the samples reaches
-the layers as the keyword `sample_layout`, which transformers hands through, and the window of a layer as its mask, `CausalMask`.
-What a model needs beyond this (other masks, biases, sinks) is refused, never left out.
+Both give what the model gives for each sample alone. Padding never attends to a sample. The layout of the samples reaches
+the layers as the keyword `sample_layout`, which transformers passes through, and the window of a layer as its mask, `CausalMask`.
+A model that needs more than this (other masks, biases, sinks) is refused; nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _QUERY_BLOCK = 256  # queries that attend at a time in a window, or soft-capped
 
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM = 256
-# what a model family may hand to its attention that changes the outcome and that neither function applies
+# arguments that change the outcome of a family's attention, and that neither function applies
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "alibi", "head_mask", "layer_head_mask")
 
 
 class CausalMask:
-    """Stands for the mask that transformers would make for a layer: causal, in a window of this many tokens (None = all)."""
+    """Replaces the mask that transformers would make for a layer: causal, within a window of this many tokens (None = all)."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
 
 
 class SampleLayout:
-    """Where the samples of one micro-batch lie. Counts the layers that used it.
+    """Where the samples of one micro-batch are. Counts the layers that used it.
 
     Worked example, one row [a a a b b - -]: lengths [3, 2, 2], the last one padding.
     """
@@ -48,8 +48,8 @@ class SampleLayout:
     def __init__(self, segment_ids: torch.Tensor, *, device: torch.device | None = None) -> None:
         """
         Args:
-            segment_ids: number of the sample in its row, -1 = padding. (R, T). Best on the CPU: the host waits for a GPU's.
-            device: that attends; None: where `segment_ids` are.
+            segment_ids: number of the sample in its row, -1 = padding. (R, T). Keep it on the CPU: the host would wait for a GPU.
+            device: where attention runs; None: where `segment_ids` are.
         """
         self._device = device or segment_ids.device
         rows = segment_ids.cpu()
@@ -57,19 +57,19 @@ class SampleLayout:
         changes[:, 1:] = rows[:, 1:] != rows[:, :-1]
         starts = changes.reshape(-1).nonzero()[:, 0]
         stops = torch.cat([starts[1:], torch.tensor([rows.numel()])])
-        self.lengths: list[int] = (stops - starts).tolist()  # of samples and stretches of padding, in order
+        self.lengths: list[int] = (stops - starts).tolist()  # lengths of samples and of runs of padding, in order
         self.is_padding: list[bool] = (rows.reshape(-1)[starts] < 0).tolist()
         self.max_length = max(self.lengths)
         self._cumulative_lengths = torch.cat([starts, stops[-1:]]).to(torch.int32)
         self.no_padding = torch.ones(rows.shape, dtype=torch.bool, device=self._device)
-        """What the model is given as its mask, (R, T). Given none, transformers looks in every forward for packed samples in the
-        position ids, and the host waits for the device."""
+        """The mask that the model is given, (R, T). Given none, transformers looks for packed samples in the position ids in every
+        forward, and the host waits for the device."""
         _LAYOUTS.add(self)
         self.num_uses = 0
 
     @cached_property
     def cumulative_lengths(self) -> torch.Tensor:
-        """On the device that attends, int32. [len(lengths) + 1]"""
+        """The cumulative lengths, on the device that attends, int32. [len(lengths) + 1]"""
         if self._device.type != "cuda":
             return self._cumulative_lengths.to(self._device)
         return self._cumulative_lengths.pin_memory().to(self._device, non_blocking=True)
@@ -79,7 +79,7 @@ _LAYOUTS: WeakSet[SampleLayout] = WeakSet()
 
 
 def _is_of_a_layout(mask: torch.Tensor) -> bool:
-    """Whether it is the `no_padding` of a layout in use, or, as some models make it, another view of its memory."""
+    """Whether `mask` is the `no_padding` of a layout in use, or, as some models make it, another view of its memory."""
     memory = mask.untyped_storage().data_ptr()
     return any(layout.no_padding.untyped_storage().data_ptr() == memory for layout in _LAYOUTS)
 
@@ -87,11 +87,11 @@ def _is_of_a_layout(mask: torch.Tensor) -> bool:
 def choose_attention(
     wanted: Literal["auto", AttentionName], *, device: torch.device, dtype: torch.dtype, config: Any = None
 ) -> tuple[AttentionName, str]:
-    """What `model.attention` comes to on this device, and why: a clause for a message or the log.
+    """The attention that `model.attention` selects on this device, and why: a clause for a message or the log.
 
     Args:
-        dtype: of the forward pass (`model.compute_dtype`).
-        config: Hugging Face config of the model, where known: some need what varlen lacks.
+        dtype: dtype of the forward pass (`model.compute_dtype`).
+        config: Hugging Face config of the model, if known: some models need what varlen lacks.
 
     Raises:
         ConfigError: varlen was asked for where it cannot run.
@@ -142,7 +142,7 @@ def use_attention(model: Any, name: AttentionName) -> None:
 
 
 def _make_mask(**arguments: Any) -> CausalMask:
-    """What transformers calls once for each kind of layer."""
+    """The mask function that transformers calls once for each kind of layer."""
     # vmap: the model changes the mask by its own function; bidirectional: attention to later tokens
     if arguments.get("use_vmap") or "allow_is_bidirectional_skip" in arguments:
         raise ConfigError("model.path: the model's attention is not causal everywhere; this family cannot be trained")
@@ -152,7 +152,7 @@ def _make_mask(**arguments: Any) -> CausalMask:
     return CausalMask(arguments.get("local_size"))
 
 
-# both read the layout's Python numbers, which change with every batch: traced, they would be compiled again for each
+# both use the layout's Python numbers, which change with every batch: torch.compile would recompile for each
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mask_attention(
     module: nn.Module,
@@ -162,10 +162,10 @@ def _mask_attention(
     attention_mask: CausalMask | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls, for `mask`. Returns (R, T, H, D)."""
+    """The attention function that transformers calls for `mask`. Returns (R, T, H, D)."""
     layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
     rows, heads, tokens, _ = query.shape
-    # one long row; split and cat, because the gradient of a slice is as large as what it was cut from
+    # one long row; split and cat, because the gradient of a slice is as large as the tensor that was sliced
     flat = [states.transpose(0, 1).reshape(1, states.shape[1], rows * tokens, -1) for states in (query, key, value)]
     pieces = []
     parts = zip(*(torch.split(states, layout.lengths, dim=2) for states in flat), strict=True)
@@ -190,7 +190,7 @@ def _varlen_attention(
     attention_mask: CausalMask | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls, for `varlen`. Shapes as above."""
+    """The attention function that transformers calls for `varlen`. Shapes as above."""
     from torch.nn.attention.varlen import varlen_attn
 
     layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
@@ -225,7 +225,7 @@ def _varlen_attention(
 def _settings(
     module: nn.Module, query: torch.Tensor, attention_mask: CausalMask | None, arguments: dict[str, Any]
 ) -> tuple[SampleLayout, float, int | None, float | None]:
-    """Layout, scale of the scores, window and softcap of this layer; refuses what would be left out silently."""
+    """Layout, scale of the scores, window and softcap of this layer; refuses arguments that would be silently ignored."""
     kind = type(module).__name__
     unsupported = [name for name in _UNSUPPORTED if arguments.get(name) is not None]
     if not isinstance(attention_mask, CausalMask):
@@ -241,7 +241,7 @@ def _settings(
         )
     assert isinstance(attention_mask, CausalMask)
     layout: SampleLayout | None = arguments.get("sample_layout")
-    if layout is None:  # the model is called by itself, not by Policy (which looks at num_uses): a sample in every row
+    if layout is None:  # the model is called directly, not by Policy (which checks num_uses): one sample per row
         layout = SampleLayout(torch.zeros(query.shape[0], query.shape[2], dtype=torch.int64, device=query.device))
     layout.num_uses += 1
     scale = arguments.get("scaling")
@@ -250,7 +250,7 @@ def _settings(
 
 
 def _repeated(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Heads of keys or values repeated for grouped queries. (B, H_kv, L, D) -> (B, H, L, D)"""
+    """Repeat the heads of keys or values for grouped queries. (B, H_kv, L, D) -> (B, H, L, D)"""
     batch, kv_heads, length, width = states.shape
     if kv_heads == heads:
         return states
@@ -269,7 +269,7 @@ def _attend(
     outputs = []
     for begin in range(0, length, _QUERY_BLOCK):
         end = min(begin + _QUERY_BLOCK, length)
-        first = 0 if window is None else max(0, begin - window + 1)  # key that the block sees
+        first = 0 if window is None else max(0, begin - window + 1)  # first key that the block sees
         distance = (
             torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)[None, :]
         )

@@ -1,20 +1,20 @@
-"""Checkpoints: what they hold, writing them during training and generation, loading them, and which ones stay.
+"""Checkpoints: what they contain, writing them during training and generation, loading them, and which ones to keep.
 
     checkpoints/step_N/
-    |- *.distcp, .metadata   model, optimizer and a synced reference, by torch's distributed checkpoint (DCP)
+    |- *.distcp, .metadata   model, optimizer and a synced reference, in torch's distributed checkpoint format (DCP)
     |- state.json            step, counters, ledger, data cursor, prompts to issue again
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
 
-    training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> dcp.async_save, go on
+    training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> dcp.async_save -> continue
     DCP's thread      the files of all ranks, each with its checksum, in a separate gloo group
                       rank 0 then: state -> manifest -> rename to step_N -> remove old ones
 
-Frozen parameters (the base of adapters) are not in it: they are read from `model.path`. Nor are random number generators: each
+Frozen parameters (the base of adapters) are left out: they are read from `model.path`. So are random number generators: each
 step seeds its own (StepCommand.seed).
 
-Invariant: a directory named step_N is whole. It is written under another name and renamed, so a crash or a full disk leaves the
-last good checkpoint untouched. DCP is done on rank 0 only when every rank has written its part; so nobody waits for anybody but
+Invariant: a directory named step_N is complete. It is written under another name and renamed, so a crash or a full disk leaves the
+last good checkpoint untouched. DCP ends on rank 0 only when every rank has written its part; so ranks wait for each other only
 within DCP, whose group has a deadline. A checkpoint loads on another number of ranks.
 """
 
@@ -74,12 +74,12 @@ _WRITE_MARGIN_S = 30.0
 logger = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts.jsonl"
-# DCP wraps what went wrong on a rank, a full disk too, into an exception that does not derive from Exception
+# DCP wraps an error of a rank, even a full disk, into an exception that does not derive from Exception
 DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException)
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""For `model_state` and what it loads into. (Not strict: DCP itself misses what a checkpoint lacks.)"""
+"""Options of `model_state` and for loading it. (Not strict: DCP itself reports what a checkpoint lacks.)"""
 _WHOLE = StateDictOptions(strict=False)
-"""The same of a reference, which has no gradients."""
+"""The same options for a reference, which has no gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,10 @@ class CheckpointState:
     """What a resume needs, apart from tensors. `step` = finished training steps = policy version.
 
     Attributes:
-        rollouts: ResumeState.small() of the rollout side.
-        lines: its groups; made one by one while they are written.
-        totals: metrics.Totals of the run as a whole.
-        counters: of the main loop, such as consecutive steps that were not finite.
+        rollouts: the rollout side's ResumeState.small().
+        lines: its groups as lines; made one by one while they are written.
+        totals: metrics.Totals of the whole run.
+        counters: the main loop's counters, such as consecutive steps that were not finite.
     """
 
     step: int
@@ -130,14 +130,14 @@ def load_state(run_dir: RunDir, step: int) -> CheckpointState:
 
 
 def find_undamaged(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list[str]]:
-    """The step to resume from, `step` or the newest before it whose files of tensors have their checksums, and a sentence about
+    """The step to resume from: `step`, or the newest one before it, whose tensor files match their checksums; and a sentence about
     each one that was damaged and set aside. A collective: each rank reads its part of the files (`holds_tensors`).
 
     Args:
-        is_named: the user has named `step`: no other one will do.
+        is_named: whether the user named `step`: then no other one is tried.
 
     Raises:
-        CheckpointError: none is whole.
+        CheckpointError: none is complete.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     is_mine = partial(holds_tensors, rank=rank, world_size=world_size)
@@ -162,7 +162,7 @@ def find_undamaged(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, 
 
 
 def model_state(policy: Policy, options: StateDictOptions = TRAINED) -> dict[str, Any]:
-    """What of a policy is in a checkpoint: parameters that are trained (`options`), tied ones under one name, and buffers."""
+    """The part of a policy that a checkpoint has: trained parameters (`options`), tied ones under one name, and buffers."""
     names = {name for name, _ in policy.named_parameters()}
     aliases = {name for name, _ in policy.named_parameters(remove_duplicate=False)} - names
     state = get_model_state_dict(policy, options=options)
@@ -195,34 +195,34 @@ def load_tensors(
 
 
 def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
-    """A run that resumes from `step` writes its own later steps: what stands there is renamed to replaced_step_N, so that
-    neither `--resume` nor pruning takes it for a part of this run. Newest first: whenever this ends, `--resume latest` goes on from
-    `step` or a step that nothing has gone on behind."""
+    """Rename later checkpoints to replaced_step_N, since a run that resumes from `step` writes its own: neither `--resume` nor
+    pruning must take them for a part of this run. The newest goes first: if this is interrupted, `--resume latest` still continues
+    from `step`, or from an older attempt's step that nothing has continued."""
     for later in reversed(run_dir.checkpoint_steps()):
         if later > step:
             set_aside(run_dir.checkpoint(later), "replaced")
 
 
 class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see torch's class
-    """This rank's part of a checkpoint: copied on the CPU (`stage`), then written by DCP's thread. When that is done rank 0 has the
-    `checksums` of all ranks' files, by name."""
+    """This rank's part of a checkpoint: copied on the CPU (`stage`), then written by DCP's thread. When that is done, rank 0 has
+    the `checksums` of all ranks' files, by name."""
 
     state_dict_cache: dict[str, Any] | None  # DCP's
 
     def __init__(self, folder: Path) -> None:
-        # memory for the copies is slow to get (pinned above all), so it is kept: about this rank's part of a checkpoint
+        # memory for the copies is slow to allocate (pinned memory above all), so it is kept: as large as this rank's part
         super().__init__(folder, cache_staged_state_dict=True)
         self.checksums: dict[str, str] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of `state_dict` that training leaves alone."""
+        """Copy `state_dict`, so that training cannot change it while it is written."""
         if self.state_dict_cache is None and not torch.cuda.is_available():
-            self.state_dict_cache = copy.deepcopy(state_dict)  # DCP would pin it, which takes a GPU
+            self.state_dict_cache = copy.deepcopy(state_dict)  # DCP would pin it, which needs a GPU
         staged: dict[str, Any] = super().stage(state_dict)
         return staged
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """DCP brings what this returns on each rank to `finish` on rank 0: the checksums come last."""
+        """DCP passes the results of each rank to `finish` on rank 0; the checksums are appended to them."""
         written = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in written}
         found = {
@@ -234,18 +234,18 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see tor
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0, when every rank has written."""
+        """Called on rank 0, when every rank has written."""
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
-        sync(Path(self.path) / ".metadata")  # which DCP syncs while the end of it is still in its buffer
+        sync(Path(self.path) / ".metadata")  # DCP syncs it while its end is still buffered
         self.checksums = {name: value for of_rank in results for name, value in of_rank[-1].storage_data.items()}
 
 
 class CheckpointWriter:
-    """One of these on every rank. Making it is a collective.
+    """Writes checkpoints; one on every rank. Its construction is a collective.
 
     Args:
-        timeout_s: deadline of the collectives within a write, and of one write on the whole is twice that.
-        timeline: takes what the writer's thread does.
+        timeout_s: deadline of the collectives within a write; a whole write has twice as long.
+        timeline: records what the writer's thread does.
     """
 
     def __init__(self, run_dir: RunDir, *, timeout_s: float, timeline: Timeline = NO_TIMELINE) -> None:
@@ -261,7 +261,7 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is being written now. From any thread."""
+        """Whether a checkpoint is being written now. Thread-safe."""
         writing = self._writing
         return writing is not None and not writing.done()
 
@@ -271,7 +271,7 @@ class CheckpointWriter:
         return 2 * self._timeout_s + _WRITE_MARGIN_S
 
     def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Rank 0, before the others begin: wait for the last one and remove what a crash left half-written.
+        """Called on rank 0 before the others begin: wait for the last write and remove what a crash left half-written.
 
         Raises:
             CheckpointError: the last one could not be written.
@@ -294,8 +294,8 @@ class CheckpointWriter:
         """Copy the tensors and begin to write. Every rank calls it; rank 0 passes the state.
 
         Args:
-            reference: where it is synced (`loss.sync_ref_model`).
-            on_written: called by the writer's thread on rank 0 when the checkpoint stands.
+            reference: given if it is synced (`loss.sync_ref_model`).
+            on_written: called by the writer's thread on rank 0 when the checkpoint is complete.
 
         Raises:
             CheckpointError: the last one could not be written.
@@ -314,7 +314,7 @@ class CheckpointWriter:
             async_stager=self._storage,
             process_group=self._group,
         )
-        assert isinstance(saving, Future)  # its other answer is for stagers that copy in the background
+        assert isinstance(saving, Future)  # the other return type is for stagers that copy in the background
         self._metrics["checkpoint/staged_s"] = time.monotonic() - began
         written: Future[None] = Future()
 
@@ -324,14 +324,14 @@ class CheckpointWriter:
                 if state is not None:
                     self._complete(step, state, began, on_written)
                 written.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's does not derive from Exception
+            except BaseException as error:  # noqa: BLE001 - passed to the training thread; DCP's does not derive from Exception
                 written.set_exception(error)
 
         self._step, self._writing = step, written
         saving.add_done_callback(complete)  # called by the thread that saved
 
     def poll(self) -> None:
-        """Check without waiting whether a write has ended.
+        """Check without waiting whether a write has failed.
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
@@ -340,7 +340,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Until nothing is being written. `heartbeat` is called now and then.
+        """Wait until nothing is being written. `heartbeat` is called regularly.
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
@@ -366,7 +366,7 @@ class CheckpointWriter:
             return
         if dist.get_rank() == 0:
             shutil.rmtree(partial_of(self._run_dir.checkpoint(self._step)), ignore_errors=True)
-        # DCP's own text is the tracebacks of all ranks
+        # DCP's own text contains the tracebacks of all ranks
         cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
         raise CheckpointError(
             f"cannot write checkpoint {self._run_dir.checkpoint(self._step)}: {cause}; free space or set run.dir to another "
@@ -374,13 +374,13 @@ class CheckpointWriter:
         ) from error
 
     def take_metrics(self) -> dict[str, float]:
-        """Of what ended since the last call: seconds that the training thread stood still, seconds until all was written, bytes on
-        the disk."""
+        """Metrics of the writes that ended since the last call: seconds that the training thread was blocked, seconds until
+        everything was written, bytes on the disk."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def _complete(self, step: int, state: CheckpointState, began: float, on_written: Callable[[], None]) -> None:
-        """Rank 0, when every rank has written: the rest, and the name."""
+        """Called on rank 0, when every rank has written: write the other files and rename the folder."""
         final = self._run_dir.checkpoint(step)
         folder = partial_of(final)
         write_synced(folder / ROLLOUTS, (line + "\n" for line in state.lines))
@@ -396,7 +396,7 @@ class CheckpointWriter:
 
 
 def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Mapping[int, float]) -> set[int]:
-    """Which of `steps` stay; `best_first` says which are the best.
+    """The ones of `steps` to keep; `best_first` says which are the best.
 
     steps 5 10 15 20, keep_last 1, keep_every 10, keep_best 1, scores 5: .9, 10: .2 -> {20} and {10, 20} and {5} = {5, 10, 20}
 
@@ -414,8 +414,8 @@ def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Ma
 def prune(
     run_dir: RunDir, section: CheckpointSection, *, scores: Mapping[int, float], evaluated_now: int | None = None
 ) -> None:
-    """Remove what need not stay (`steps_to_keep`); call it after a checkpoint has been written. The newest always stays, so the one
-    that the run resumed from does until there is a newer one; what is being written has no such name yet.
+    """Remove checkpoints that need not be kept (`steps_to_keep`); call it after one has been written. The newest is always kept, so
+    the one that the run resumed from is kept until there is a newer one; one that is being written has another name.
 
     Args:
         evaluated_now: the step whose policy is being evaluated: with `keep_best` its checkpoint stays until the result is known.
@@ -425,5 +425,5 @@ def prune(
     if section.keep_best and evaluated_now is not None:
         kept.add(evaluated_now)
     for step in set(steps) - kept:
-        # renamed first: a kill in the middle must not leave a part of it under the name of a whole one
+        # renamed first: a kill in the middle must not leave an incomplete checkpoint under a complete one's name
         shutil.rmtree(set_aside(run_dir.checkpoint(step), f"{PARTIAL_PREFIX}removed"), ignore_errors=True)

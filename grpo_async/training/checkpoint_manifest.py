@@ -1,10 +1,10 @@
-"""Which checkpoint of a run a name means, and whether it is whole: manifest.json lists its files with sizes and checksums, and is
-written last. One that is not to be taken for a whole one is set aside.
+"""Finds the checkpoint that a name means, and whether it is complete: manifest.json lists its files with sizes and checksums, and
+is written last. An incomplete checkpoint is set aside.
 
     {"format": 4, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
-The files of tensors are large, so no process reads those of all ranks: the launcher compares sizes and the checksums of the other
-files, and each rank the checksums of its part before anything is loaded (checkpoint.find_undamaged). Loads no torch.
+The files of tensors are large, so no process reads those of all ranks: the launcher compares sizes, and the checksums of the other
+files; each rank compares the checksums of its part before anything is loaded (checkpoint.find_undamaged). Does not import torch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def find_checkpoint(run_dir: RunDir, name: str, *, option: str) -> int:
     """The step of the checkpoint that `name` means.
 
     Args:
-        name: "latest"; "best", by the run's own checkpoint.best_metric, of those that were kept; a step; or the path
+        name: "latest"; "best", by the run's own checkpoint.best_metric, among those that were kept; a step; or the path
             RUN/checkpoints/step_N.
         option: for messages, such as "--checkpoint".
 
     Raises:
-        ConfigError: the run has no such checkpoint; the message lists those that it has. Or another version wrote them, or its
-            config.yaml, which "best" goes by, cannot be read.
+        ConfigError: the run has no such checkpoint (the message lists those that it has), another version wrote them, or its
+            config.yaml, which "best" needs, cannot be read.
     """
     steps = run_dir.checkpoint_steps()
     if not steps:
@@ -71,7 +71,7 @@ def find_checkpoint(run_dir: RunDir, name: str, *, option: str) -> int:
 
 
 def best_first(steps: Collection[int], scores: Mapping[int, float]) -> list[int]:
-    """Those of `steps` that have a finite score, the largest first; of equal scores the newer step first.
+    """The ones of `steps` that have a finite score, the highest first; of equal scores the newer step first.
 
     steps 5 10 15, scores 5: .9, 10: .9, 15: nan, 20: 1. -> [10, 5]
     """
@@ -80,10 +80,10 @@ def best_first(steps: Collection[int], scores: Mapping[int, float]) -> list[int]
 
 
 def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> int:
-    """List what `folder` holds and put it on the disk, the list last; returns the bytes of the files in it.
+    """List the files of `folder` and flush them to the disk, the list last; returns the total bytes of the files.
 
     Args:
-        checksums: SHA-256 by name, of files that need not be read again.
+        checksums: SHA-256 by name of files that need not be read again.
 
     Raises:
         OSError: a file cannot be read or the list cannot be written.
@@ -99,7 +99,7 @@ def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> 
 
 
 def write_synced(path: Path, parts: Iterable[str]) -> None:
-    """Write a file and put it on the disk.
+    """Write a file and flush it to the disk.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -111,7 +111,7 @@ def write_synced(path: Path, parts: Iterable[str]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The list.
+    """Read the list.
 
     Raises:
         CheckpointError: it is missing, unreadable or of another format.
@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint that another version of this package wrote: whole, but it cannot be resumed from."""
+    """A checkpoint that another version of this package wrote: complete, but not resumable."""
 
     def __init__(self, folder: Path, found: object) -> None:
         super().__init__(
@@ -140,15 +140,15 @@ class OtherFormatError(CheckpointError):
 
 
 def holds_tensors(name: str, *, rank: int = 0, world_size: int = 1) -> bool:
-    """Whether the file `name` of a checkpoint holds tensors and is, of `world_size` that share them out, for `rank` to read: those
-    that rank wrote, which its machine may still have in memory, and of a run with more ranks those of rank + world_size, ..."""
+    """Whether the file `name` holds tensors and is one that `rank` of `world_size` reads: those that this rank wrote, which its
+    machine may still have in memory, and, if the run had more ranks, those of rank + world_size, ..."""
     writer = _TENSORS.fullmatch(name)
     return writer is not None and int(writer[1]) % world_size == rank
 
 
 def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True) -> str | None:
-    """Why this checkpoint cannot be used, or None: every file is there, of its size, and those that `reads` names have their
-    checksums.
+    """Why this checkpoint cannot be used; None if every file is there with its size, and those for which `reads` is true match
+    their checksums.
 
     Raises:
         OtherFormatError: another version wrote it.
@@ -178,7 +178,7 @@ def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True
 
 
 def damaged(step: int, problem: str) -> str:
-    """What is said of a checkpoint that is set aside as "broken"."""
+    """The message about a checkpoint that is set aside as "broken"."""
     return f"the checkpoint of step {step} is damaged and set aside as broken_step_{step}: {problem}"
 
 

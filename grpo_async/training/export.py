@@ -1,9 +1,9 @@
-"""Hugging Face folders of the policy: of the one in memory, on all ranks, and of a checkpoint, in one process.
+"""Writes Hugging Face folders: of the policy in memory, on all ranks, and of a checkpoint, in one process.
 
     model/     merged weights, generation config, tokenizer with chat template, README.md (the model card)
     adapter/   with LoRA: the adapter alone, as peft loads it
 
-Invariant: a folder that exists is whole; it is written under another name and renamed.
+Invariant: a folder that exists is complete; it is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def export_model(
     """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes, the others return before that.
 
     Args:
-        dtype: of the files: that in which the model is served (`inference.dtype`).
+        dtype: dtype of the files: the one in which the model is served (`inference.dtype`).
         adapter: where the adapter goes, if the policy has one.
         card: the model card (`model_card`); None: none is written. Only rank 0 needs it.
-        heartbeat: called on rank 0 now and then while it writes, which may take longer than others wait for it.
+        heartbeat: called regularly on rank 0 while it writes, which may take longer than others wait for it.
 
     Raises:
         CheckpointError: a folder cannot be written.
@@ -109,7 +109,7 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         state = {"model": model_state(policy)}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this is intended
                 dcp.load(state, checkpoint_id=str(checkpoint), no_dist=not dist.is_initialized())
         except DCP_ERRORS as error:
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
@@ -128,7 +128,7 @@ def _write(
 ) -> None:
     with _replacing(folder, "model") as partial:
         policy.model.save_pretrained(partial, state_dict=weights)
-        config = copy.deepcopy(policy.model.config)  # which says the dtype of the masters
+        config = copy.deepcopy(policy.model.config)  # a copy, since the config has the dtype of the master weights
         config.dtype = getattr(torch, dtype)
         config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
@@ -138,7 +138,7 @@ def _write(
 
 @contextmanager
 def _replacing(folder: Path, what: str) -> Iterator[Path]:
-    """A folder next to `folder` that replaces it when it is whole."""
+    """Yield a folder next to `folder`, which it replaces when it is complete."""
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     try:

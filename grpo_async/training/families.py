@@ -1,4 +1,4 @@
-"""Which model families the trainer's forward computes as a server does; the others are refused before anything is loaded."""
+"""Decides which model families the trainer computes as a server does; the others are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from grpo_async.errors import ConfigError
 from grpo_async.servers.embedded.families import other_layers
 
-# what changes logits after the head and LogitTransform does not know
+# settings that change logits after the head and that LogitTransform does not implement
 _LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 
 
 def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
-    """Look at the text part of a config.json, as it is written or as transformers completes it.
+    """Check the text part of a config.json, as it is written or as transformers completes it.
 
     Args:
         max_model_len: longest sample, in tokens.
 
     Raises:
-        ConfigError: log-probabilities of the trainer would not be those of the server, or packed samples would see each other.
+        ConfigError: the trainer's log-probabilities would differ from the server's, or packed samples would see each other.
     """
     for name in _LOGIT_CHANGES:
         if config.get(name) not in (None, 1, 1.0):
@@ -44,10 +44,10 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
 
 
 def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:
-    """Every id of the tokenizer has a row in the model's embedding (None: it is not known).
+    """Check that every id of the tokenizer has a row in the model's embedding (None: its size is not known).
 
     Raises:
-        ConfigError: prompts with the others would end in an index error.
+        ConfigError: some ids have no row, so prompts with them would end in an index error.
     """
     if num_embeddings is not None and num_ids > num_embeddings:
         raise ConfigError(
@@ -57,7 +57,7 @@ def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:
 
 
 def other_vocabulary(path: str, *, ours: int, theirs: int) -> str:
-    """What is wrong with a reference at `path` that has `theirs` tokens where the policy has `ours`."""
+    """The message about a reference at `path` that has `theirs` tokens, while the policy has `ours`."""
     return (
         f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to use "
         "the policy's tokenizer"

@@ -2,7 +2,7 @@
 
     build_policy (structure on the device "meta") -> [adapters, checkpointing, compile, shard_policy] -> load_weights
 
-Rank 0 reads the model with transformers into the memory of its machine and sends each rank its rows, one tensor at a time. The
+Rank 0 reads the model with transformers into its machine's memory and sends each rank its rows, one tensor at a time. The
 others never hold more than their shards and one whole tensor.
 """
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int) -> Policy:
-    """The whole model in `model.dtype` in this process's memory; see `build_policy` for the rest. A collective where there are
+    """Load the whole model in `model.dtype` into this process's memory; see `build_policy` for the rest. A collective if there are
     several ranks.
 
     Raises:
@@ -44,12 +44,12 @@ def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int,
 def build_policy(
     section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int, device_type: str = "cpu"
 ) -> Policy:
-    """The model without memory for its parameters and buffers (device "meta"), with adapters and activation checkpointing as
-    configured, and without dropout but that of adapters: the server that samples has none either.
+    """Build the model without memory for its parameters and buffers (device "meta"), with adapters and activation checkpointing as
+    configured. Only adapters keep their dropout: the server that samples has none.
 
     Args:
         max_model_len: longest sample, in tokens.
-        device_type: "cpu" or "cuda", where it will compute.
+        device_type: "cpu" or "cuda", the device type on which it will compute.
 
     Raises:
         ConfigError: no model at `model.path`, one whose log-probabilities the trainer would get wrong, or adapters that do not fit.
@@ -67,7 +67,7 @@ def build_policy(
         model = _build_model(section, config)
     except ConfigError:
         raise
-    except Exception as error:  # whatever transformers makes of a broken config.json
+    except Exception as error:  # transformers may raise anything for a broken config.json
         raise ConfigError(
             f"model.path: cannot load a causal language model from {section.path!r}: {type(error).__name__}: {error}"
         ) from error
@@ -92,18 +92,18 @@ def build_policy(
 
 def load_weights(policy: Policy, section: ModelSection, *, device: torch.device, seed: int = 0) -> None:
     """Give every parameter and buffer of `policy` memory on `device` (each rank its shard) and its values from the files at
-    `model.path`; adapters get those that they begin with. A collective.
+    `model.path`; adapters get their initial values. A collective.
 
     Args:
-        seed: of the adapters.
+        seed: seed of the adapters' initial values.
 
     Raises:
-        ConfigError: on every rank, where files are missing or broken, or hold other tensors than the model has.
+        ConfigError: on every rank, if files are missing or broken, or hold other tensors than the model has.
     """
     model: Any = policy.model
     is_leader = not dist.is_initialized() or dist.get_rank() == 0
     values: dict[str, torch.Tensor] = {}
-    found: list[Any] = [None, None]  # what is wrong; how transformers converted the files
+    found: list[Any] = [None, None]  # the error; how transformers converted the files
     if is_leader:
         try:
             values, found[1] = _read(section)
@@ -126,7 +126,7 @@ def load_weights(policy: Policy, section: ModelSection, *, device: torch.device,
 
 
 def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
-    """Give this rank its part of `whole`, which rank 0 has. A collective."""
+    """Copy this rank's part of `whole`, which rank 0 has, to `target`. A collective."""
     if isinstance(target, DTensor):
         mesh = target.device_mesh
         if whole is None:
@@ -141,7 +141,7 @@ def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
 
 
 def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors of the model as transformers loads it, buffers included, and how it converted those of the files.
+    """Read the model's tensors as transformers loads them, buffers included, and how it converted those of the files.
 
     Raises:
         ConfigError: see `load_weights`.
@@ -149,7 +149,7 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # it would be lines of the log
+    disable_progress_bar()  # it would fill the log
     path = section.path
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -162,7 +162,7 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception as error:  # whatever transformers makes of broken files
+    except Exception as error:  # transformers may raise anything for broken files
         raise ConfigError(
             f"model.path: cannot load the weights of {path!r}: {type(error).__name__}: {error}; copy the model again, or save it "
             "as safetensors with save_pretrained"
@@ -195,10 +195,10 @@ def _build_model(section: ModelSection, config: Any) -> Any:
         model: Any = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
-            attn_implementation="eager",  # which every model has, until Policy puts its own in place
+            attn_implementation="eager",  # every model has it; Policy replaces it
             trust_remote_code=section.trust_remote_code,
         )
-    with suppress(OSError):  # there may be none; exports get one from the model's config
+    with suppress(OSError):  # it may be missing; exports then derive it from the model's config
         model.generation_config = GenerationConfig.from_pretrained(section.path, revision=section.revision)
     model.config.name_or_path = section.path
     _keep_some_in_float32(model, dtype)
@@ -206,7 +206,7 @@ def _build_model(section: ModelSection, config: Any) -> Any:
 
 
 def _keep_some_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """What transformers never rounds to 16 bits, such as some routers."""
+    """Keep in float32 what transformers never rounds to 16 bits, such as some routers."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
@@ -221,7 +221,7 @@ def _keep_some_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _materialize(policy: Policy, device: torch.device) -> None:
-    """Memory for every tensor on "meta", tied ones once. FSDP takes the new ones over in its first forward pass."""
+    """Allocate memory for every tensor on "meta", once for tied ones. FSDP adopts the new tensors in its first forward pass."""
     made: dict[int, nn.Parameter] = {}
     for module in policy.modules():
         for name, parameter in module._parameters.items():

@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of chosen tokens, in chunks: full logits (N, vocab) are never held.
 
-Logits live for one chunk only. The gradients of states and head are made in the forward pass, from the chunk's logits and the
-gradient of the objective with respect to the logprobs. Where the objective is a sum over tokens, that is known as soon as the
-logprobs of a chunk are: three matrix products, as with full logits. Else it is known when the logprobs of all chunks are, and the
-logits are computed again. Gradients are exact either way.
+Logits exist for one chunk only. The gradients of states and head are computed in the forward pass, from the chunk's logits and the
+gradient of the objective with respect to the logprobs. If the objective is a sum over tokens, that gradient is known as soon as
+the logprobs of a chunk are: three matrix products, as with full logits. Otherwise it is known only when the logprobs of all chunks
+are, and the logits are computed again. Gradients are exact either way.
 
     products, N tokens in C chunks:   logits N, states' gradient N, head's gradient N   [+ logits again, all chunks but the last]
 """
@@ -19,21 +19,21 @@ from torch import nn
 
 _VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
 
-# logits that softmax, entropy and their gradients are computed of at a time
+# number of logits whose softmax, entropy and gradients are computed at a time
 _CACHED = 2**20  # on a CPU: they stay in its caches
-_LAUNCHED = 2**23  # on a GPU, where a kernel that does less is over before the next one is launched
+_LAUNCHED = 2**23  # on a GPU: a smaller kernel would end before the next one is launched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What a model family does to the head's output z: softcap x tanh(scale x z / softcap), or scale x z without softcap."""
+    """A model family's change of the head's output z: softcap x tanh(scale x z / softcap), or scale x z without softcap."""
 
     scale: float = 1.0  # Granite: 1 / logits_scaling, Cohere: logit_scale
     softcap: float | None = None  # Gemma: final_logit_softcapping
 
     @classmethod
     def from_config(cls, config: Any) -> LogitTransform:
-        """From a Hugging Face config (of the text part, where there are several)."""
+        """Read it from a Hugging Face config (of the text part, if there are several parts)."""
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
@@ -46,7 +46,7 @@ class LogitTransform:
         return LogitTransform(scale=self.scale / temperature, softcap=softcap)
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
-        """The result is float32 (float64 for a float64 `z`), and overwrites a `z` that has that dtype already."""
+        """Returns float32 (float64 for a float64 `z`); overwrites a `z` that already has that dtype."""
         x = z if z.dtype == torch.float64 else z.float()
         if self.softcap is None:
             return x.mul_(self.scale)
@@ -56,15 +56,15 @@ class LogitTransform:
 _IDENTITY = LogitTransform()
 
 TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
-"""What the tokens in a slice add to the objective, (), with gradient; from their logprobs and entropies, (n,) each."""
+"""Computes what the tokens in a slice add to the objective, (), with gradient, from their logprobs and entropies, (n,) each."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Of N tokens; only `objective` has a gradient."""
+    """The results for N tokens; only `objective` has a gradient."""
 
     logprobs: torch.Tensor  # (N,)
     entropy: torch.Tensor  # (N,), nats
-    objective: torch.Tensor | None = None  # () float32; None where none was given
+    objective: torch.Tensor | None = None  # () float32; None if no objective was given
 
 
 def chunked_logprobs(
@@ -89,13 +89,13 @@ def chunked_logprobs(
         target_ids: (N,)
         head: maps (n, H) to (n, vocab); see `is_plain_linear`.
         chunk_tokens: logits are computed for this many tokens at a time.
-        objective: is computed, with the gradients of hidden states and head, in the forward pass, and allows one backward pass.
-        is_per_token: the objective is a sum over tokens, and is asked for the tokens of one chunk after the other. Else it is asked
-            for all at once.
-        in_float32: a head of 16 bits gives logits of 32: its products, exact in float32, are added up there. Gradients
+        objective: computed, with the gradients of hidden states and head, in the forward pass; it allows one backward pass.
+        is_per_token: the objective is a sum over tokens, and is called for the tokens of one chunk after the other. Otherwise it is
+            called once for all tokens.
+        in_float32: a 16-bit head gives 32-bit logits: its products, exact in float32, are summed in float32. Gradients
             are products in its own dtype.
-        loss_scale: by which the loss is multiplied before its backward pass; a 16-bit head keeps its gradients so scaled, or small
-            ones would vanish in float16.
+        loss_scale: factor on the loss before its backward pass; a 16-bit head keeps its gradients scaled by it, because small ones
+            would vanish in float16.
     """
     transform = transform.at(temperature)
     chunks = _chunks(hidden.shape[0], chunk_tokens)
@@ -121,12 +121,12 @@ def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _block_rows(x: torch.Tensor) -> int:
-    """Rows of x (n, vocab) that are worked on at a time: bounds the temporaries."""
+    """Number of rows of x (n, vocab) that are processed at a time, which bounds the temporaries."""
     return max(1, (_CACHED if x.device.type == "cpu" else _LAUNCHED) // x.shape[-1])
 
 
 def _statistics(x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logprob of the target, entropy in nats, logsumexp; (n,) each. `x` (n, vocab) is only read."""
+    """The logprob of each target, the entropy in nats, and logsumexp; (n,) each. `x` (n, vocab) is only read."""
     size = _block_rows(x)
     scratch = torch.empty_like(x[:size])
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -135,7 +135,7 @@ def _statistics(x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, t
         weights = torch.sub(block, largest[:, None], out=scratch[: len(block)]).exp_()
         total = weights.sum(-1)
         normalizer = largest + total.log()
-        # H = logsumexp - sum p x: no log of a probability that underflowed to 0
+        # H = logsumexp - sum p x: avoids the log of a probability that underflowed to 0
         expected = weights.mul_(block).sum(-1) / total
         rows.append((block.gather(-1, ids[:, None])[:, 0] - normalizer, normalizer - expected, normalizer))
     logprobs, entropy, normalizers = (torch.cat(column) for column in zip(*rows, strict=True))
@@ -184,7 +184,7 @@ def _first_pass(
     found = []
     x = None
     for rows in chunks:
-        x = None  # before the next chunk's logits are made: one chunk at a time
+        x = None  # free it before the next chunk's logits are made
         x = logits(rows)
         found.append(_statistics(x, targets[rows]))
     assert x is not None
@@ -195,7 +195,7 @@ def _first_pass(
 def _differentiated(
     objective: TokenObjective, logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Its value, and `scale` times its gradients with respect to both; None: it does not depend on the entropies."""
+    """The objective's value, and `scale` times its gradients with respect to both; None if it does not depend on the entropies."""
     with torch.enable_grad():
         logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
         value = objective(logprobs, entropy, rows)
@@ -204,8 +204,8 @@ def _differentiated(
 
 
 class _Objective(torch.autograd.Function):
-    """The objective of tokens behind a linear head. Gradients are made in the forward pass, saved in place of everything else, and
-    only scaled in the backward pass."""
+    """The objective of tokens behind a linear head. Gradients are computed in the forward pass, saved instead of all other tensors,
+    and only scaled in the backward pass."""
 
     @staticmethod
     def forward(
@@ -220,7 +220,7 @@ class _Objective(torch.autograd.Function):
         objective: TokenObjective,
         loss_scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`groups`: chunks whose tokens the objective is asked for at once, in their order."""
+        """`groups`: lists of chunks; the objective is called once for the tokens of each list, in their order."""
         gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         found = []
@@ -230,13 +230,13 @@ class _Objective(torch.autograd.Function):
             whole = slice(chunks[0].start, chunks[-1].stop)
             value, of_logprobs, of_entropy = _differentiated(objective, logprobs, entropy, whole, loss_scale)
             total += value
-            for rows in reversed(chunks):  # the last one's logits are there
+            for rows in reversed(chunks):  # the last one's logits are still there
                 x = logits(rows) if x is None else x
                 mine = slice(rows.start - whole.start, rows.stop - whole.start)
                 e = None if of_entropy is None else of_entropy[mine]
                 _logit_gradient_(x, targets[rows], normalizer[mine], entropy[mine], of_logprobs[mine], e, transform)
                 gradients.add(rows, hidden[rows], x)
-                x = None  # before the next chunk's logits are made: one chunk at a time
+                x = None  # free it before the next chunk's logits are made
             found.append((logprobs, entropy))
         all_logprobs, all_entropies = (torch.cat(column) for column in zip(*found, strict=True))
         ctx.mark_non_differentiable(all_logprobs, all_entropies)
@@ -252,8 +252,8 @@ class _Objective(torch.autograd.Function):
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """The smaller one first, so that the last, whose logits are not computed again, is a whole one. 5 tokens in chunks of 2: 0 to
-    1, 1 to 3, 3 to 5."""
+    """Slices of the tokens; the smaller one comes first, so that the last, whose logits are not computed again, is a full chunk.
+    5 tokens in chunks of 2: 0 to 1, 1 to 3, 3 to 5."""
     first = num_tokens % chunk_tokens or chunk_tokens
     stops = range(first, num_tokens + 1, chunk_tokens)
     return [slice(max(0, stop - chunk_tokens), stop) for stop in stops]
@@ -264,7 +264,7 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if not in_float32:
         return nn.functional.linear(states, weight, bias)
     bias = None if bias is None else bias.float()
-    with torch.autocast(states.device.type, enabled=False):  # it would round what is to stay in 32 bits
+    with torch.autocast(states.device.type, enabled=False):  # autocast would round values that must stay in 32 bits
         if states.is_cuda and weight.dtype.itemsize == 2:  # without a copy of the weight in float32
             logits = torch.mm(states, weight.T, out_dtype=torch.float32)
             return logits if bias is None else logits + bias
@@ -272,8 +272,8 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 class _LinearGradients:
-    """Those of states (N, H), weight (vocab, H) and bias (vocab,) of a linear head, as far as they are wanted, added up chunk by
-    chunk; of weight and bias in at least float32."""
+    """The gradients of states (N, H), weight (vocab, H) and bias (vocab,) of a linear head, if they are needed, summed chunk by
+    chunk; those of weight and bias in at least float32."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, bool, bool]
@@ -285,7 +285,7 @@ class _LinearGradients:
         self._bias = torch.zeros_like(bias, dtype=dtype) if wanted[2] and bias is not None else None
 
     def add(self, rows: slice, states: torch.Tensor, logit_gradient: torch.Tensor) -> None:
-        """Those of one chunk, from its states (n, H) and the gradient of its logits (n, vocab)."""
+        """Add the gradients of one chunk, from its states (n, H) and the gradient of its logits (n, vocab)."""
         states, logit_gradient = states.to(self._head.dtype), logit_gradient.to(self._head.dtype)
         if self._hidden is not None:
             self._hidden[rows] = logit_gradient @ self._head
@@ -296,13 +296,13 @@ class _LinearGradients:
         if states.dtype == self._weight.dtype:
             self._weight.addmm_(logit_gradient.T, states)
             return
-        # a sum in 16 bits would lose what small chunks add to it
+        # a sum in 16 bits would lose the contributions of small chunks
         for start in range(0, self._weight.shape[0], _VOCAB_BLOCK):
             block = slice(start, start + _VOCAB_BLOCK)
             self._weight[block] += logit_gradient[:, block].T @ states
 
     def result(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of states, head and bias, multiplied by the scalar `factor`, each in the dtype of its tensor. To be called
+        """The gradients of states, head and bias, multiplied by the scalar `factor`, each in the dtype of its tensor. Call it only
         once: the products overwrite the sums."""
         for gradient in (self._hidden, self._weight, self._bias):
             if gradient is not None:

@@ -1,8 +1,8 @@
-"""LoRA through peft: adapters inside the Hugging Face model, their first values, and the folder that peft loads.
+"""LoRA through peft: adapters inside the Hugging Face model, their initial values, and the folder that peft loads.
 
 The model stays a Hugging Face model (`inject_adapter_in_model`), so forward, checkpoints and pushes see no other class. Adapters
-and the modules of `modules_to_save`, which are trained where they are, are float32 on a base of any dtype; only they get
-gradients. Adapters of the head and the embedding are refused: servers merge linear layers, and a tied pair would come apart.
+and the modules of `modules_to_save`, which are trained in place, are float32 on a base of any dtype; only they get
+gradients. Adapters of the head and the embedding are refused: servers merge linear layers, and a tied pair would no longer match.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from grpo_async.utils.extras import needs
 
 
 def add_adapters(model: Any, section: LoraSection) -> None:
-    """Put adapters at the layers that `target_modules` names, and freeze everything else but `modules_to_save`. A model on "meta"
-    stays there.
+    """Add adapters to the layers that `target_modules` names, and freeze everything else except `modules_to_save`. A model on
+    "meta" stays there.
 
     Raises:
         ConfigError: peft is missing, a name fits no layer, or a module is tied to one that is not named.
@@ -37,7 +37,7 @@ def add_adapters(model: Any, section: LoraSection) -> None:
     saved = _saved_modules(model, section)
     config = LoraConfig(
         r=section.rank,
-        lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft divides it, a float is fine
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft only divides it, so a float works
         target_modules=[name for name in _target_names(model, section) if not _is_in(name, saved)],
         lora_dropout=section.dropout,
         bias="none",
@@ -46,7 +46,7 @@ def add_adapters(model: Any, section: LoraSection) -> None:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model.lora.target_modules: {error}") from error
-    # for the files of the adapter: whole names, for peft compares ends of them without a dot (q_norm ends in norm)
+    # whole names for the adapter's files, because peft matches suffixes without a dot (q_norm ends in norm)
     model.peft_config[ADAPTER].modules_to_save = saved or None
     for layer in _adapter_layers(model).values():
         layer.lora_A.float()
@@ -62,7 +62,7 @@ def add_adapters(model: Any, section: LoraSection) -> None:
 
 
 class _Dropout(nn.Dropout):
-    """Acts where a gradient is made: in the forward pass of an update and where that is recomputed."""
+    """Dropout that acts only where a gradient is computed: in the forward pass of an update, and where that is recomputed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(input, self.p, training=torch.is_grad_enabled())
@@ -75,7 +75,7 @@ def has_adapters(model: Any) -> bool:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """The model as it was without adapters, inside the context. Nothing moves: the layers leave their product out."""
+    """The model without its adapters, inside the context. No weight changes: the layers skip the adapters' product."""
     layers = _adapter_layers(model).values()
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -88,7 +88,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def adapter_values(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
-    """peft's first values, whole, by the name of the parameter: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero."""
+    """peft's initial values, unsharded, by parameter name: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero."""
     generator = torch.Generator().manual_seed(seed)
     values: dict[str, torch.Tensor] = {}
     for name, layer in _adapter_layers(model).items():
@@ -99,8 +99,8 @@ def adapter_values(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
 
 
 def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The state of the Hugging Face model without adapters as modules: merged, tied tensors once, in `dtype`, on the CPU; what
-    `save_pretrained(state_dict=...)` wants. A collective: every rank calls it; rank 0 gets everything, the others {}."""
+    """Gather the state of the Hugging Face model with adapters merged, tied tensors once, in `dtype`, on the CPU, as
+    `save_pretrained(state_dict=...)` takes it. A collective: every rank calls it; rank 0 gets everything, the others {}."""
     is_leader = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for source in list_sources(model):
@@ -111,7 +111,7 @@ def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter, and the modules that are trained whole, under the names of peft's files. A collective; {} without adapters."""
+    """Gather the adapter, and the fully trained modules, under the names of peft's files. A collective; {} without adapters."""
     if not has_adapters(model):
         return {}
     return {
@@ -124,7 +124,7 @@ def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
 
 
 def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Write `state` of `gather_adapter` as a folder that `PeftModel.from_pretrained(base, folder)` loads. Rank 0 only.
+    """Write the `state` that `gather_adapter` returned as a folder for `PeftModel.from_pretrained(base, folder)`. Rank 0 only.
 
     Raises:
         OSError: the folder cannot be written.
@@ -140,7 +140,7 @@ def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> N
 
 
 def _target_names(model: Any, section: LoraSection) -> list[str]:
-    """Whole names of the layers that get adapters."""
+    """Full names of the layers that get adapters."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if section.target_modules == "all-linear":
@@ -158,7 +158,7 @@ def _target_names(model: Any, section: LoraSection) -> list[str]:
 
 
 def _saved_modules(model: Any, section: LoraSection) -> list[str]:
-    """Whole names of the modules of `modules_to_save`."""
+    """Full names of the modules of `modules_to_save`."""
     chosen: list[str] = []
     for wanted in section.modules_to_save:
         fitting = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
@@ -179,7 +179,7 @@ def _saved_modules(model: Any, section: LoraSection) -> list[str]:
 
 
 def _is_in(name: str, modules: Sequence[str]) -> bool:
-    """Whether `name` is one of the modules or stands in one."""
+    """Whether `name` is one of the modules or lies inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 

@@ -1,6 +1,6 @@
-"""The loss: what a training step minimizes. See `Objective` for the whole, the functions above it for its terms.
+"""The loss of a training step. See `Objective` for the whole, the functions above it for its terms.
 
-    policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask leaves the token out
+    policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask excludes the token
         + beta x KL                                             weighted by the reduction (batching.minibatch), summed
         - entropy_bonus x mean entropy                          over the minibatch
 
@@ -37,17 +37,17 @@ _MAX_LOG_RATIO = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The N trained tokens of one micro-batch, one after another; N >= 1. This is what a loss of your own is given.
+    """The N trained tokens of one micro-batch, one after another; N >= 1. A custom loss gets this.
 
     Two samples of 2 and 1 trained tokens: sample_index = [0, 0, 1]. The loss of the minibatch is the sum of weights x loss over
-    all its micro-batches and ranks. A loss is called with gradient (a shipped one that is a sum over tokens with parts of a
-    micro-batch, whose samples keep their numbers), and once more without, for the metrics.
+    all its micro-batches and ranks. A loss is called with gradient, and once more without for the metrics. (Built-in losses that
+    are sums over tokens are called with parts of a micro-batch, whose samples keep their numbers.)
     """
 
-    logprobs: torch.Tensor  # (N,) float32, of the trained policy, with gradient
-    old_logprobs: torch.Tensor  # (N,) float32, of the proximal policy (`loss.proximal`), no gradient
-    sampler_logprobs: torch.Tensor  # (N,) float32, as the server that sampled reported them
-    ref_logprobs: torch.Tensor | None  # (N,) float32, of `loss.reference`; None while loss.beta is 0
+    logprobs: torch.Tensor  # (N,) float32, under the trained policy, with gradient
+    old_logprobs: torch.Tensor  # (N,) float32, under the proximal policy (`loss.proximal`), no gradient
+    sampler_logprobs: torch.Tensor  # (N,) float32, as reported by the server that sampled
+    ref_logprobs: torch.Tensor | None  # (N,) float32, under `loss.reference`; None while loss.beta is 0
     entropy: torch.Tensor  # (N,) float32, nats, with gradient
     advantages: torch.Tensor  # (N,) float32, the same for all tokens of a sample
     weights: torch.Tensor  # (N,) float32, the reduction: see batching.minibatch
@@ -57,20 +57,21 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """Loss of each token and what the metrics need; all tensors are (N,), all but `loss` without gradient."""
+    """The loss of each token and what the metrics need. All tensors are (N,), and only `loss` has a gradient."""
 
     loss: torch.Tensor
     ratio: torch.Tensor  # importance weight as the loss uses it, before clipping (`clipped_low`, `clipped_high`)
     clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip
     clipped_high: torch.Tensor | None = None
-    is_capped: torch.Tensor | None = None  # bool; `delta` took the gradient; None for losses without one
+    is_capped: torch.Tensor | None = None  # bool; `delta` removed the gradient; None for losses without `delta`
     is_per_sequence: bool = False  # the ratio is that of the whole sample: metrics count samples, not tokens
 
 
 def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
     """At every token, the sum of `values` over its sample.
 
-    A micro-batch has at most as many samples as tokens, so the sums get N places: their number need not come from the device.
+    A micro-batch has at most as many samples as tokens, so the sums get N places, and their number need not be read from the
+    device.
     Worked example: values [1, 2, 5], sample_index [0, 0, 1] -> [3, 3, 5].
 
     Args:
@@ -82,8 +83,8 @@ def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tens
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(log_ratio), at most e^80: what lies above is beyond every clip, and as inf it would make the gradient 0 x inf = NaN, also
-    where the loss does not depend on it. Every ratio of two policies is made here.
+    """exp(log_ratio), capped at e^80: anything above is beyond every clip, and inf would make the gradient 0 x inf = NaN, even
+    where the loss does not depend on it. Every ratio of two policies is computed here.
 
     Args:
         log_ratio: (N,) float32
@@ -106,7 +107,7 @@ def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, del
         loss = -min(min(rho, delta) A, clamp(rho, 1 - epsilon, 1 + epsilon_high) A)
 
     Without delta a bad token (A < 0) that became likelier has an unbounded loss; delta bounds it (INTELLECT-2, arXiv 2505.07291),
-    and so takes its gradient; TRL's clip metrics do not count it.
+    and thereby removes its gradient. TRL's clip metrics do not count it.
     Worked example: A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
     A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8, capped.
     """
@@ -123,7 +124,7 @@ def clipped_surrogate(
     delta: float | None = None,
     is_per_sequence: bool = False,
 ) -> TokenLoss:
-    """The formula of `clipped_loss`, for ratios of tokens or of sequences. (N,) each."""
+    """The formula of `clipped_loss`, for ratios of tokens or of sequences, (N,) each."""
     capped = ratio if delta is None else ratio.clamp(max=delta)
     clamped = ratio.clamp(1.0 - epsilon, 1.0 + epsilon_high)
     loss = -torch.minimum(capped * advantages, clamped * advantages)
@@ -144,7 +145,7 @@ def gspo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> Tok
         s = exp(mean over the sample of (logprob - old_logprob));   loss = -min(s A, clamp(s, 1 - epsilon, 1 + epsilon_high) A)
 
     Every token of a sample has that loss, so its mean over the sample (reduction grpo) is the paper's objective, and the gradient
-    of a token is s A / (tokens of the sample). As TRL's `importance_sampling_level="sequence"`.
+    of a token is s A / (tokens of the sample). The same as TRL's `importance_sampling_level="sequence"`.
     Worked example: log ratios [0.1, 0.3], A = 2: s = exp(0.2) = 1.2214; epsilon_high = 4e-4: loss = -min(2.4428, 2.0008) = -2.0008.
     """
     ratio = ratio_of(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sample_index))
@@ -170,11 +171,11 @@ def cispo_loss(inputs: LossInputs, *, epsilon_high: float) -> TokenLoss:
 
 
 def sapo_loss(inputs: LossInputs, *, temperature_positive: float, temperature_negative: float) -> TokenLoss:
-    """A soft gate in place of the clip (arXiv 2511.20347).
+    """A soft gate instead of the clip (arXiv 2511.20347).
 
         rho = exp(logprob - old_logprob);   loss = -A sigmoid(tau (rho - 1)) 4 / tau;   tau by the sign of A
 
-    At rho = 1 the gradient is -A, as REINFORCE's; away from it the gate closes smoothly.
+    At rho = 1 the gradient is -A, as in REINFORCE; away from it the gate closes smoothly.
     Worked example: A = 2, tau = 1, rho = 1: loss = -2 x 0.5 x 4 = -4, gradient -2. rho = 2: sigmoid(1) = 0.73106, loss = -5.8485.
     """
     ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
@@ -185,18 +186,18 @@ def sapo_loss(inputs: LossInputs, *, temperature_positive: float, temperature_ne
 
 
 class UserLoss:
-    """f(inputs: LossInputs, **arguments) -> loss of each token, (N,), with gradient. The reduction, and where they are set the
-    importance weights, the masks, the KL and the entropy bonus, are put on top of it as on any other loss.
+    """f(inputs: LossInputs, **arguments) -> loss of each token, (N,), with gradient. The reduction and, if they are set, importance
+    weights, masks, KL and entropy bonus are applied on top, as for any other loss.
 
         def reinforce(inputs, *, scale):  # loss: {type: custom, function: "my_losses:reinforce", arguments: {scale: 2.0}}
             ratio = torch.exp(inputs.logprobs.detach() - inputs.old_logprobs)
             return -scale * ratio * inputs.advantages * inputs.logprobs
 
     Args:
-        section: with `type: custom`.
+        section: `loss` with `type: custom`.
 
     Raises:
-        ConfigError: the function is not there, is a coroutine, or does not take what it would be given.
+        ConfigError: the function does not exist, is a coroutine, or does not accept its arguments.
     """
 
     def __init__(self, section: CustomLoss) -> None:
@@ -211,10 +212,10 @@ class UserLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Its loss of each token. What it raises propagates unchanged: the traceback shows the user's own line.
+        """Compute the loss of each token. Errors of the function propagate unchanged: the traceback shows the user's own line.
 
         Raises:
-            RunError: it returned something else than a (N,) tensor of floating point numbers with a gradient.
+            RunError: it returned something other than an (N,) tensor of floating point numbers with a gradient.
         """
         loss = self._function(inputs, **self._arguments)
         expected = tuple(inputs.logprobs.shape)
@@ -245,12 +246,12 @@ def log_linear_logprobs(
     per token, without gradient. v_smp is the version that sampled the token, v_prox the trainer's at the start of the step, and
     v = v_prox + 1 the one that the step makes; with staleness d = v_prox - v_smp that is a = d / (d + 1). A token of the newest
     version (d = 0) keeps its sampler's value; the older it is, the closer the proximal policy is to the trained one.
-    AReaL's code counts the same formula from one version earlier (v is the trainer's version at the start, v_prox the one before
-    it), so there a = (d - 1) / d.
+    AReaL's code counts the same formula from one version earlier (v is the trainer's version at the start, v_prox the previous
+    one), so its a = (d - 1) / d.
     Worked example: smp = -2, pi = -1, d = 1: a = 1/2, prox = -1.5; d = 3: a = 3/4, prox = -1.25.
 
     Args:
-        logprobs: of the trained policy. (N,)
+        logprobs: log-probabilities under the trained policy. (N,)
         sampler_logprobs: (N,)
         staleness: finished steps since the token was sampled. (N,) int64
     """
@@ -261,8 +262,9 @@ def log_linear_logprobs(
 def importance_weights(
     inputs: LossInputs, correction: ImportanceSamplingSection
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight of each token, without gradient, for the difference between the sampler and the proximal policy: pi_prox / pi_smp of
-    decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS); and which are masked, bool, None but for MIS. (N,) each
+    """The weight of each token, without gradient, that corrects for the difference between sampler and proximal policy: pi_prox /
+    pi_smp of decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS). Also returns the mask, bool, with MIS only.
+    (N,) each
 
         w = exp(old - sampler)                      level token
         w = exp(sum of (old - sampler))             level sequence, over the trained tokens of the sample
@@ -290,7 +292,7 @@ def is_on_policy(inputs: LossInputs, *, threshold: float) -> torch.Tensor:
         keep = A >= 0 or mean over the sample of (sampler - logprob) <= threshold
 
     Worked example, threshold 0.1: sampler - logprob = [0.3, 0.1 | 0.0, 0.1] and A = -1: means 0.2 and 0.05, so the first sample is
-    left out; with A = 1 it is kept.
+    excluded; with A = 1 it is kept.
     """
     divergence = sequence_mean(inputs.sampler_logprobs - inputs.logprobs.detach(), inputs.sample_index)
     return (inputs.advantages >= 0) | (divergence <= threshold)
@@ -302,12 +304,12 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
         exp(ref - logprob) - (ref - logprob) - 1
 
-    The estimator is unbiased for tokens of the policy itself, its gradient is not even then. `loss.use_bias_correction_kl`
+    The estimator is unbiased for tokens of the policy itself; its gradient is biased even then. `loss.use_bias_correction_kl`
     multiplies it by the ratio pi / pi_old, with gradient, which makes both unbiased (DeepSeek-V3.2, arXiv 2512.02556).
     Worked example: ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487; times a ratio of 1 the same
     value, and the gradient -0.6487 + 0.1487 = -0.5, that of logprob - ref.
 
-    At most that of a difference of 80, as in `ratio_of`.
+    It is capped at its value for a difference of 80, as in `ratio_of`.
     """
     difference = (ref_logprobs - logprobs).clamp(max=_MAX_LOG_RATIO)
     return torch.expm1(difference) - difference  # expm1: exp(d) - 1 loses the digits of a small d
@@ -315,27 +317,27 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveOutput:
-    """What one micro-batch adds to the objective. `total` has the gradient; the rest is for metrics, (N,) and without."""
+    """What one micro-batch adds to the objective. Only `total` has a gradient; the rest is for metrics, (N,)."""
 
-    total: torch.Tensor  # () what this micro-batch adds to the loss of the minibatch
-    policy_loss: torch.Tensor  # () of that, what comes from policy loss and KL
+    total: torch.Tensor  # () contribution of this micro-batch to the loss of the minibatch
+    policy_loss: torch.Tensor  # () the part of `total` from policy loss and KL
     inputs: LossInputs
     token_loss: TokenLoss
-    importance_weights: torch.Tensor  # those of `loss.correction` where it is set, else the ratios of the loss
+    importance_weights: torch.Tensor  # those of `loss.correction` if it is set, otherwise the ratios of the loss
     kl: torch.Tensor | None
-    is_importance_masked: torch.Tensor | None  # bool, left out by the mask of `loss.correction`
-    is_off_policy: torch.Tensor | None  # bool, left out by off_policy_mask
+    is_importance_masked: torch.Tensor | None  # bool, excluded by the mask of `loss.correction`
+    is_off_policy: torch.Tensor | None  # bool, excluded by off_policy_mask
 
 
 class Objective:
-    """See the module's docstring. Pure: state is the settings alone.
+    """See the module's docstring. Pure: its only state is the settings.
 
     Args:
         section: `loss`.
-        num_updates: of a step.
+        num_updates: number of updates per step.
 
     Raises:
-        ConfigError: the user's own loss cannot be used.
+        ConfigError: the custom loss cannot be used.
     """
 
     def __init__(self, section: BaseLoss, *, num_updates: int = 1) -> None:
@@ -354,18 +356,18 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        """Whether the loss has a clip whose metrics mean something."""
+        """Whether the loss clips, so that clip metrics are meaningful."""
         return not isinstance(self.section, SapoLoss | CustomLoss)
 
     @property
     def has_sequence_weights(self) -> bool:
-        """Whether the importance weights in use belong to whole samples: metrics then count each sample once."""
+        """Whether the importance weights in use are those of whole samples: metrics then count each sample once."""
         correction = self.section.correction
         return isinstance(self.section, GspoLoss) if correction is None else correction.level == "sequence"
 
     @property
     def is_per_token(self) -> bool:
-        """Whether what a token adds depends on no other token of the micro-batch."""
+        """Whether the contribution of a token depends on no other token of the micro-batch."""
         section = self.section
         has_token_weights = section.correction is None or section.correction.level == "token"
         return has_token_weights and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
@@ -373,10 +375,10 @@ class Objective:
     def of_tokens(
         self, batch: MicroBatch, *, ref_logprobs: torch.Tensor | None = None, old: torch.Tensor | None = None
     ) -> TokenObjective:
-        """What some of the trained tokens of `batch` add; all of them unless `is_per_token`. For `Policy.forward`.
+        """The objective of some of the trained tokens of `batch`; of all of them unless `is_per_token`. For `Policy.forward`.
 
         Args:
-            ref_logprobs, old: as those of the call.
+            ref_logprobs, old: as in `__call__`.
         """
 
         def of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -397,11 +399,11 @@ class Objective:
         ref_logprobs: torch.Tensor | None = None,
         old: torch.Tensor | None = None,
     ) -> ObjectiveOutput:
-        """What a micro-batch with at least one trained token adds.
+        """The contribution of a micro-batch with at least one trained token.
 
         Args:
-            ref_logprobs: of the reference. (N,); needed where `section.needs_reference`
-            old: of the policy at the start of the step. (N,); needed where `needs_old_policy`
+            ref_logprobs: log-probabilities under the reference. (N,); needed if `section.needs_reference`
+            old: log-probabilities under the policy at the start of the step. (N,); needed if `needs_old_policy`
         """
         section = self.section
         inputs = LossInputs(
@@ -420,7 +422,7 @@ class Objective:
         is_importance_masked = is_off_policy = None
         if section.correction is not None:
             weights, is_importance_masked = importance_weights(inputs, section.correction)
-            loss = (loss * weights).masked_fill(weights == 0.0, 0.0)  # a loss that overflowed, times 0, is not 0
+            loss = (loss * weights).masked_fill(weights == 0.0, 0.0)  # an overflowed loss times 0 is NaN
         if section.off_policy_mask is not None:
             is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)
@@ -447,15 +449,15 @@ class Objective:
         )
 
     def _ratio(self, inputs: LossInputs) -> torch.Tensor:
-        """Of policy and proximal policy, by token or, for gspo, by sample; with gradient. (N,)"""
+        """The ratio of policy and proximal policy, by token or, for gspo, by sample; with gradient. (N,)"""
         log_ratio = inputs.logprobs - inputs.old_logprobs
         if isinstance(self.section, GspoLoss):
             log_ratio = sequence_mean(log_ratio, inputs.sample_index)
         return ratio_of(log_ratio)
 
     def _proximal_logprobs(self, logprobs: torch.Tensor, batch: MicroBatch, old: torch.Tensor | None) -> torch.Tensor:
-        """sampler: its own. recomputed: the policy at the start of the step, which with one update is the one of this forward.
-        log_linear: between them."""
+        """The log-probabilities under the proximal policy. sampler: the sampler's. recomputed: the policy at the start of the step,
+        which with one update is the policy of this forward. log_linear: interpolated between them."""
         match self.section.proximal:
             case "sampler":
                 return batch.sampler_logprobs

@@ -1,4 +1,4 @@
-"""The factor on the loss with which small gradients do not vanish in float16 (arXiv 1710.03740)."""
+"""The factor on the loss that keeps small gradients from vanishing in float16 (arXiv 1710.03740)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _STEPS_TO_GROW = 2000
 
 
 class LossScale:
-    """By the rule of torch.amp.GradScaler: halved after a step with an update that was not finite, doubled after 2000 steps in a
-    row without; a power of two, at least 1.
+    """Follows the rule of torch.amp.GradScaler: halved after a step with a non-finite update, doubled after 2000 consecutive steps
+    without one; a power of two, at least 1.
 
-    It is a number of the host, kept by rank 0, which knows the norm of the gradients anyway: a GradScaler goes over all gradients
-    once more, and lets the ranks agree whether all are finite.
+    It is a number on the host, kept by rank 0, which knows the norm of the gradients anyway: a GradScaler would pass over all
+    gradients once more, and make the ranks agree whether all are finite.
 
     Worked example: 65536, a step that overflowed -> 32768, 2000 that did not -> 65536.
 
     Args:
-        counters: of a checkpoint (`counters`); empty: a new run.
+        counters: those of a checkpoint (`counters`); empty for a new run.
     """
 
     def __init__(self, counters: Mapping[str, int]) -> None:
@@ -26,7 +26,7 @@ class LossScale:
         self._num_finite = counters.get("loss_scale_steps", 0)  # consecutive
 
     def update(self, updates: Sequence[bool]) -> None:
-        """A step is over. `updates`: for each, whether it was finite."""
+        """Called after each step. `updates`: for each update, whether it was finite."""
         if not all(updates):
             self.value, self._num_finite = max(1, self.value // 2), 0
             return
@@ -36,5 +36,5 @@ class LossScale:
 
     @property
     def counters(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """The counters for a checkpoint."""
         return {"loss_scale": self.value, "loss_scale_steps": self._num_finite}

@@ -1,7 +1,7 @@
 """Metrics of a training step, and of the pipeline around it.
 
-    UpdateSums        what an optimizer update computed, gathered on the device and brought to the host in one transfer
-    PipelineMeter     who waited for whom, tokens per second, over each step and over the run; arithmetic on readings
+    UpdateSums        what an optimizer update computed, summed on the device and brought to the host in one transfer
+    PipelineMeter     who waited for whom, and tokens per second, for each step and for the run; computed from counter readings
 
 Names and definitions are TRL's where it has the metric: `policy_loss` (with the KL, without entropy bonus), `kl`,
 `entropy`, `clip_ratio/*`, `sampling/*`. Weights and clips that belong to whole samples (gspo, sequence corrections) are averaged
@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from grpo_async.training.loss import Objective, ObjectiveOutput, kl_k3, sequence_mean, sequence_sum
 
-_NUM_REWARDS = 3  # kept of each end: totals do not grow with the run
+_NUM_REWARDS = 3  # kept from the start and the end of the run, so totals do not grow
 ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
-"""What the trainer's thread does: wait for samples, train, push weights, copy a checkpoint or wait until the last one is written.
+"""The activities of the trainer's thread: wait for samples, train, push weights, copy a checkpoint or wait for the last one.
 The rest of its time is "other"."""
 
 _SUMS = (
@@ -99,11 +99,11 @@ class UpdateSums:
         torch.maximum(self._maxima, torch.stack([value.double() for value in new]), out=self._maxima)
 
     def gather(self, square_norm: torch.Tensor, *, before_sync: Callable[[], None] = lambda: None) -> UpdateMetrics:
-        """The sums of all ranks on the host: the one collective for them (1.2 KB a rank) and the one transfer of an update.
+        """Gather the sums of all ranks on the host: one collective (1.2 KB per rank) and the only transfer of an update.
 
         Args:
             square_norm: this rank's part of the squared norm of the gradients. ()
-            before_sync: called when all of this has been launched, before the host waits for the device.
+            before_sync: called when all of this is launched, before the host waits for the device.
         """
         mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
         of_ranks = mine[None]  # (world, 150)
@@ -113,7 +113,7 @@ class UpdateSums:
             of_ranks = torch.stack(parts)
         before_sync()
         columns = list(zip(*of_ranks.tolist(), strict=True))
-        maxima, bins = len(_SUMS), len(_SUMS) + len(_MAXIMA)  # where they begin
+        maxima, bins = len(_SUMS), len(_SUMS) + len(_MAXIMA)  # where maxima and bins begin
         return UpdateMetrics(
             sums={name: sum(column) for name, column in zip(_SUMS, columns[:maxima], strict=True)},
             maxima={name: max(column) for name, column in zip(_MAXIMA, columns[maxima:bins], strict=True)},
@@ -133,7 +133,7 @@ class UpdateMetrics:
     sums: dict[str, float]
     maxima: dict[str, float]
     differences: list[float]
-    """Trained tokens by |trainer - sampler| log-probability, in bins: see `_quantile`. [128]"""
+    """Number of trained tokens by |trainer - sampler| log-probability, in bins: see `_quantile`. [128]"""
     grad_norm: float
 
     @property
@@ -150,7 +150,7 @@ class UpdateMetrics:
 
 
 def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict[str, float]:
-    """Metrics of a step from those of its updates (at least one): means over their tokens; of losses and norms over updates."""
+    """Metrics of a step from its updates (at least one): means over their tokens; losses and norms are means over updates."""
     total = {name: sum(update.sums[name] for update in updates) for name in _SUMS}
     largest = {name: max(update.maxima[name] for update in updates) for name in _MAXIMA}
     section = objective.section
@@ -195,10 +195,11 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
 
 
 def _quantile(counts: Sequence[float], wanted: float) -> float:
-    """The end of the bin in which that many tokens are reached: at most 16% too large. Bins are 16 to a decade, from 1e-6 (what is
-    less is in the first) to 100 nats (what is more is in the last); what is not a number is in none.
+    """The upper end of the bin in which `wanted` tokens are reached: at most 16% too large. There are 16 bins per decade, from 1e-6
+    (smaller values are in the first) to 100 nats (larger values are in the last); NaN is in none.
 
-    Worked example: 99 tokens in the bin from 1e-2 on and one in that from 1 on, 99 wanted -> 1e-2 x 10^(1/16) = 0.0115.
+    Worked example: 99 tokens in the bin that starts at 1e-2, one in the bin that starts at 1, 99 wanted -> 1e-2 x 10^(1/16) =
+        0.0115.
     """
     seen = 0.0
     for number, count in enumerate(counts):
@@ -219,7 +220,7 @@ class CounterSnapshot:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Sums over the steps so far, of bounded size; survives a resume."""
+    """Sums over the steps so far, of bounded size. A checkpoint keeps them."""
 
     wall_s: float = 0.0
     generation_busy_s: float = 0.0
@@ -227,17 +228,17 @@ class Totals:
     trained_tokens: int = 0
     staleness_sum: float = 0.0
     staleness_max: float = 0.0
-    first_rewards: list[float] = field(default_factory=list)  # of the first three steps that have one
-    last_rewards: list[float] = field(default_factory=list)  # of the last three
-    spent_s: dict[str, float] = field(default_factory=dict)  # of ACTIVITIES
+    first_rewards: list[float] = field(default_factory=list)  # mean rewards of the first three steps that have one
+    last_rewards: list[float] = field(default_factory=list)  # mean rewards of the last three
+    spent_s: dict[str, float] = field(default_factory=dict)  # seconds by activity
 
 
 class PipelineMeter:
     """Turns readings into metrics. Call `step` once per optimizer step.
 
     Args:
-        first: reading when training began.
-        totals: of the steps before a resume.
+        first: the counters when training began.
+        totals: totals of the steps before a resume.
     """
 
     def __init__(self, first: CounterSnapshot, totals: Totals | None = None) -> None:
@@ -245,7 +246,7 @@ class PipelineMeter:
         self.totals = totals or Totals()
 
     def restart(self, now: CounterSnapshot) -> None:
-        """Leave out what happened since the last reading (evaluation, startup)."""
+        """Ignore what happened since the last reading (evaluation, startup)."""
         self._last = now
 
     def step(
@@ -261,13 +262,13 @@ class PipelineMeter:
 
         Args:
             staleness: number of trained tokens by their staleness.
-            reward: mean of the step; None: none was scored.
-            spent: seconds since the reading before, by what of ACTIVITIES they went into.
+            reward: mean reward of the step; None if nothing was scored.
+            spent: seconds since the previous reading, by activity.
         """
         wall = max(now.time_s - self._last.time_s, 1e-9)
         busy = min(max(now.generation_busy_s - self._last.generation_busy_s, 0.0), wall)
         generated = max(now.generated_tokens - self._last.generated_tokens, 0)
-        # tokens of evaluations may be taken off late, so a reading may fall: what was counted is not counted again
+        # tokens of evaluations may be subtracted late, so a reading may fall: nothing may be counted twice
         self._last = replace(now, generated_tokens=max(now.generated_tokens, self._last.generated_tokens))
         totals = self.totals
         totals.wall_s += wall
@@ -293,12 +294,12 @@ class PipelineMeter:
         if num_tokens:
             metrics["async/staleness_mean"] = sum(age * count for age, count in staleness.items()) / num_tokens
             metrics["async/staleness_max"] = float(max(staleness))
-            for age in range(int(totals.staleness_max) + 1):  # those of earlier steps too, as 0
+            for age in range(int(totals.staleness_max) + 1):  # staleness values of earlier steps are included, as 0
                 metrics[f"async/staleness/{age}"] = staleness.get(age, 0) / num_tokens
         return metrics
 
     def summary(self) -> dict[str, float]:
-        """The same over the whole run, and the mean reward of its first and last three steps."""
+        """The same metrics over the whole run, and the mean reward of its first and last three steps."""
         totals = self.totals
         wall = max(totals.wall_s, 1e-9)
         summary = {
@@ -316,7 +317,7 @@ class PipelineMeter:
 
 
 def _of_wall(wall: float, *, busy_s: float, spent: Mapping[str, float]) -> dict[str, float]:
-    """See the module's docstring."""
+    """The metrics that are fractions of wall time; see the module's docstring."""
     fractions = _fractions(spent, wall)
     idle = fractions.pop("waiting")
     return {
@@ -328,9 +329,9 @@ def _of_wall(wall: float, *, busy_s: float, spent: Mapping[str, float]) -> dict[
 
 
 def _fractions(spent: Mapping[str, float], wall: float) -> dict[str, float]:
-    """Of `wall`, which add up to 1. Worked example: {"training": 2.0, "pushing": 1.0} of 4 s -> training 0.5, pushing 0.25,
-    other 0.25, the rest 0.0."""
-    # the two are read from the clock one after the other
+    """Fractions of `wall`, which add up to 1. Worked example: {"training": 2.0, "pushing": 1.0} of 4 s -> training 0.5, pushing
+    0.25, other 0.25, the rest 0.0."""
+    # the two are read from the clock one after the other, so the parts may exceed `wall` slightly
     whole = max(wall, sum(spent.get(what, 0.0) for what in ACTIVITIES))
     fractions = {what: spent.get(what, 0.0) / whole for what in ACTIVITIES}
     return {**fractions, "other": max(0.0, 1.0 - sum(fractions.values()))}

@@ -44,17 +44,17 @@ _KEPT_NAMES = (
     ("aten", "_efficient_attention_forward"),
     ("torch_attn", "_varlen_attn"),
 )
-"""Operators whose results `selective` keeps: matrix products and attention, nearly all of the time of a layer."""
+"""Operators whose results `selective` keeps: matrix products and attention, which take nearly all of a layer's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """What one forward says of the N trained tokens of its micro-batch."""
+    """The results of one forward for the N trained tokens of its micro-batch."""
 
     logprobs: torch.Tensor  # (N,) float32
     entropy: torch.Tensor  # (N,) float32, nats
     objective: torch.Tensor | None = None
-    """() float32, which alone has a gradient. Without trained tokens a zero that depends on every parameter."""
+    """() float32, the only one with a gradient. Without trained tokens, a zero that depends on every parameter."""
 
 
 class Policy(nn.Module):
@@ -69,7 +69,7 @@ class Policy(nn.Module):
         attention: AttentionName = "mask",
         head_in_float32: bool = False,
     ) -> None:
-        """Replaces the attention of `model`.
+        """Replace the attention of `model`.
 
         Args:
             chunk_tokens: logits are computed for this many tokens at a time.
@@ -77,7 +77,7 @@ class Policy(nn.Module):
             head_in_float32: compute logits in float32 (`model.head_dtype`).
 
         Raises:
-            ConfigError: the model's attention cannot be replaced, it has no states before a head, or a head that is not one
+            ConfigError: the model's attention cannot be replaced, or the model has no states before a head, or its head is not one
                 linear layer.
         """
         super().__init__()
@@ -110,9 +110,9 @@ class Policy(nn.Module):
         """Log-probabilities and entropies of the trained tokens.
 
         Args:
-            temperature: of the distribution; None = that of the run.
+            temperature: sampling temperature; None = that of the run.
             objective, is_per_token: see `chunked_logprobs`.
-            loss_scale: by which the loss is multiplied before its backward pass.
+            loss_scale: factor on the loss before its backward pass.
 
         Raises:
             ConfigError: the model's layers do not keep packed samples apart.
@@ -161,11 +161,11 @@ class Policy(nn.Module):
 
 
 def recompute_activations(model: Any, mode: Literal["none", "selective", "full"], *, has_dropout: bool = False) -> None:
-    """Make every decoder layer of `model` recompute. Call it before the layers are compiled and sharded.
+    """Make every decoder layer of `model` recompute its activations. Call it before the layers are compiled and sharded.
 
     Args:
-        mode: full: everything but a layer's input. selective: everything but matrix products and attention.
-        has_dropout: a layer draws random numbers; what is recomputed draws the same.
+        mode: full: recompute everything from a layer's input. selective: everything except matrix products and attention.
+        has_dropout: a layer draws random numbers; recomputation draws the same ones.
     """
     if mode == "none":
         return
@@ -208,14 +208,14 @@ def _kept() -> frozenset[Any]:
 def compile_layers(model: Any) -> None:
     """Compile the forward of every decoder layer of a Hugging Face causal LM, in place; the first forward pass does the work.
 
-    Call it after adapters were added and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: tokens differ between
-    micro-batches. One row (packed) and several are compiled once each.
+    Call it after adapters were added and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: token counts differ
+    between micro-batches. One row (packed) and several are compiled once each.
     """
     for layer in decoder_layers(model):
         forward = layer.forward
         if isinstance(forward, partial):
-            # recompute_activations was here: what it recomputes is compiled. Around it, recomputation would be inside the compiled
-            # function, and with the attention that is not compiled there, torch would compile nothing
+            # recompute_activations wraps this layer: compile the function inside. If recomputation were inside the compiled
+            # function, together with the attention that is not compiled there, torch would compile nothing
             compiled = torch.compile(forward.args[0], dynamic=True)
             layer.forward = partial(forward.func, compiled, *forward.args[1:], **forward.keywords)
         else:
@@ -225,7 +225,7 @@ def compile_layers(model: Any) -> None:
 def make_mesh(
     device_type: str, *, world_size: int, num_nodes: int = 1, sharding: Literal["full", "hybrid"] = "full"
 ) -> DeviceMesh:
-    """The ranks as FSDP divides them: all of them, or (nodes, ranks of a node) where a node holds a whole copy (HSDP).
+    """The ranks as FSDP divides them: all of them, or (nodes, ranks of a node) if each node holds a full copy (HSDP).
 
     Worked example: 4 ranks on 2 nodes, hybrid -> [[0, 1], [2, 3]], sharded within a row and replicated over rows.
     """
@@ -242,11 +242,11 @@ def shard_policy(
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
 ) -> None:
-    """Apply FSDP2 in place: every decoder layer is one unit, the rest (embeddings, norm, head) is the root's. Parameters on "meta"
-    stay there until `load_weights`.
+    """Apply FSDP2 in place: every decoder layer is one unit, the rest (embeddings, norm, head) belongs to the root. Parameters on
+    "meta" stay there until `load_weights`.
 
     Args:
-        reshard_after_forward: give a layer's gathered parameters back until the backward pass.
+        reshard_after_forward: free a layer's gathered parameters until the backward pass.
         cpu_offload: keep the shards in the machine's memory.
 
     Raises:
@@ -259,7 +259,7 @@ def shard_policy(
     if not any(parameter.device.type == "meta" for parameter in policy.parameters()):
         policy.to(mesh.device_type)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # the root is given a micro-batch: its weights, advantages and log-probabilities stay in float32
+    # the root's input is a micro-batch, whose weights, advantages and log-probabilities stay in float32
     of_root = replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for layer in decoder_layers(policy.model):
@@ -270,8 +270,8 @@ def shard_policy(
 
 
 def reshard(policy: nn.Module) -> None:
-    """Give back every parameter that is gathered; call it after a forward pass that no backward pass follows. What stayed gathered
-    would miss the next update."""
+    """Free every gathered parameter; call it after a forward pass without a backward pass. Parameters that stay gathered would miss
+    the next update."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

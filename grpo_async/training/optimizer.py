@@ -1,8 +1,8 @@
-"""The optimizer of a policy: AdamW or Muon. It moves what requires a gradient.
+"""The optimizer of a policy: AdamW or Muon. It updates parameters that require a gradient.
 
-Matrices are decayed, biases and norms are not. Each kind works on the shards of FSDP and gives on any number of ranks
-what one rank would give; its state is made of tensors that torch's distributed checkpoint can reshard. (torch.optim.Muon takes
-no stacks of matrices, such as fused experts, and cannot be one optimizer with AdamW: so it is here.)
+Weight decay applies to matrices, not to biases and norms. Each optimizer works on the shards of FSDP and gives the same result on
+any number of ranks as on one; its state consists of tensors that torch's distributed checkpoint can reshard. (torch.optim.Muon
+does not support stacks of matrices, such as fused experts, and cannot share an optimizer with AdamW: therefore we have our own.)
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STEPS = 5
 
 
 def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.type` names, with the state of every parameter: so the first step takes the memory that all
-    take, and checkpoints have the state of parameters that never get a gradient. Every group's `lr` is set before each step.
-    A collective (Muon's update is one).
+    """The optimizer that `optimizer.type` names, with the state of every parameter already allocated: the first step takes as much
+    memory as all others, and checkpoints also have the state of parameters that never get a gradient. Every group's `lr` is set
+    before each step. A collective (Muon's update is one).
 
     Raises:
-        ConfigError: there is no matrix for Muon to move.
+        ConfigError: there is no matrix for Muon to update.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer
@@ -45,10 +45,10 @@ def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Opt
 
 
 def _begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """The state that the first update of each parameter begins with. No weight moves."""
+    """Create the state that each parameter's first update begins with. No weight changes."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0  # what decays weights is multiplied by it
+        group["lr"] = 0.0  # weight decay is multiplied by it
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -57,7 +57,7 @@ def _begin_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     for state in optimizer.state.values():
         if "step" in state:
-            state["step"].zero_()  # that was none: bias correction begins with the first gradient
+            state["step"].zero_()  # that was not a real step: bias correction begins with the first gradient
 
 
 def _decay_groups(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ class Muon(torch.optim.Optimizer):
         update = gradient.lerp(state["momentum_buffer"], group["momentum"])
         if update.ndim == 3 or not isinstance(
             update, DTensor
-        ):  # experts are sharded whole: each rank has matrices of its own
+        ):  # whole experts are sharded: each rank has its own matrices
             direction = orthogonalize(local_of(update))
         else:
             whole = orthogonalize(update.full_tensor())
@@ -135,7 +135,7 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), device=parameter.device)  # where the fused update wants it
+                state["step"] = torch.zeros((), device=parameter.device)  # on the device, as the fused update expects
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
@@ -158,8 +158,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(update: torch.Tensor) -> torch.Tensor:
-    """About U V^T of the singular value decomposition of each matrix, (..., rows, columns): five Newton-Schulz steps X <- a X +
-    (b X X^T + c (X X^T)^2) X, in bfloat16, which leave singular values between about 0.7 and 1.2."""
+    """Approximately U V^T of the singular value decomposition of each matrix, (..., rows, columns): five Newton-Schulz steps
+    X <- a X + (b X X^T + c (X X^T)^2) X, in bfloat16, which bring singular values to between about 0.7 and 1.2."""
     is_tall = update.shape[-2] > update.shape[-1]
     matrix: torch.Tensor = update.bfloat16()
     if is_tall:

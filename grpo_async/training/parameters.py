@@ -1,12 +1,12 @@
-"""The tensors of a model: how they are sharded, how its checkpoint has them, and what a push sends of them.
+"""The tensors of a model: how they are sharded, what form they have in its checkpoint, and which ones a push sends.
 
-    list_sources        tied ones once, adapters merged, buffers that are saved; gathered from shards when asked for, never before
-    checkpoint_groups   transformers 5 fuses some parameters when it loads (the experts of a mixture): taken apart for a push
-    ShardedParameters, AdapterParameters    gathered bucket by bucket in the dtype of the wire; every rank takes part
+    list_sources        tied ones once, adapters merged, persistent buffers; gathered from shards only on request
+    checkpoint_groups   transformers 5 fuses some parameters when it loads (the experts of a mixture): they are split for a push
+    ShardedParameters, AdapterParameters    gathered bucket by bucket in the dtype that is sent; every rank takes part
 
 Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
 -> experts.0.gate_proj.weight, experts.0.up_proj.weight, experts.1.gate_proj.weight, experts.1.up_proj.weight, each (8, 16).
-LoRA (arXiv 2106.09685): W' = W + scaling x B A, in float32, also where W is kept in bfloat16 (peft rounds the product to the dtype
+LoRA (arXiv 2106.09685): W' = W + scaling x B A, in float32, even if W is kept in bfloat16 (peft rounds the product to the dtype
 of the weights).
 """
 
@@ -27,7 +27,7 @@ from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, update_problems
 
 ADAPTER = "default"
-"""peft's name of the one adapter."""
+"""peft's name of our only adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class LoraDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """A parameter or buffer under the name it has without adapters."""
+    """A parameter or buffer under its name without adapters."""
 
     name: str
     tensor: torch.Tensor
     is_buffer: bool = False
     product: LoraDelta | None = None
-    """Of its adapter."""
+    """The product of its adapter, if it has one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,8 +61,8 @@ class NamedTensor:
         """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank.
 
         Args:
-            dtype: of what is returned. Shards are cast before they are gathered, where no adapter is added to them: float32 ones
-                that are served in 16 bits make half the bytes. None: as it is kept; of what is adapted, float32.
+            dtype: dtype of the result. Shards without an adapter are cast before they are gathered: float32 shards that are served
+                in 16 bits need half the bytes. None: the dtype of the tensor; float32 with an adapter.
         """
         tensor = self.tensor.detach()
         if self.product is None:
@@ -74,7 +74,7 @@ class NamedTensor:
 def list_sources(model: Any) -> list[NamedTensor]:
     """Every tensor of the checkpoint of a Hugging Face model."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # names that a checkpoint leaves out
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # names that a checkpoint omits
     by_tensor: dict[int, list[NamedTensor]] = {}
     for source in _walk(model, ""):
         if source.name not in ignored:
@@ -83,7 +83,8 @@ def list_sources(model: Any) -> list[NamedTensor]:
 
 
 def _walk(module: Any, prefix: str) -> Iterator[NamedTensor]:
-    """Own tensors, then those of the children; of an adapted layer those of the layer below, with the adapter's product."""
+    """A module's own tensors, then those of its children; for an adapted layer, those of its base layer with the adapter's
+    product."""
     if hasattr(module, "lora_A"):
         for source in _walk(module.get_base_layer(), prefix):
             if source.name == f"{prefix}.weight":
@@ -103,13 +104,13 @@ def _walk(module: Any, prefix: str) -> Iterator[NamedTensor]:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's shard; a tensor that is not sharded is its own."""
+    """This rank's shard; an unsharded tensor is returned as it is."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, without gradient. A collective where it is sharded."""
+    """The whole tensor, without gradient. A collective if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -119,27 +120,27 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedTensors:
-    """Tensors in memory that belong together, and what they are in the checkpoint: name -> (shape, dtype)."""
+    """Tensors in memory that belong together, and their form in the checkpoint: name -> (shape, dtype)."""
 
     sources: tuple[str, ...]
     outputs: Shapes
     is_renamed_only: bool
-    """One tensor, which the checkpoint has as it is."""
+    """The group is one tensor, which the checkpoint has unchanged, perhaps under another name."""
 
 
 def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[FusedTensors]:
-    """Groups in the order of `sources`, as small as possible.
+    """Groups in the order of `sources`, each as small as possible.
 
     Args:
         model: the Hugging Face model that knows how it was loaded.
-        sources: name -> a tensor of that shape and dtype, on the device "meta".
+        sources: by name, a tensor of the same shape and dtype on the device "meta".
 
     Raises:
-        ConfigError: the model cannot be taken apart.
+        ConfigError: the model's tensors cannot be split into groups.
     """
     try:
         everything = _shapes(to_checkpoint(model, sources))
-    except Exception as error:  # whatever transformers raises for a model that it cannot save either
+    except Exception as error:  # transformers may raise anything for a model that it cannot save
         raise ConfigError(
             f"transformers cannot convert {type(model).__name__} to the format of its checkpoint: {error}"
         ) from error
@@ -156,7 +157,7 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[F
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name and form of the checkpoint for tensors of `model`, as `save_pretrained` writes them."""
+    """Names and form in the checkpoint of tensors of `model`, as `save_pretrained` writes them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -179,7 +180,7 @@ def _group(
     for members in by_key.values():
         try:
             converted = to_checkpoint(model, {name: sources[name] for name in members})
-        except Exception:  # noqa: BLE001 - parts of what belongs together cannot be converted: a larger group is tried
+        except Exception:  # noqa: BLE001 - an incomplete group cannot be converted: a larger one is tried
             rest.extend(members)
             continue
         outputs = _shapes(converted)
@@ -208,15 +209,15 @@ def _layer_of(name: str) -> str:
 
 class ShardedParameters:
     """The model's parameters under the names and in the form of its Hugging Face checkpoint: tied ones once, adapters merged,
-    fused ones taken apart, and the buffers that a checkpoint holds.
+    fused ones split, and the buffers that a checkpoint holds.
 
     Args:
         model: the Hugging Face model inside the policy.
         wire_dtype: dtype in which parameters are sent, as the server serves them. Buffers keep their own.
-        device: where buckets are wanted: on the CPU for gloo, else on the own GPU.
+        device: device of the buckets: the CPU for gloo, otherwise this rank's GPU.
 
     Raises:
-        ConfigError: fused parameters that cannot be taken apart.
+        ConfigError: the model has fused parameters that cannot be split.
     """
 
     def __init__(self, model: Any, *, wire_dtype: torch.dtype, device: torch.device | None = None) -> None:
@@ -238,10 +239,10 @@ class ShardedParameters:
         ]
 
     base: dict[str, str] | None = None
-    """Fields of api.AdapterBase; None: what is sent is whole."""
+    """Fields of api.AdapterBase; None: whole parameters are sent."""
 
     def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot take these parameters; [] when it can."""
+        """Why a server cannot take these parameters; [] if it can."""
         return update_problems(self._specs, served.shapes, served.optional)
 
     @property
@@ -251,14 +252,14 @@ class ShardedParameters:
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
         """Full, contiguous tensors, one bucket at a time, in the order of `specs`. A collective: iterate on every rank.
 
-        Beside the bucket, one group of fused parameters is held as a whole (the experts of one layer).
+        Besides the bucket, it holds one whole group of fused parameters (the experts of one layer).
         """
         tensors = (tensor for group in self._groups for tensor in self._gather(group))
         for bucket in cut_into_buckets(self._specs, bucket_bytes):
             yield [next(tensors) for _ in bucket]
 
     def _gather(self, group: FusedTensors) -> Iterator[torch.Tensor]:
-        """The tensors of a group in the order of its outputs."""
+        """The tensors of a group, in the order of its outputs."""
         whole = {
             name: self._sources[name].gather(None if self._sources[name].is_buffer else self._wire_dtype)
             for name in group.sources
@@ -273,16 +274,16 @@ class ShardedParameters:
 
 
 class AdapterParameters:
-    """The factors of each adapted weight; see weights.adapters. Offers what ShardedParameters does.
+    """The factors of each adapted weight; see weights.adapters. It has the same interface as ShardedParameters.
 
     Args:
         model: the Hugging Face model inside the policy, with adapters.
         path: `model.path`, where servers find the base.
         served_dtype: dtype in which the merged weights are served.
-        device: where buckets are wanted.
+        device: device of the buckets.
 
     Raises:
-        ConfigError: adapters or a base that servers cannot put together.
+        ConfigError: servers cannot combine these adapters with this base.
     """
 
     def __init__(self, model: Any, *, path: str, served_dtype: torch.dtype, device: torch.device | None = None) -> None:
@@ -310,12 +311,12 @@ class AdapterParameters:
         return self._specs
 
     def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot take these adapters; [] when it can."""
+        """Why a server cannot take these adapters; [] if it can."""
         assert self.base is not None
         return problems_with_base(self.base["digest"], served.base_digest, self._path)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        """As ShardedParameters.buckets. A collective."""
+        """Like ShardedParameters.buckets. A collective."""
         tensors = (
             factor.to(self._device).contiguous() for product in self._products.values() for factor in product.factors()
         )
@@ -326,14 +327,14 @@ class AdapterParameters:
 def choose_parameters(
     model: Any, section: ModelSection, *, served_dtype: torch.dtype, device: torch.device
 ) -> ShardedParameters | AdapterParameters:
-    """What `model.lora.push` says is sent."""
+    """The parameters that `model.lora.push` says to send."""
     if section.lora is not None and section.lora.push == "adapter":
         return AdapterParameters(model, path=section.path, served_dtype=served_dtype, device=device)
     return ShardedParameters(model, wire_dtype=served_dtype, device=device)
 
 
 def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) -> None:
-    """Raises ConfigError when a server cannot add the adapter to what the files of the base hold."""
+    """Check that a server can add the adapter to the base's files; ConfigError if it cannot."""
     target = next(iter(group.outputs))
     spec = base.specs.get(target)
     if spec is None or not group.is_renamed_only:

@@ -37,30 +37,30 @@ from grpo_async.weights.verify import TrainerScores
 
 @dataclass(frozen=True, slots=True)
 class PackCommand:
-    """Pack this rank's samples of the next step; they take the place of those packed before."""
+    """Pack this rank's samples of the next step; they replace those packed before."""
 
     minibatches: Sequence[RankSamples]
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Train on what was packed, one minibatch after another: an optimizer update for each minibatch, and all over again
-    `training.num_iterations` times. During it one more command comes: to pack the step after it, or WaitCommand."""
+    """Train on what was packed: one optimizer update for each minibatch in turn, and all of them again `training.num_iterations`
+    times. During it one more command follows: PackCommand for the step after it, or WaitCommand."""
 
     lr: float
     seed: int = 0
-    """Of what this rank draws (dropout): another one for each step, so a resume needs no state of a generator."""
+    """Seed of this rank's random numbers (dropout): a new one for each step, so a resume needs no generator state."""
     token_capacity: int = 0
-    """The statistics of this many tokens at most, the same on every rank, are brought to rank 0; 0: nobody stores them."""
+    """Statistics of at most this many tokens, the same number on every rank, are sent to rank 0; 0: they are not stored."""
     loss_scale: float = 1.0
     """See train_step."""
     syncs_reference: bool = False
-    """Whether it is followed by Reference.sync."""
+    """Whether Reference.sync follows the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitCommand:
-    """Rank 0 is alive and has nothing to do for the others, as while it waits for samples."""
+    """Rank 0 is alive but has nothing for the others to do, for example while it waits for samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ Command = (
 
 
 class CommandChannel:
-    """Rank 0 sends a command, every other rank receives its own part of it. With one rank nothing is sent.
+    """Rank 0 sends a command; every other rank receives its own part of it. With one rank nothing is sent.
 
     Args:
-        timeout_s: longest time without a command.
+        timeout_s: maximum time without a command.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -121,15 +121,15 @@ class CommandChannel:
         return self._rank == 0
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Rank 0: give each rank its command. [world_size]"""
+        """On rank 0: send each rank its command. [world_size]"""
         if self._group is not None:
             dist.scatter_object_list([None], list(commands), src=0, group=self._group)
 
     def receive(self) -> Command:
-        """Other ranks: wait for the next command.
+        """On the other ranks: wait for the next command.
 
         Raises:
-            DeadlineError: none within the deadline, or rank 0 is gone.
+            DeadlineError: no command within the deadline, or rank 0 is gone.
         """
         received: list[Any] = [None]
         with self._waiting(f"a command of rank 0 on rank {self._rank}", peer="rank 0, which has ended"):
@@ -140,10 +140,10 @@ class CommandChannel:
         return command
 
     def gather(self, numbers: torch.Tensor) -> list[torch.Tensor] | None:
-        """Bring a tensor of every rank to rank 0: one for each rank there, None on the others. A collective.
+        """Bring a tensor of every rank to rank 0, which gets the list; the others get None. A collective.
 
         Args:
-            numbers: on the CPU, of the same shape and dtype on every rank.
+            numbers: a tensor on the CPU, of the same shape and dtype on every rank.
 
         Raises:
             DeadlineError: a rank did not come within the deadline.
@@ -158,7 +158,7 @@ class CommandChannel:
 
     @contextlib.contextmanager
     def _waiting(self, what: str, *, peer: str) -> Iterator[None]:
-        """A collective that fails after the deadline has waited for `what` in vain; before it, `peer` is gone."""
+        """Names the failure of a collective: after the deadline it waited for `what` in vain; before it, `peer` is gone."""
         began = time.monotonic()
         try:
             yield
@@ -171,14 +171,14 @@ class CommandChannel:
 
 @dataclass(slots=True, kw_only=True)
 class TrainerContext:
-    """What every rank has: its shard of the policy and how it talks to the others."""
+    """What every rank has: its shard of the policy, and its channel to the others."""
 
     config: ExperimentConfig
     run_dir: RunDir
     policy: Policy
     optimizer: torch.optim.Optimizer
     objective: Objective
-    reference: Reference | None  # where the objective has a KL
+    reference: Reference | None  # if the objective has a KL term
     parameters: ShardedParameters | AdapterParameters
     channel: CommandChannel
     checkpoints: CheckpointWriter
@@ -189,11 +189,11 @@ class TrainerContext:
     packed: Sequence[Sequence[MicroBatch]] = ()
     """This rank's micro-batches of the next step, on the CPU. [num_minibatches][num_micro_batches]"""
     peaks: Sequence[int] | None = None
-    """Most memory that each rank had held when its first step was done, in bytes; known to rank 0, empty on the others."""
+    """Peak memory of each rank at the end of its first step, in bytes; set on rank 0, empty on the others."""
 
     @property
     def _synced_reference(self) -> Policy | None:
-        """The reference where it is synced with the policy, so that a checkpoint has to have it."""
+        """The reference if it is synced with the policy, so that checkpoints must contain it."""
         return self.reference.policy if self.reference is not None and self.config.loss.sync_ref_model else None
 
     def load(self, step: int) -> None:
@@ -223,7 +223,7 @@ class TrainerContext:
         self.packed = [samples.pack() for samples in command.minibatches]
 
     def step(self, command: StepCommand, *, before_sync: Callable[[], None]) -> StepResult:
-        """This rank's part of one training step on what is packed, an update for each minibatch (see StepCommand). A
+        """Run this rank's part of one training step on the packed samples, one update for each minibatch (see StepCommand). A
         collective. `before_sync`: see train_step."""
         torch.manual_seed(command.seed)
         minibatches, self.packed = self.packed, ()
@@ -249,8 +249,8 @@ class TrainerContext:
         wakes_servers = self.config.inference.vllm.sleep_while_training and self.device.type == "cuda"
         peak = peak_bytes(self.device)
         if wakes_servers:
-            torch.cuda.empty_cache()  # they take this memory back
-        if wakes_servers or self.peaks is None:  # the former: rank 0 wakes them when every rank has given it back
+            torch.cuda.empty_cache()  # the servers on these GPUs take this memory back
+        if wakes_servers or self.peaks is None:  # the former: rank 0 wakes them when every rank has freed it
             peaks = self.channel.gather(torch.tensor([peak]))
             self.peaks = self.peaks or [int(each) for each in peaks or ()]
         return result if tokens is None else replace(result, token_statistics=self.channel.gather(tokens.on_host()))
@@ -268,7 +268,7 @@ class TrainerContext:
 
 
 def follow(context: TrainerContext) -> None:
-    """Ranks 1..N-1: do rank 0's commands until it says stop."""
+    """On ranks 1..N-1: execute rank 0's commands until it sends StopCommand."""
     while True:
         command = context.channel.receive()
         match command:

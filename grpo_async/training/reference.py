@@ -1,4 +1,4 @@
-"""Forward passes without a gradient: the reference policy of a KL term, and scores that are compared with a server's.
+"""Forward passes without a gradient: the reference policy of a KL term, and the scores for comparison with a server.
 
 A reference is one of two kinds. With LoRA and `loss.reference: initial` it is the policy itself without its adapters, which costs
 no memory. Otherwise it is a second model, sharded over the same ranks, frozen or synced with the policy (`loss.sync_ref_model`).
@@ -21,10 +21,10 @@ from grpo_async.weights.verify import TrainerScores
 
 
 class Reference:
-    """What the loss may not drift away from.
+    """The policy that the KL term compares with.
 
     Args:
-        policy: sharded and loaded. A separate model, which is frozen here; or, `without_adapters`, the trained one.
+        policy: sharded and loaded. A separate model, which is frozen here, or, with `without_adapters`, the trained one.
     """
 
     def __init__(self, policy: Policy, *, without_adapters: bool = False) -> None:
@@ -34,8 +34,8 @@ class Reference:
             policy.requires_grad_(False)
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Of the trained tokens of a micro-batch: (N,) float32, natural log, at the run's temperature, without gradient. A
-        collective: every rank calls it as often, also for a batch without trained tokens."""
+        """Log-probabilities of the trained tokens of a micro-batch: (N,) float32, natural log, at the run's temperature, without
+        gradient. A collective: every rank makes the same number of calls, including batches without trained tokens."""
         with torch.no_grad(), adapters_off(self.policy.model) if self._without_adapters else nullcontext():
             logprobs: torch.Tensor = self.policy(batch).logprobs
         reshard(self.policy)
@@ -53,7 +53,7 @@ class Reference:
 
 
 def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:
-    """Raises ConfigError when the reference at `path` has another vocabulary than the policy; token ids would mean other tokens."""
+    """Check that the reference at `path` has the policy's vocabulary; ConfigError if not, as token ids would mean other tokens."""
     ours, theirs = (int(one.model.config.get_text_config().vocab_size) for one in (policy, reference))
     if ours != theirs:
         raise ConfigError(other_vocabulary(path, ours=ours, theirs=theirs))
@@ -87,11 +87,11 @@ def score_twice(
     compute: torch.dtype,
     rounding: torch.dtype,
 ) -> TrainerScores:
-    """`score_sequences`, and once more with different rounding: what `weights.verify` judges a server by.
+    """`score_sequences`, twice, the second time with different rounding: `weights.verify` judges a server by both.
 
     Args:
         compute: dtype of the forward pass.
-        rounding: dtype whose rounding the second scores are to show; not finer than `compute`.
+        rounding: dtype whose rounding the second scores show; not finer than `compute`.
     """
     logprobs = score_sequences(policy, sequences, device=device)
     with _perturbed_rounding(policy, rounding, device=device, is_coarser=rounding != compute):
@@ -102,9 +102,9 @@ def score_twice(
 def _perturbed_rounding(
     policy: Policy, dtype: torch.dtype, *, device: torch.device, is_coarser: bool
 ) -> Iterator[None]:
-    """Embeddings are moved by a unit in their last place at most, as another rounding would have done. All that is computed from
-    them is then other numbers, whose roundings have nothing to do with those of the undisturbed pass. Where `dtype` is coarser than
-    what the policy computes in, autocast brings its rounding."""
+    """Move embeddings by at most one unit in their last place, as another rounding would have. Everything computed from them then
+    has different values, whose rounding errors are independent of those of the undisturbed pass. If `dtype` is coarser than the
+    policy's compute dtype, autocast adds its rounding."""
     generator = torch.Generator(device).manual_seed(0)
     unit = torch.finfo(dtype).eps
 
@@ -114,7 +114,7 @@ def _perturbed_rounding(
 
     hook = policy.model.get_input_embeddings().register_forward_hook(move)
     try:
-        # without the cache, which would hold weights that FSDP takes back
+        # no cache: it would hold weights that FSDP frees
         with torch.autocast(device.type, dtype, enabled=is_coarser, cache_enabled=False):
             yield
     finally:

@@ -8,13 +8,13 @@ from typing import Any
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 
-_USUAL_TIMESCALE = 10_000  # of transformers, without a warmup
+_USUAL_TIMESCALE = 10_000  # default of transformers without a warmup
 
 
 def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
-    """Gives the factor on `optimizer.lr` at a 0-based step; a function of the step alone, so a resume needs no state of it.
+    """The factor on `optimizer.lr` by 0-based step; a function of the step alone, so a resume needs no state of it.
 
-    Warmup: (step + 1) / warmup_steps. (transformers begins at 0, and so gives the first step away.) Then the schedule begins, and
+    Warmup: (step + 1) / warmup_steps. (transformers begins at 0, which wastes the first step.) Then the schedule begins, and
     ends at the run's last step. With 10 steps, 2 of warmup and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125.
 
     Raises:

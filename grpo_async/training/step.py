@@ -1,12 +1,12 @@
-"""One training step: for each minibatch forward and backward over the micro-batches of this rank, one clip, one update.
+"""One training step: for each minibatch, forward and backward over this rank's micro-batches, then one clip and one update.
 
     [old log-probabilities of everything, where the objective needs them]
       -> num_iterations times, for each minibatch: (reference, forward, backward) for each micro-batch -> clip -> update
 
-Gradients are summed, not averaged: the weights of the tokens already hold the one denominator of the minibatch. FSDP averages
-over ranks, so the loss is multiplied by their number. An update whose loss or gradient is not finite changes nothing and is
-reported; the other updates of the step are made. In float16 losses are multiplied by `loss_scale` before the backward pass, and
-gradients divided by it where they are clipped.
+Gradients are summed, not averaged: the token weights already contain the common denominator of the minibatch. FSDP averages
+over ranks, so the loss is multiplied by their number. An update with a non-finite loss or gradient is skipped and
+reported; the step's other updates are made. With float16, losses are multiplied by `loss_scale` before the backward pass, and
+gradients are divided by it when they are clipped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from grpo_async.training.token_statistics import TokenCollector
 class StepResult:
     """What one step did, the same on every rank."""
 
-    loss: float  # mean over the updates made; of all of them when none was
-    grad_norm: float  # before clipping, mean likewise
-    num_tokens: int  # of the minibatches that were trained, each counted once
+    loss: float  # mean over the updates that were made, or over all if none was
+    grad_norm: float  # before clipping, the same mean
+    num_tokens: int  # trained tokens, each minibatch counted once
     updates: tuple[bool, ...]  # whether each was made or skipped as not finite. [num_iterations x num_minibatches]
     metrics: dict[str, float]
     num_iterations: int = 1
     token_statistics: Sequence[torch.Tensor] | None = None
-    """What each rank collected of its tokens (training.token_statistics), where that was asked for; on rank 0 only. [world_size]"""
+    """The token statistics that each rank collected (training.token_statistics), if requested; on rank 0 only. [world_size]"""
 
     @property
     def is_finite(self) -> bool:
@@ -71,19 +71,19 @@ def train_step(
     loss_scale: float = 1.0,
     before_sync: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
+    """Run one step on this rank. Every rank calls it with the same number of minibatches and micro-batches.
 
     Args:
         minibatches: the micro-batches of each optimizer update, on the CPU; at least one of at least one.
-        reference: of the KL divergence; needed where `objective.section.needs_reference`.
+        reference: reference of the KL term; needed if `objective.section.needs_reference`.
         lr: learning rate of all updates of this step.
-        max_grad_norm: total norm over all ranks that gradients are clipped to.
+        max_grad_norm: maximum total norm of the gradients over all ranks.
         num_iterations: passes over the minibatches (mu in GRPO, arXiv 2402.03300, algorithm 1).
-        tokens: collects the statistics of this rank's tokens in the first pass, where they are stored.
-        timeline: gets the parts of the step. On a GPU the host runs ahead of them, and waits in "clip gradients".
+        tokens: collects the statistics of this rank's tokens in the first pass, if they are stored.
+        timeline: records the parts of the step. On a GPU the host runs ahead of them, and waits in "clip gradients".
         loss_scale: a power of two; see `training.loss_scale`.
-        before_sync: called in the last update, when its backward passes have been launched and before the host waits for the
-            device. A GPU loses no time to it while its queue of launched kernels lasts: not with `training.cpu_offload`, for which
+        before_sync: called in the last update, after its backward passes have been launched and before the host waits for the
+            device. It costs a GPU no time while its queue of launched kernels lasts, except with `training.cpu_offload`, for which
             FSDP waits at the end of each backward pass.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -94,7 +94,7 @@ def train_step(
         with timeline.span("old log-probabilities", "trainer"):
             old_logprobs = _old_policy_logprobs(policy, minibatches, device)
     updates: list[UpdateMetrics] = []
-    ref_of_batches: dict[tuple[int, int], torch.Tensor] = {}  # the reference stays what it is while a step lasts
+    ref_of_batches: dict[tuple[int, int], torch.Tensor] = {}  # the reference does not change within a step
     for iteration in range(num_iterations):
         collector = tokens if iteration == 0 else None
         for index, (micro_batches, old_of_batches) in enumerate(zip(minibatches, old_logprobs, strict=True)):
@@ -130,7 +130,7 @@ def train_step(
                     collector.add(terms)
             is_last = index == len(minibatches) - 1
             if is_last and collector is not None:
-                collector.begin_copy()  # before the transfer of this update, which so waits for both
+                collector.begin_copy()  # before this update's transfer, so that one wait covers both
             with timeline.span("clip gradients", "trainer"):
                 norm = square_norm(policy.parameters(), device) / loss_scale**2
                 if is_last and iteration == num_iterations - 1:
@@ -147,12 +147,12 @@ def train_step(
 
 
 def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -> None:
-    """When gradients travel between ranks.
+    """Set when gradients are reduced between ranks.
 
-    GPU: they are reduced and scattered after every micro-batch, so that a rank holds its shard of the float32 gradient only. Once
-    per update would save that traffic, which overlaps with the backward pass anyway, and cost 4 bytes for every parameter of the
-    model on every rank (28 GB at 7 billion). Between groups of ranks that hold the same shards (hybrid sharding) they travel once,
-    after the last micro-batch: until then only shards wait.
+    GPU: they are reduced and scattered after every micro-batch, so that a rank holds only its shard of the float32 gradient.
+    Reducing once per update would save that traffic, which overlaps with the backward pass anyway, but cost 4 bytes per parameter
+    on every rank (28 GB at 7 billion). Between groups of ranks that hold the same shards (hybrid sharding) they are reduced once,
+    after the last micro-batch: until then only shards are held.
     CPU: once, after the last micro-batch. Nothing overlaps there, and models are small.
     """
     if not isinstance(policy, FSDPModule):
@@ -166,7 +166,7 @@ def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -
 def _old_policy_logprobs(
     policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Log-probabilities under the policy at the start of the step; as `minibatches`."""
+    """Log-probabilities under the policy at the start of the step, in the structure of `minibatches`."""
     with torch.no_grad():
         found = [[policy(batch.to(device)).logprobs for batch in micro_batches] for micro_batches in minibatches]
     reshard(policy)
@@ -196,20 +196,20 @@ def _result(updates: Sequence[UpdateMetrics], objective: Objective, *, lr: float
 
 @torch.no_grad()
 def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """This rank's part of the squared norm of all gradients: the sum over ranks is the whole. () float64 on `device`
+    """This rank's part of the squared norm of all gradients: the sum over ranks is the total. () float64 on `device`
 
     (torch's clip_grad_norm_ reduces the norm in a separate collective and multiplies every gradient, clipped or not. Here a
     rank's part travels with the metrics of the update, and the host, which needs the norm anyway, decides.)
     Worked example, gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5.
     """
-    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}  # by ranks that hold the same
+    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}  # by number of copies
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local_of(parameter.grad)
             alike.setdefault((_num_copies(parameter.grad), gradient.device, gradient.dtype), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, _, dtype), gradients in alike.items():
-        # of bfloat16 gradients the norms, too, would have 8 bits
+        # for bfloat16 gradients the norms would also have only 8 bits
         norms = torch._foreach_norm(gradients, dtype=torch.float32 if dtype.itemsize < 4 else None)
         total += torch.stack(norms).double().square().sum().to(device) / copies
     return total
@@ -217,8 +217,8 @@ def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
 
 @torch.no_grad()
 def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float, loss_scale: float = 1.0) -> None:
-    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as torch's clip_grad_norm_ does; and by
-    1 / loss_scale, as `norm` has been already."""
+    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1, as torch's clip_grad_norm_ does, and by
+    1 / loss_scale, which `norm` already includes."""
     factor = min(1.0, max_norm / (norm + 1e-6)) / loss_scale
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if factor != 1.0 and gradients:

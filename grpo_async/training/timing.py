@@ -1,4 +1,4 @@
-"""What the main thread does (Activity), and the peak of memory."""
+"""The main thread's activity (Activity), and the peak memory."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class Activity:
-    """What a thread does: shown by `str`, recorded in the timeline, and its seconds added up by kind. Written by that
-    thread, read by any.
+    """What a thread is doing: shown by `str`, recorded in the timeline, and its seconds summed by kind. Only that thread
+    writes it, any thread may read it.
 
     Worked example: 5 s of the kind "waiting", in the middle of which 2 s are "pushing" -> {"waiting": 3.0, "pushing": 2.0}.
 
     Args:
-        clock: seconds, never going back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, timeline: Timeline = NO_TIMELINE, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeline = timeline
         self._clock = clock
         self._now = "starting", clock()
-        self._kinds: list[str] = []  # of the current blocks, the innermost last
+        self._kinds: list[str] = []  # kinds of the current blocks, the innermost last
         self._spent: dict[str, float] = {}
         self._counted_until = clock()
         self.num_begun = 0
-        """Grows with everything that begins but pushes: those to servers that come and go are no progress."""
+        """Grows whenever an activity other than a push begins: pushes to servers that come and go are no progress."""
 
     def begin(self, what: str) -> None:
-        """From now on the thread is `what` ("evaluating after training")."""
+        """Set the thread's activity to `what` ("evaluating after training")."""
         self._now = what, self._clock()
         self.num_begun += 1
 
     @contextmanager
     def during(self, what: str, span: str, kind: str, **details: int) -> Iterator[None]:
-        """The thread is `what` in this block, `span` in the timeline; afterward what it was before, for as long as it was."""
+        """Set the activity to `what` for this block, and record `span` in the timeline; afterward the previous activity is
+        restored."""
         before = self._now
         self._count()
         self._now = what, self._clock()
@@ -57,7 +58,7 @@ class Activity:
             self._now = before
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds since the last call, by kind; those outside of all blocks are missing."""
+        """Seconds since the last call, by kind; time outside of all blocks is left out."""
         self._count()
         spent, self._spent = self._spent, {}
         return spent
@@ -76,8 +77,8 @@ class Activity:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this rank has held so far: of the GPU with the cache of PyTorch's allocator; on a CPU the resident
-    memory of the process, its libraries included."""
+    """The peak memory of this rank so far: on a GPU, including the cache of PyTorch's allocator; on a CPU, the resident
+    memory of the process, including its libraries."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

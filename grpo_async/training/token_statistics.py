@@ -1,12 +1,12 @@
-"""What the trainer found for each trained token in the first pass over it, from the ranks that computed it to the rollouts that
+"""The trainer's statistics of each trained token in the first pass, from the ranks that computed them to the rollouts that
 the tokens belong to.
 
-    rank 0     TokenPlan         whose tokens each rank will have, in which order; `capacity` travels in the step's command
+    rank 0     TokenPlan         which tokens each rank will have, and in which order; `capacity` is part of the step's command
     each rank  TokenCollector    writes them one after another on the device, (5, capacity); one copy to the host
                   | CommandChannel.gather
     rank 0     TokenPlan.by_rollout    TokenStats by rollout id
 
-Nothing here waits for the device: the copy is put in the stream before the transfer that every update ends with anyway. A token
+Nothing here waits for the device: the copy is enqueued before the transfer that ends every update anyway. A token
 takes 20 bytes on its rank, and on rank 0 until its group is written.
 """
 
@@ -27,10 +27,10 @@ _FLAGS = len(_ROWS) - 1
 
 
 class TokenCollector:
-    """One rank, one step: call `add` after each micro-batch, then `begin_copy`, then `on_host`.
+    """Collects on one rank in one step: call `add` after each micro-batch, then `begin_copy`, then `on_host`.
 
     Args:
-        capacity: the most trained tokens that a rank has in this step; what this one has less is left 0.
+        capacity: the maximum number of trained tokens of a rank in this step; unused places stay 0.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class TokenCollector:
 
     @torch.no_grad()
     def add(self, output: ObjectiveOutput) -> None:
-        """Note the tokens of the next micro-batch."""
+        """Add the tokens of the next micro-batch."""
         inputs, start = output.inputs, self._num_tokens
         self._num_tokens = stop = start + inputs.logprobs.numel()
         values = (inputs.logprobs, inputs.old_logprobs, output.importance_weights, inputs.entropy)
@@ -51,7 +51,10 @@ class TokenCollector:
         for flag, holds in (
             (TokenFlag.CLIPPED_LOW, output.token_loss.clipped_low),
             (TokenFlag.CLIPPED_HIGH, output.token_loss.clipped_high),
-            (TokenFlag.CLIPPED_HIGH, output.token_loss.is_capped),  # never both: of the one A > 0, of the other A < 0
+            (
+                TokenFlag.CLIPPED_HIGH,
+                output.token_loss.is_capped,
+            ),  # never both: the first needs A > 0, the second A < 0
             (TokenFlag.IMPORTANCE_MASKED, output.is_importance_masked),
             (TokenFlag.OFF_POLICY_MASKED, output.is_off_policy),
         ):
@@ -59,7 +62,7 @@ class TokenCollector:
                 flags.add_(holds, alpha=float(flag))
 
     def begin_copy(self) -> None:
-        """Put the copy to the host behind what the device has to do so far; nothing waits for it here."""
+        """Enqueue the copy to the host on the device's stream, without waiting for it."""
         if self._values.device.type != "cuda":
             self._host = self._values
             return
@@ -69,16 +72,16 @@ class TokenCollector:
         self._copied.record()
 
     def on_host(self) -> torch.Tensor:
-        """What this rank has collected, (5, capacity) float32 on the CPU. Call it after the update's own transfer: the copy stands
-        before that in the stream, so there is nothing left to wait for."""
+        """This rank's statistics, (5, capacity) float32 on the CPU. Call it after the update's own transfer: the copy is before
+        that in the stream, so there is nothing left to wait for."""
         assert self._host is not None
         if self._copied is not None:
-            self._copied.synchronize()  # for a copy that the transfer before has waited for
+            self._copied.synchronize()  # returns at once after the update's transfer
         return self._host
 
 
 class _Place(NamedTuple):
-    """Where one sample stands: `start` to `stop` of what `rank` has collected."""
+    """The place of one sample: `start` to `stop` of the statistics that `rank` collected."""
 
     rollout_id: str
     minibatch: int
@@ -88,7 +91,7 @@ class _Place(NamedTuple):
 
 
 class TokenPlan:
-    """Rank 0: where the tokens of the samples of one step will be. Call `add` for each minibatch, in the step's order."""
+    """On rank 0: where the tokens of the step's samples will be. Call `add` for each minibatch, in the step's order."""
 
     def __init__(self, world_size: int) -> None:
         self._num_minibatches = 0
@@ -96,12 +99,12 @@ class TokenPlan:
         self._places: list[_Place] = []
 
     def add(self, samples: Sequence[RolloutSample], plan: BatchPlan, *, is_stored: Sequence[bool]) -> None:
-        """One minibatch.
+        """Add one minibatch.
 
         Worked example: samples of 3 and 2 trained tokens in one micro-batch, of which the second is stored: its place is 3 to 5.
 
         Args:
-            plan: of `samples`; `batching.pack` lays out their tokens in its order.
+            plan: plan of `samples`; `batching.pack` lays out their tokens in its order.
             is_stored: whether the rollout store keeps a sample. [num_samples]
         """
         for rank, micro_batches in enumerate(plan.ranks):
@@ -114,19 +117,20 @@ class TokenPlan:
 
     @property
     def capacity(self) -> int:
-        """For the collector of every rank; 0 where nothing is stored, so that nothing need be collected."""
+        """The capacity of every rank's collector; 0 if nothing is stored, so that nothing is collected."""
         return max(self._num_tokens) if self._places else 0
 
     def by_rollout(self, collected: Sequence[torch.Tensor], trained: Sequence[bool]) -> dict[str, TokenStats]:
-        """Of each sample that is stored, by its rollout's id; the tokens of a minibatch that was not trained are flagged SKIPPED.
+        """The statistics of each stored sample, by its rollout's id; tokens of a minibatch that was not trained are flagged
+        SKIPPED.
 
         Args:
-            collected: what `TokenCollector.on_host` gave on each rank. [world_size]
+            collected: results of `TokenCollector.on_host` on each rank. [world_size]
             trained: StepResult.trained. [num_minibatches]
         """
         found = {}
         for place in self._places:
-            # a copy: views would keep the numbers of the whole step until the last of its groups is written
+            # a copy: views would keep the statistics of the whole step alive until the last of its groups is written
             numbers = collected[place.rank][:, place.start : place.stop].numpy().copy()
             flags = numbers[_FLAGS].astype(np.uint8)
             if not trained[place.minibatch]:
