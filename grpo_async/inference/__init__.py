@@ -1,1 +1,1 @@
-"""Inference servers and the client that talks to them; see `api` for the HTTP contract both engines serve."""
+"""Inference servers and the client that talks to them; `api` defines the HTTP API that both engines serve."""

@@ -1,14 +1,14 @@
-"""The HTTP API that every inference server of a run serves: the real vLLM (with our plugin) and the embedded engine.
+"""The HTTP API that every inference server of a run serves: vLLM (with our plugin) and the embedded engine.
 
-Every path but GET /health asks for `Authorization: Bearer $GRPO_ASYNC_TOKEN`; without the variable no token is asked for,
-which the servers allow on a loopback address only. Errors are JSON `{"error": "..."}` with a fitting status.
+Every path except GET /health requires `Authorization: Bearer $GRPO_ASYNC_TOKEN`; without the variable no token is required,
+which the servers allow only on a loopback address. Errors are JSON `{"error": "..."}` with a fitting status.
 
     GET  /health                        200 once the server can generate, 503 when its engine is dead
     GET  /rollout/info                  ServerInfo
-    GET  /rollout/parameters            ServedParameters: what a weight update has to bring
+    GET  /rollout/parameters            ServedParameters: what a weight update has to contain
     POST /rollout/generate              GenerateRequest -> NDJSON stream of GenerateChunk (application/x-ndjson)
     POST /rollout/score                 ScoreRequest -> ScoreAnswer: log-probabilities of given tokens
-    POST /pause?mode=M&keep_cache=B     freezes generation between two tokens; answers when it is frozen. Requests that arrive
+    POST /pause?mode=M&keep_cache=B     freezes generation between two tokens; answers when it is frozen. Later requests
                                         from then on wait for /resume. What is in flight, by mode:
                                           keep   stays and continues after /resume
                                           drain  runs to its end first (&timeout_s=S: 504 when it has not by then; not paused)
@@ -26,14 +26,14 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
     POST /wake_up                       (vLLM on a GPU) takes the memory again, and resumes
 
 Weights are loaded as they arrive. From /update_weights to /finish_weight_update a server may hold parts of two versions, so it
-generates and scores nothing: requests wait, and when the update breaks (a trainer may die at any moment) they wait for another
-one, which may be that of another trainer. An update that is refused has changed nothing. A worker that cannot load what has
+generates and scores nothing: requests wait, and if the update breaks (a trainer may die at any moment) they wait for the next
+one, which may come from another trainer. A refused update has changed nothing. A worker that cannot load parameters that
 arrived ends its server.
 
-Prefix caches: a server salts every request with its own policy version at the moment it takes it, so that none that it takes later
+Prefix caches: a server salts every request with its own policy version when it accepts the request, so that no later request
 starts from a KV cache of another version's weights.
 
-The paths outside /rollout, and `weight_version`, carry the names that vLLM gives them; both engines serve them as written here.
+The paths outside /rollout, and `weight_version`, have the names that vLLM gives them; both engines serve them as described here.
 
 Token tagging: a chunk holds tokens of one policy version, stamped by the server. The server flushes a chunk when the version
 changes, when the request ends, and otherwise about every `flush_interval_s`, so a client that loses the connection keeps what
@@ -53,56 +53,56 @@ PauseMode = Literal["keep", "drain", "abort"]
 
 
 class ApiModel(BaseModel):
-    """Base of what crosses the wire: unknown keys are refused on both sides."""
+    """Base of all messages: unknown keys are refused on both sides."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class GenerateRequest(ApiModel):
-    """One completion of one token sequence. Every sampling field is always sent, so no server default leaks in."""
+    """One completion of one token sequence. Every sampling field is always sent, so no server default applies."""
 
     request_id: str
     token_ids: list[int] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0.0)
-    """0 is greedy; logprobs are then of the unscaled distribution."""
+    """0 is greedy; logprobs are then those of the unscaled distribution."""
     top_p: TopP = 1.0
-    """The fewest most likely tokens whose probabilities add up to it; 1 = all."""
+    """Sample from the fewest most likely tokens whose probabilities add up to this; 1 = all."""
     top_k: int = Field(default=0, ge=0)
     """The number of most likely tokens to sample from; 0 = all."""
     min_p: MinP = 0.0
-    """Tokens at least this times as likely as the most likely one; 0 = all."""
+    """Sample from tokens that are at least this times as likely as the most likely one; 0 = all."""
     repetition_penalty: RepetitionPenalty = 1.0
-    """Of every token that `token_ids` or the output has, a logit above 0 is divided by it, another multiplied with it
+    """For every token in `token_ids` or the output, a positive logit is divided by this and any other is multiplied by it
     (arXiv 1909.05858), before the temperature."""
     structured_outputs: dict[Literal["json", "regex", "choice", "grammar"], Any] | None = Field(
         default=None, min_length=1, max_length=1
     )
-    """A constraint on the output, under the name that vLLM's StructuredOutputsParams has for it; other engines refuse it. What was
-    sampled before must not be among `token_ids`: the constraint begins with the first token."""
+    """A constraint on the output, named as in vLLM's StructuredOutputsParams; other engines refuse it. `token_ids` must not contain
+    tokens that were sampled before: the constraint begins with the first token."""
     seed: int = 0
-    """Of the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A
-    continuation, which has the same seed and more context, goes on as the undisturbed request would have. vLLM does not use it: all
-    requests draw from one stream, that of the server."""
+    """Used by the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A
+    continuation, which has the same seed and more context, samples what the uninterrupted request would have. vLLM does not use it:
+    all requests draw from one random stream, that of the server."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Generation ends with the token that completes one of these in the text of what this request has sampled (without special
-    tokens); all of its tokens are part of the output, the last one whole, even where it has text beyond the string."""
+    """Generation ends with the token that completes one of these in the text that this request has sampled (without special
+    tokens). All of its tokens are part of the output, including a last token with text beyond the string."""
     ignore_eos: bool = False
     flush_interval_s: float = Field(default=4.0, ge=0.0)
-    """What a broken connection loses at most; every chunk costs the client CPU time, whatever is in it. The client asks for less
-    where a limit of silence is short."""
+    """The most that a broken connection loses; every chunk costs the client CPU time, whatever it contains. The client asks for
+    less if a limit of silence is short."""
     instance_id: str = ""
-    """The server this request is meant for (ServerInfo.instance_id); any other answers 503, as does one that has restarted
-    since: its weights are not those the caller counts on. Empty: any."""
+    """The server for which this request is meant (ServerInfo.instance_id). Any other answers 503, as does one that has restarted
+    since: its weights are not those that the caller expects. Empty: any."""
 
 
 class GenerateChunk(ApiModel):
     """One line of the answer. The last line has a finish_reason or an error.
 
-    `logprobs` are of the distribution that was sampled from: log_softmax(logits / temperature), natural log, of the tokens that the
-    settings leave.
+    `logprobs` are those of the distribution that was sampled from: log_softmax(logits / temperature), natural log, of the tokens
+    that the settings leave.
     """
 
     token_ids: list[int] = Field(default_factory=list)
@@ -110,62 +110,62 @@ class GenerateChunk(ApiModel):
     policy_version: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
-    """The one of `stop` that ended it."""
+    """The string of `stop` that ended it."""
     error: str | None = None
 
 
 class ServerInfo(ApiModel):
-    """What a server says of itself."""
+    """What a server reports about itself."""
 
     engine: EngineName
     instance_id: str = ""
     """Random, new for every start of a server."""
     model: str
     dtype: ComputeDtype
-    """dtype of the weights as served."""
+    """dtype of the served weights."""
     head_dtype: ComputeDtype | None = None
-    """dtype in which it computes logits; null: that of the weights."""
+    """dtype in which it computes logits; null: the dtype of the weights."""
     max_model_len: int
     vocab_size: int = 0
-    """Rows of the embedding; a token id is below it."""
+    """Rows of the embedding; every token id is below it."""
     policy_version: int
     num_workers: int = 1
     """Processes that join the weight group (vLLM: tensor-parallel size)."""
     active_requests: int = 0
-    """Requests that are not answered to their end; those that a pause holds back, or others, included."""
+    """Requests that are not finished, including those that wait for the end of a pause."""
     running_requests: int = 0
-    """Of these, the ones that the engine generates for."""
+    """The active requests for which the engine generates."""
     waiting_requests: int = 0
-    """Of these, the ones that wait inside the engine for room."""
+    """The active requests that wait inside the engine for room."""
     kv_usage: float | None = None
-    """Fraction of the KV cache in use; null where the engine does not say."""
+    """Fraction of the KV cache in use; null if the engine does not report it."""
     max_running_requests: int | None = None
-    """Most requests that the engine generates for at once; null where it does not say."""
+    """Maximum number of requests for which the engine generates at once; null if it does not report it."""
     generated_tokens: int = 0
-    """Since the server started."""
+    """Tokens generated since the server started."""
     busy_s: float = 0.0
     """Seconds since start in which at least one request was generating (not paused)."""
 
 
 class ServedParameters(ApiModel):
-    """The parameters that a weight update has to bring, all of them, under the names of the model's checkpoint."""
+    """The parameters that a weight update has to contain, all of them, under the names of the model's checkpoint."""
 
     shapes: dict[str, list[int]]
-    """Empty when the server cannot know them (vLLM with --load-format dummy)."""
+    """Empty if the server cannot know them (vLLM with --load-format dummy)."""
     optional: list[str] = Field(default_factory=list)
-    """Names that may be left out or given: a head that is tied to the embedding."""
+    """Names that may be sent or omitted: a head that is tied to the embedding."""
     base_digest: str | None = None
-    """Of the files that the server was started from (weights.adapters); null when it cannot add adapters to them."""
+    """Digest of the files that the server was started from (weights.adapters); null if adapters cannot be added to them."""
 
 
 class ScoreRequest(ApiModel):
-    """A token sequence to be scored, on the weights that serve now."""
+    """A token sequence to score with the served weights."""
 
     token_ids: list[int] = Field(min_length=2)
 
 
 class ScoreAnswer(ApiModel):
-    """log softmax(logits) at temperature 1, natural log: entry i is of token_ids[i + 1] given those before it."""
+    """log softmax(logits) at temperature 1, natural log: entry i is the score of token_ids[i + 1] given those before it."""
 
     logprobs: list[float]
     policy_version: int
@@ -176,16 +176,16 @@ class WeightInitInfo(ApiModel):
 
     transport: TransportKind = "gloo"
     master_address: str
-    """Of the trainer in the group."""
+    """Address of the trainer in the group."""
     master_port: int = Field(ge=1, le=65_535)
-    """Of the trainer's TCP store."""
+    """Port of the trainer's TCP store."""
     rank_offset: int
     """Group rank of this server's first worker."""
     world_size: int
     """1 + number of workers of all servers in the group."""
     timeout_s: Seconds
     key: str = Field(pattern=r"^weights/[0-9a-f]{1,64}$")
-    """Prefix in the store: random, new for every connect, and known to the members alone."""
+    """Prefix in the store: random, new for every connect, and known only to the members."""
 
     @model_validator(mode="after")
     def _can_exist(self) -> Self:
@@ -197,17 +197,17 @@ class WeightInitInfo(ApiModel):
 
 
 class AdapterBase(ApiModel):
-    """What pushed adapters belong to."""
+    """The base to which pushed adapters are added."""
 
     digest: str
-    """Of the trainer's base; must be the server's own."""
+    """Digest of the trainer's base; must equal the server's own."""
     dtype_name: str
-    """In which the merged weights are served."""
+    """dtype in which the merged weights are served."""
 
 
 class WeightUpdateInfo(ApiModel):
-    """The parameters that follow, in the order they are sent; both sides cut them into buckets by the same rule. Each bucket has
-    `timeout_s` from the end of the one before."""
+    """The parameters that follow, in the order in which they are sent; both sides divide them into buckets by the same rule. Each
+    bucket has `timeout_s` from the end of the previous one."""
 
     names: list[str]
     dtype_names: list[str]
@@ -215,7 +215,7 @@ class WeightUpdateInfo(ApiModel):
     bucket_bytes: int = Field(ge=1)
     timeout_s: Seconds
     base: AdapterBase | None = None
-    """Set: what follows are factors of adapters (weights.adapters), and not whole parameters."""
+    """If set, factors of adapters follow (weights.adapters), not whole parameters."""
 
 
 class PauseQuery(ApiModel):
@@ -224,7 +224,7 @@ class PauseQuery(ApiModel):
     mode: PauseMode = "keep"
     keep_cache: bool = False
     timeout_s: Seconds = 600.0
-    """Longest wait for requests in flight with mode=drain, in seconds."""
+    """With mode=drain, the longest wait for requests in flight, in seconds."""
 
 
 class FinishBody(ApiModel):

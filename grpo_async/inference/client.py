@@ -1,19 +1,19 @@
 """Asynchronous client of the rollout API: token ids in, token ids + logprobs + policy versions out.
 
-Invariant: what a server has streamed is never lost. When a request breaks in the middle, it continues from prompt + tokens received
-so far, there or on another server, and those tokens keep the logprobs and versions they were sampled with. (Not one with
+Invariant: tokens that a server has streamed are never lost. A request that breaks in the middle continues from prompt + received
+tokens, on the same server or another, and those tokens keep the logprobs and versions they were sampled with. (Except one with
 `structured_outputs`: its constraint begins with the first token, so it starts over.)
 
-    the server is fenced                 on another one, or when there is one again; not an attempt
+    the server is fenced                 continue on another, or when one serves again; not an attempt
     the server aborts the request        again at once; not an attempt, unless it has aborted 4 times in a row without a token
     the connection breaks, or >= 500     an attempt: again after a delay, on another server if there is one; and the server is
                                          reported, so that it is fenced before the next attempt if it is dead
-    4xx, an answer that cannot be used   raised at once
+    4xx, an unusable answer              raised at once
 
-`max_retries` bounds the attempts in a row without a token, and all attempts of one that starts over.
+`max_retries` bounds the consecutive attempts without a token, and all attempts of a request that starts over.
 
-aiohttp and not httpx, which the rest of this package uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and what this
-thread computes in Python the trainer waits for.
+aiohttp and not httpx, which the rest of this package uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and the
+trainer waits while this thread runs Python.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
 from grpo_async.utils.retry import RetryPolicy
 
 _FREE_ABORTS = 3
-"""Aborts in a row without a token that are not attempts: several pushes may follow each other while a request waits."""
+"""Consecutive aborts without a token that are not attempts: several pushes may follow each other while a request waits."""
 
 _CHUNKS_PER_TIMEOUT = 4
-"""A stream sends at least so many chunks within the shortest read timeout."""
+"""A stream sends at least this many chunks within the shortest read timeout."""
 
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
 _MAX_CONNECT_S = 30.0
 _KEEPALIVE_S = 300.0
-"""Below the 600 s after which our servers close an idle connection, so that no request is sent into one that is being closed."""
+"""Less than the 600 s after which our servers close an idle connection, so that no request is sent into a closing one."""
 _MAX_LINE_BYTES = 1 << 24
 
 OnTokens = Callable[[int, int], None]
@@ -58,9 +58,9 @@ OnTokens = Callable[[int, int], None]
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """What one request produced so far. The three arrays have equal length, one entry per sampled token.
+    """What one request has produced so far. The three arrays have equal length, one entry per sampled token.
 
-    Not lists: the garbage collector walks through those, and with 8 million tokens in flight that stops every thread for 0.2 s.
+    Not lists: the garbage collector scans those, and with 8 million tokens in flight that stops every thread for 0.2 s.
     """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -72,13 +72,13 @@ class Generation:
     duration_s: float = 0.0
     started_at: float = 0.0  # seconds since the epoch
     waits: list[tuple[float, float]] = field(default_factory=list)
-    """When the request was with no server: (start, end), seconds since the epoch."""
+    """Times in which no server had the request: (start, end), seconds since the epoch."""
 
     def add(self, chunk: GenerateChunk) -> None:
         """Append a chunk.
 
         Raises:
-            BadResponseError: logprobs that are missing, too few, or not finite.
+            BadResponseError: logprobs are missing, too few, or not finite.
         """
         if len(chunk.logprobs) != len(chunk.token_ids):
             raise BadResponseError(
@@ -98,7 +98,7 @@ class Generation:
             del column[:]
 
     def turn(self, messages: Sequence[TaggedMessage], **more: Any) -> TurnRecord:
-        """The turn that it is; `messages` and `more` are the other fields of TurnRecord."""
+        """This generation as a turn; `messages` and `more` are the other fields of TurnRecord."""
         return TurnRecord(
             output_ids=np.asarray(self.token_ids, np.int32),
             output_logprobs=np.asarray(self.logprobs, np.float32),
@@ -112,7 +112,7 @@ class Generation:
         )
 
     def note(self, span: Span, track: Track) -> None:
-        """Add what came of it to its span, and record where it waited for a server."""
+        """Add the outcome to its span, and record where it waited for a server."""
         span.details |= {"tokens": len(self.token_ids), "finish": str(self.finish_reason or "")}
         if self.policy_versions:
             span.details |= {"version": max(self.policy_versions), "oldest_version": min(self.policy_versions)}
@@ -126,15 +126,15 @@ class _AbortedError(ServerUnavailableError):
 
 
 class InferenceClient:
-    """Belongs to the event loop of its first request. Close it there, or use it as a context manager.
+    """Sends generation requests. It belongs to the event loop of its first request. Close it there, or use it as a context manager.
 
     Args:
         servers: where requests may go.
         token: bearer token, or None.
-        request_timeout_s: longest silence of a server within a request.
-        progress_timeout_s: longest time without tokens after which the run counts as stalled.
-        wait_timeout_s: longest wait of a request while no server serves.
-        retry: the retry rule.
+        request_timeout_s: maximum silence of a server within a request.
+        progress_timeout_s: time without tokens after which the run counts as stalled.
+        wait_timeout_s: maximum wait of a request while no server serves.
+        retry: the retry policy.
         ca_certs: PEM file of trusted certificates; None: those of the system.
     """
 
@@ -181,17 +181,17 @@ class InferenceClient:
         """Run one request to its end.
 
         Args:
-            request: its `instance_id` is set to that of the server it goes to, its `flush_interval_s` is shortened where the
-                stream would else be silent for too long.
-            on_tokens: called as tokens arrive; not for those that are in `partial`.
-            partial: is filled and returned, so that others see the tokens as they arrive; may hold the first of them, from before
-                a resume.
-            affinity: what requests with a common context share, such as "group/rollout"; see `router`.
+            request: its `instance_id` is set to that of the chosen server; its `flush_interval_s` is shortened if the stream
+                would otherwise be silent for too long.
+            on_tokens: called as tokens arrive; not for those already in `partial`.
+            partial: filled and returned, so that others see the tokens as they arrive; may already hold the first tokens, from
+                before a resume.
+            affinity: a path that requests with a common context share, such as "group/rollout"; see `router`.
 
         Raises:
-            RequestRejectedError: 4xx, at once.
-            ServerUnavailableError: connection errors or >= 500 until the last retry.
-            BadResponseError: an answer that cannot be used.
+            RequestRejectedError: the server answered 4xx; not retried.
+            ServerUnavailableError: connection errors or answers >= 500 until the last retry.
+            BadResponseError: the server sent an unusable answer.
             DeadlineError: no server served within `wait_timeout_s`.
         """
         generation = Generation() if partial is None else partial
@@ -225,7 +225,7 @@ class InferenceClient:
                 if generation.finish_reason is not None:
                     break
                 if len(generation.token_ids) > received and request.structured_outputs is None:
-                    attempt = num_aborts = 0  # it made progress: this is a new failure, not the same one again
+                    attempt = num_aborts = 0  # it made progress, so this is a new failure
                 avoid = None
                 if isinstance(error, FencedError):
                     continue
@@ -247,7 +247,7 @@ class InferenceClient:
         return generation
 
     def _remaining_request(self, request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
-        """What this server is asked for: the request without the tokens that are there already."""
+        """The request for this server: without the tokens that have already been received."""
         update: dict[str, object] = {}
         if request.flush_interval_s > self._max_flush_interval_s:
             update["flush_interval_s"] = self._max_flush_interval_s
@@ -281,19 +281,19 @@ class InferenceClient:
 
     @asynccontextmanager
     async def _post(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a generation request; the lines of the answer are still to be read.
+        """Send a generation request; the caller reads the lines of the answer.
 
         Raises:
-            ServerUnavailableError: no connection, one that broke, or silence; also for what breaks within the `with` block.
+            ServerUnavailableError: the connection failed, broke or was silent, also within the `with` block.
         """
         session = self._session = self._session or self._open_session()
         url = url.rstrip("/") + "/rollout/generate"
-        # the session limits connecting and silence; looking up a name and sending the body need their own limit
+        # the session limits connecting and silence; DNS lookups and sending the body need their own limit
         timeout_s = _MAX_CONNECT_S + self._request_timeout_s
         try:
             try:
                 async with asyncio.timeout(timeout_s):
-                    # a redirect would take the token along
+                    # a redirect would leak the token
                     response = await session.post(url, data=body, allow_redirects=False)
             except aiohttp.ClientError:
                 raise
@@ -319,12 +319,12 @@ class InferenceClient:
             read_bufsize=_MAX_LINE_BYTES,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            trust_env=False,  # a proxy variable must not see prompts and tokens
+            trust_env=False,  # a proxy from the environment must not see prompts and tokens
         )
 
 
 def _lost_finish_reason(request: GenerateRequest, generation: Generation) -> FinishReason | None:
-    """The finish reason of a generation that is complete, though its last line was lost; None where tokens are missing."""
+    """The finish reason of a complete generation whose last line was lost; None if tokens are missing."""
     if generation.token_ids and generation.token_ids[-1] in request.stop_token_ids:
         return FinishReason.STOP
     if len(generation.token_ids) >= request.max_tokens:

@@ -1,4 +1,4 @@
-"""What every connection to a server has: the run's token, whose certificates are trusted, and the error of each bad answer."""
+"""Shared by every connection to a server: the run's token, trusted certificates, and the error for each bad answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from grpo_async.utils.retry import server_message
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header that carries the bearer token; empty without one."""
+    """The header with the bearer token; empty without a token."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 @functools.cache
 def trusted_certificates(ca_certs: Path | None) -> ssl.SSLContext:
-    """For HTTPS: certificates of the PEM file `ca_certs`, or those of the system. Shared, because loading takes long.
+    """The TLS context: certificates of the PEM file `ca_certs`, or those of the system. Shared, because loading takes long.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -29,7 +29,7 @@ def trusted_certificates(ca_certs: Path | None) -> ssl.SSLContext:
 
 
 def error_for_status(status: int, body: bytes) -> InferenceError:
-    """The error for an answer >= 400, with the server's own message; ServerUnavailableError is retried (utils.retry)."""
+    """The error for an answer >= 400, with the server's own message. ServerUnavailableError is retried (utils.retry)."""
     message = server_message(body)
     if status >= 500:
         return ServerUnavailableError(f"the inference server answered {status}: {message}", answered=True)
@@ -37,5 +37,5 @@ def error_for_status(status: int, body: bytes) -> InferenceError:
 
 
 def is_answer(error: Exception) -> bool:
-    """Whether the server answered at all, though with an error."""
+    """Whether the server answered, though with an error."""
     return not isinstance(error, ServerUnavailableError) or error.answered

@@ -1,6 +1,6 @@
 """Synchronous control of one inference server: pause and resume, weight updates, scores.
 
-On its own connections, so that no load of the rollout thread delays a weight push. May be used from several threads at once.
+It uses its own connections, so that the rollout thread's load never delays a weight push. Thread-safe.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_async.utils.retry import RetryPolicy
 from grpo_async.utils.validation import problems_of
 
 _DRAIN_MARGIN_S = 10.0
-"""A server that drains has this long to say that it could not."""
+"""Margin for a draining server to report that it could not drain."""
 _GATEWAY_TIMEOUT = 504  # "not drained in time": asking again would wait for as long again
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -43,16 +43,16 @@ class _Tokens(BaseModel):
 
 
 class ServerControl:
-    """Control calls of one server. `timeout_s` of a call bounds it with all its retries; without one that of the constructor does.
+    """Control calls to one server. A call's `timeout_s` covers all of its retries; the default is that of the constructor.
 
-    Every call raises RequestRejectedError on 4xx, ServerUnavailableError when the retries are spent (`answered` says whether the
-    server answered at all), BadResponseError when the answer cannot be used.
+    Every call raises RequestRejectedError on 4xx, ServerUnavailableError when retries are exhausted (`answered` says whether the
+    server answered at all), BadResponseError when the answer is unusable.
 
     Args:
         url: base address, such as http://127.0.0.1:8000.
         token: bearer token, or None.
-        timeout_s: of a call that names none.
-        name: how messages call the server; the address if None.
+        timeout_s: default for calls without their own.
+        name: name of the server in messages; its address if None.
         ca_certs: PEM file of trusted certificates; None: those of the system.
     """
 
@@ -68,7 +68,7 @@ class ServerControl:
         self.url = url
         self.name = name or url
         self.num_workers = 1
-        """Processes that join the weight group, as the server last said."""
+        """Processes that join the weight group, as the server last reported."""
         self._retry = RetryPolicy()
         self._timeout_s = timeout_s
         self._http = httpx.Client(
@@ -76,7 +76,7 @@ class ServerControl:
             headers=authorization(token),
             verify=trusted_certificates(ca_certs),
             timeout=timeout_s,
-            # a new connection for each call: one that was kept may be broken, and an update cannot be asked for twice
+            # a new connection for each call: a kept one may be broken, and an update cannot be requested twice
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
@@ -92,20 +92,20 @@ class ServerControl:
         self._http.close()
 
     def info(self, *, timeout_s: float | None = None, retries: int | None = None) -> ServerInfo:
-        """What the server says of itself; its number of workers is remembered."""
+        """The server's report about itself; its number of workers is remembered."""
         info = _read(ServerInfo, self._request("GET", "/rollout/info", timeout_s=timeout_s, retries=retries))
         self.num_workers = info.num_workers
         return info
 
     def parameters(self, *, timeout_s: float | None = None) -> ServedParameters:
-        """The parameters that a weight update has to bring."""
+        """The parameters that a weight update has to contain."""
         return _read(ServedParameters, self._request("GET", "/rollout/parameters", timeout_s=timeout_s))
 
     def score(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> ScoreAnswer:
-        """Log-probabilities of the tokens, by the weights that serve now.
+        """Log-probabilities of the tokens under the served weights.
 
         Raises:
-            BadResponseError: there is not one for each token after the first.
+            BadResponseError: the answer does not have one for each token after the first.
         """
         body = ScoreRequest(token_ids=list(token_ids)).model_dump()
         answer = _read(ScoreAnswer, self._request("POST", "/rollout/score", body, timeout_s=timeout_s))
@@ -116,29 +116,29 @@ class ServerControl:
         return answer
 
     def tokenize(self, text: str) -> list[int]:
-        """What the server's own tokenizer makes of a text, without special tokens around it. Only vLLM has one."""
+        """Tokenize a text with the server's own tokenizer, without special tokens around it. Only vLLM has one."""
         body = {"prompt": text, "add_special_tokens": False}
         return _read(_Tokens, self._request("POST", "/tokenize", body)).tokens
 
     def is_paused(self) -> bool:
-        """Goes through the engine: answers only where that runs."""
+        """Ask the engine whether it is paused: answers only while the engine runs."""
         return _read(_PauseState, self._request("GET", "/is_paused")).is_paused
 
     def health(self, *, timeout_s: float) -> None:
-        """Returns when the server says that it can generate. A connection that breaks is tried once again."""
+        """Return when the server says that it can generate. A connection that breaks is tried once again."""
         self._request("GET", "/health", retries=1, timeout_s=timeout_s)
 
     def heartbeat(self, *, timeout_s: float) -> ServerInfo:
-        """What the server says of itself, once its engine core has answered: /health stays 200 on a server whose engine hangs. A
+        """The server's report, after its engine core has answered: /health stays 200 on a server whose engine hangs. A
         connection that breaks is tried once again."""
         ends_at = time.monotonic() + timeout_s
         self._request("GET", "/is_paused", retries=1, timeout_s=timeout_s)
         return self.info(timeout_s=ends_at - time.monotonic(), retries=1)
 
     def pause(self, *, mode: PauseMode = "keep", keep_cache: bool = False, timeout_s: float | None = None) -> None:
-        """Freeze generation between two tokens; `api` says what becomes of requests in flight.
+        """Freeze generation between two tokens; `api` says what happens to requests in flight.
 
-        With mode "drain" `timeout_s` is what they have to end; a server that is not drained by then is not paused.
+        With mode "drain", they must end within `timeout_s`; a server that is not drained by then is not paused.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         query = {"mode": mode, "keep_cache": "true" if keep_cache else "false"}
@@ -148,8 +148,8 @@ class ServerControl:
         self._request("POST", "/pause", query=query, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
-        """Go on generating; allowed when not paused. RequestRejectedError with status 409: a part of an update is loaded, and the
-        server stays paused until a whole one is."""
+        """Continue generating; allowed when not paused. RequestRejectedError with status 409: a part of an update is loaded, and
+        the server stays paused until it has a complete one."""
         self._request("POST", "/resume", timeout_s=timeout_s)
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float | None = None) -> None:
@@ -157,24 +157,24 @@ class ServerControl:
         self._request("POST", "/init_weight_transfer_engine", info.model_dump(), retries=0, timeout_s=timeout_s)
 
     def start_weight_update(self, info: WeightUpdateInfo, *, timeout_s: float | None = None) -> None:
-        """Say what follows; RequestRejectedError when it does not fit the served model."""
+        """Announce an update; RequestRejectedError if it does not fit the served model."""
         self._request("POST", "/start_weight_update", info.model_dump(), timeout_s=timeout_s)
 
     def update_weights(self, *, timeout_s: float | None = None) -> None:
-        """Answers when all parameters are received and loaded. Never retried: the broadcast that goes with it cannot be
+        """Returns when all parameters are received and loaded. Never retried: the broadcast that belongs to it cannot be
         repeated."""
         self._request("POST", "/update_weights", {}, retries=0, timeout_s=timeout_s)
 
     def finish_weight_update(self, version: int, *, timeout_s: float | None = None) -> None:
-        """`version` is the policy version of every token from now on."""
+        """Make `version` the policy version of every token from now on."""
         self._request("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s=timeout_s)
 
     def sleep(self, *, timeout_s: float | None = None) -> None:
-        """Give the memory of weights and cache back until `wake_up`; must not be generating."""
+        """Free the memory of weights and cache until `wake_up`; the server must not be generating."""
         self._request("POST", "/sleep", timeout_s=timeout_s)
 
     def wake_up(self, *, timeout_s: float | None = None) -> None:
-        """Take the memory back; the weights are those from before."""
+        """Allocate the memory again, with the weights from before."""
         self._request("POST", "/wake_up", timeout_s=timeout_s)
 
     def _request(
@@ -203,14 +203,14 @@ class ServerControl:
                 return response.content
             except (httpx.TransportError, ServerUnavailableError) as error:
                 delay_s = self._retry.delay_s(attempt)
-                # the retries share the time of the call, and silence takes all of it: a hung server is waited for once
+                # retries share the time of the call, and a silent attempt uses all of it: a hung server is waited for once
                 if not may_retry or attempt >= max_retries or time.monotonic() + delay_s >= ends_at:
                     raise ServerUnavailableError(
                         f"{method} {self.url}{path} failed {attempt + 1} times within {timeout_s:g} s; the last error was "
                         f"{type(error).__name__}: {error}",
                         answered=answered,
                     ) from error
-                time.sleep(delay_s)  # back-off, within the time of the call
+                time.sleep(delay_s)  # backoff, within the time of the call
                 attempt += 1
 
 

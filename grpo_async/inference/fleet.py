@@ -1,4 +1,4 @@
-"""The inference servers of a run: which of them are up, which serve the current weights, how those that fail come back.
+"""The inference servers of a run: which of them are up, which serve the current weights, how failed ones come back.
 
     trainer (this file)                                  launcher (launcher.local)
 
@@ -13,25 +13,25 @@
        |-- healthy, a new instance: READY                 |
     GONE                                             <-- "given_up": too many restarts in a row; without another the run ends
 
-Every start of a server is an instance, with a random `instance_id`. A server that this run has started is restarted when it is
-fenced, and is back only as a new instance: one that hung and wakes before it is killed must not be. One that others run is back
-when it answers again, but not at once if it failed several times without having served. A server that is fenced gets no requests,
-and those that it has go elsewhere.
+Every start of a server is an instance, with a random `instance_id`. A server that this run started is restarted when it is
+fenced, and comes back only as a new instance: one that hung must not come back if it wakes before it is killed. A server that
+others run comes back when it answers again, but not at once if it failed several times without having served. A fenced server
+gets no requests, and those that it has move to other servers.
 
-Each server is watched by a daemon thread, a loop over time: HTTP offers nothing to wait for that says "is still there".
+Each server is watched by a daemon thread that polls: HTTP has no event for "is still alive".
 
-    STARTING, DOWN    asked /health, then the engine, then what it is
-    READY, SERVING    heartbeat through the engine, then what it is. One that fails:
+    STARTING, DOWN    asked for /health, then the engine, then its info
+    READY, SERVING    heartbeat through the engine, then its info. If one fails:
                         refused or reset, twice in a row           fenced at once: nobody listens anymore
                         no answer within heartbeat_timeout_s       fenced, unless weights were loaded meanwhile: an engine that
                                                                    loads them is silent, and a push has its own deadlines
                         answers >= 400, /health says dead          fenced at once
                         answers >= 400 for heartbeat_timeout_s     fenced, unless weights were loaded
 
-Invariant: a server is SERVING only if its present instance was pushed the current weights. A record (`Server`) is of one instance;
-what concerns a record that is not the current one anymore changes nothing.
+Invariant: a server is SERVING only if its current instance has received the current weights. A record (`Server`) describes one
+instance; calls with an outdated record change nothing.
 
-All methods may be called from any thread. Listeners are called outside the lock, after every change of state.
+All methods are thread-safe. Listeners are called outside the lock, after every change of state.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ _MAX_INFOS = 1000
 _STOP_INTERVAL_S = 0.2
 _STARTING_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 10.0
-"""Of a request to a server that is not serving."""
+"""Timeout of a request to a server that is not serving."""
 _CLOSE_TIMEOUT_S = 1.0
 
 
 ServerEvent = Literal["exited", "starting", "given_up"]
-"""What the launcher tells of the process of a server."""
+"""What the launcher reports about the process of a server."""
 
 
 class ServerState(StrEnum):
-    """See the module."""
+    """See the module's docstring."""
 
     STARTING = "starting"  # has not answered yet, or was started again
     READY = "ready"  # healthy, with old weights or those of its checkpoint
@@ -93,79 +93,79 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Server(Endpoint):
-    """One server at one moment, as the instance `instance_id` (empty while that is not known). Every change of state makes a new
-    record, and nothing else does, so the same record means that nothing has happened."""
+    """One server at one moment, as the instance `instance_id` (empty while it is unknown). Every change of state makes a new
+    record, and nothing else does, so the same record means that nothing has changed."""
 
     control: ServerControl
     state: ServerState
     since: float
-    """When the record was made, by the monotonic clock."""
+    """When the record was made, on the monotonic clock."""
     info: ServerInfo | None = None
-    """As it said when it became READY; None while STARTING."""
+    """Its report when it became READY; None while STARTING."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailure:
-    """A server that was fenced. `recovery_s`: from then until it served again; None when it does not yet."""
+    """A server that was fenced. `recovery_s`: seconds until it served again; None if it does not yet."""
 
     index: int
     name: str
     reason: str
     at: float
-    """By the monotonic clock."""
+    """Time on the monotonic clock."""
     recovery_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCounters:
-    """Since the run began to watch. Neither ever becomes smaller.
+    """Counters since the run began to watch. Neither ever decreases.
 
     One of two servers was busy for 10 s and made 500 tokens, died, and has now been busy for 2 s with 90 tokens; the other was
     busy for 11 s with 600: busy_s = (10 + 2 + 11) / 2 = 11.5, generated_tokens = 500 + 90 + 600 = 1190.
     """
 
     busy_s: float
-    """Seconds in which a server was generating, in the mean over all servers of the run; one that is down is not busy."""
+    """Seconds in which a server was generating, averaged over all servers of the run; a server that is down is not busy."""
     generated_tokens: int
-    """Of all servers together."""
+    """Tokens of all servers together."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Tracked:
-    """One server over all its instances. Guarded by the fleet's lock; moments are those of the monotonic clock."""
+    """One server over all its instances. Guarded by the fleet's lock; times are on the monotonic clock."""
 
     server: Server
     last_instance_id: str = ""
     last_message: str = "never answered"
-    """What it said last, or why it cannot be asked."""
+    """Its last answer, or why it cannot be reached."""
     failures: list[ServerFailure] = field(default_factory=list)
-    """In order. What happens to a server until it serves again is one failure."""
+    """Its failures in order. Everything that happens until it serves again is one failure."""
     num_restarts: int = 0
-    """Restarts that were seen."""
+    """Number of restarts seen."""
     num_failed: int = 0
     """Times it failed since it last served."""
     exit_message: str = ""
-    """Of the launcher, when the process has ended, which it starts again by itself."""
+    """The launcher's message that the process has ended; the launcher restarts it by itself."""
     last_info: ServerInfo | None = None
     recent_infos: list[ServerInfo] = field(default_factory=list)
-    """What it said since the last `Fleet.metrics`."""
+    """Its reports since the last `Fleet.metrics`."""
     counters: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Busy seconds and generated tokens of each instance, by its id."""
     ask_now: threading.Event = field(default_factory=threading.Event)
     """Ends the wait for its next heartbeat."""
     errors_since: float | None = None
-    """When heartbeats began to be answered with errors."""
+    """When heartbeats began to return errors."""
     is_silent: bool = False
-    """Its last question was not answered."""
+    """Whether its last request was not answered."""
 
     @property
     def current_info(self) -> ServerInfo | None:
-        """What it said when it was last asked; None when it is not up."""
+        """Its latest report; None when it is not up."""
         is_current = self.last_info is not None and self.last_info.instance_id == self.server.instance_id
         return self.last_info if is_current and self.server.state.is_member else None
 
     def note(self, info: ServerInfo) -> None:
-        """Keep what the server has just said of itself. Answers may arrive out of order: no counter goes back to an older one."""
+        """Keep a new report. Answers may arrive out of order: no counter goes back to an older value."""
         self.last_info = info
         self.recent_infos = [*self.recent_infos, info][-_MAX_INFOS:]
         busy_s, tokens = self.counters.get(info.instance_id, (0.0, 0))
@@ -176,11 +176,11 @@ class Fleet:
     """See the module's docstring; also `router.Servers`.
 
     Args:
-        urls: addresses, one for each server; kept over restarts.
-        inference: how servers are watched, and whose certificates are trusted.
+        urls: addresses, one for each server; unchanged by restarts.
+        inference: timeouts for watching the servers, and trusted certificates.
         token: bearer token, or None.
-        control_timeout_s: of control calls that name none.
-        ask_restart: called with index and reason for a server to be restarted; None: the servers are run by others.
+        control_timeout_s: default timeout of control calls.
+        ask_restart: called with index and reason to have a server restarted; None if others run the servers.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Fleet:
         self._info_listeners: list[Callable[[], None]] = []
         self.num_changes = 0
         """Grows with every change of state."""
-        self._num_loading = 0  # pushes in the phases in which engines receive and load
+        self._num_loading = 0  # pushes in phases in which engines receive and load
         self._loaded_at = -math.inf
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -238,21 +238,21 @@ class Fleet:
             server.control.close()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every change of state, from whichever thread made it; it must be quick and not raise."""
+        """Call `listener` after every change of state, from the thread that made it; it must be quick and must not raise."""
         self._listeners.append(listener)
 
     def subscribe_info(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every heartbeat that was answered, from the thread of its server; be quick, do not raise."""
+        """Call `listener` after every answered heartbeat, from the thread of its server; it must be quick and must not raise."""
         self._info_listeners.append(listener)
 
-    # What is there.
+    # State.
 
     def server(self, index: int) -> Server:
         with self._lock:
             return self._tracked[index].server
 
     def servers(self) -> list[Server]:
-        """All of them, as they are now."""
+        """All servers, as they are now."""
         with self._lock:
             return [tracked.server for tracked in self._tracked]
 
@@ -266,32 +266,32 @@ class Fleet:
 
     @property
     def has_ready(self) -> bool:
-        """Whether some server is up that has not got the current weights."""
+        """Whether some server is up without the current weights."""
         return any(server.state is ServerState.READY for server in self.servers())
 
     def current_info(self, index: int) -> ServerInfo | None:
-        """What a server that is up said of itself when it was last asked; None of one that is not up."""
+        """The latest report of a server that is up; None if it is not up."""
         with self._lock:
             return self._tracked[index].current_info
 
     def restarts(self, index: int) -> int:
-        """Restarts of a server that were seen."""
+        """Number of restarts of a server that were seen."""
         return self._tracked[index].num_restarts
 
     def last_message(self, index: int) -> str:
-        """What a server that is not up said last, or why it cannot be asked."""
+        """The last answer of a server that is not up, or why it cannot be reached."""
         return self._tracked[index].last_message
 
     @property
     def failures(self) -> list[ServerFailure]:
-        """Every failure so far, in order. What happens to a server until it serves again is one failure."""
+        """All failures so far, in order. Everything that happens to a server until it serves again is one failure."""
         with self._lock:
             failures = [failure for tracked in self._tracked for failure in tracked.failures]
         return sorted(failures, key=lambda failure: failure.at)
 
     def metrics(self) -> dict[str, float]:
-        """`servers/recovery_s` is the last failure's that is over; absent before. running and waiting are sums over the servers
-        that are up, kv_usage is their mean; each of all answers since the last call; absent where none says it."""
+        """`servers/recovery_s` is that of the last failure that is over; absent before. running and waiting are summed over the
+        servers that are up, kv_usage is averaged; all over the answers since the last call; absent if no server reports it."""
         failures = self.failures
         metrics = {"servers/serving": float(len(self.serving())), "servers/failures": float(len(failures))}
         recoveries = [(each.at + each.recovery_s, each.recovery_s) for each in failures if each.recovery_s is not None]
@@ -310,8 +310,8 @@ class Fleet:
         return metrics
 
     def read_counters(self) -> ServerCounters:
-        """What the servers have done since the fleet was started. Asks those that are up, 2 s at most; what is not answered
-        counts as it was in its last answer."""
+        """The servers' counters since the fleet was started. Asks the servers that are up, for at most 2 s; a server that does not
+        answer counts with its last answer."""
         asked = {
             server.index: in_thread(
                 partial(server.control.info, timeout_s=_INFO_TIMEOUT_S, retries=0), name="server-info"
@@ -338,11 +338,11 @@ class Fleet:
     def wait_for_members(
         self, *, stop: threading.Event, deadline_s: float, heartbeat: Callable[[], object] = lambda: None
     ) -> bool:
-        """Until a server is up; False when `stop` was set meanwhile. `heartbeat` is called several times a second.
+        """Wait until a server is up; False if `stop` was set meanwhile. `heartbeat` is called several times a second.
 
         Raises:
-            DeadlineError: none within `deadline_s` seconds, those of inference.startup_timeout_s.
-            RunError: all were given up.
+            DeadlineError: no server was up within `deadline_s` seconds, those of inference.startup_timeout_s.
+            RunError: all servers were given up.
         """
         ends_at = time.monotonic() + deadline_s
         while not stop.is_set():
@@ -364,16 +364,16 @@ class Fleet:
                         setting="inference.startup_timeout_s",
                         hint="See the servers' logs.",
                     )
-                self._changed.wait(min(left_s, _STOP_INTERVAL_S))  # two things end it, and a wait can be for one only
+                self._changed.wait(min(left_s, _STOP_INTERVAL_S))  # `stop` ends it, too, but a wait has only one event
             heartbeat()
         return False
 
-    # What the trainer does.
+    # Calls of the trainer.
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """While servers receive and load weights, a silent engine is not fenced for that: it is busy, and the push has its own
-        deadlines. A refused connection counts as ever."""
+        """A context in which servers receive and load weights: a silent engine is not fenced then, because it is busy, and the push
+        has its own deadlines. A refused connection still counts."""
         with self._lock:
             self._num_loading += 1
         try:
@@ -384,8 +384,8 @@ class Fleet:
                 self._loaded_at = time.monotonic()
 
     def mark_serving(self, servers: Sequence[Server], *, version: int) -> list[Server]:
-        """These have the weights of `version`, as the instances of their records; requests may go to them. Returns those that
-        did not serve before."""
+        """The instances in these records have the weights of `version`, so they get requests. Returns those that did not
+        serve before."""
         new: list[Server] = []
         with self._changing() as changed:
             for server in servers:
@@ -404,7 +404,7 @@ class Fleet:
         return new
 
     def fence(self, server: Server, reason: str) -> None:
-        """Fence this instance of a server; it is restarted or looked for."""
+        """Fence this instance of a server; it is restarted, or watched until it returns."""
         current = self.server(server.index)
         if current.instance_id == server.instance_id:
             self._fence(current, reason)
@@ -418,13 +418,13 @@ class Fleet:
                 self._set(tracked, changed, state=ServerState.GONE)
 
     def suspect(self, index: int) -> None:
-        """A request to this server failed: ask it now, not only at its next heartbeat."""
+        """A request to this server failed: check it now, not only at its next heartbeat."""
         self._tracked[index].ask_now.set()
 
     def on_server_event(self, message: Mapping[str, Any]) -> None:
         """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}
 
-        Only "starting" and "given_up" change what is known by themselves. "exited" makes the monitor ask at once: the server may
+        By themselves, only "starting" and "given_up" change the state. "exited" makes the monitor check at once: the server may
         have ended and be up again before the message is read.
         """
         index, event, detail = int(message["index"]), message["event"], str(message.get("detail", ""))
@@ -445,7 +445,7 @@ class Fleet:
             known = ", ".join(get_args(ServerEvent))
             raise ValueError(f"the launcher reported {event!r} for a server; known events are {known}")
 
-    # The watch of each server.
+    # The watcher of each server.
 
     def _watch(self, index: int) -> None:
         ask_now = self._tracked[index].ask_now
@@ -459,7 +459,7 @@ class Fleet:
                     self._heartbeat(server)
                 else:
                     self._search(server)
-            except Exception:  # a watch that ends would leave a dead server unnoticed
+            except Exception:  # if the watcher ended, a dead server would go unnoticed
                 if not self._is_closed:
                     logger.exception("checking %s failed; it will be checked again", server.name)
             interval_s = self._inference.heartbeat_interval_s
@@ -468,7 +468,7 @@ class Fleet:
             ask_now.wait(interval_s)
 
     def _search(self, server: Server) -> None:
-        """Ask a server that does not serve."""
+        """Check a server that is not up."""
         is_healthy = False
         try:
             server.control.health(timeout_s=_PROBE_TIMEOUT_S)
@@ -500,7 +500,7 @@ class Fleet:
             self.note(server, info)
 
     def _judge(self, server: Server, error: InferenceError, asked_at: float) -> None:
-        """A heartbeat failed."""
+        """Decide whether a failed heartbeat fences the server."""
         timeout_s, tracked = self._inference.heartbeat_timeout_s, self._tracked[server.index]
         if isinstance(error.__cause__, httpx.TimeoutException):
             tracked.is_silent = True
@@ -515,7 +515,7 @@ class Fleet:
         except InferenceError as death:
             if is_answer(death):
                 self._fence(server, str(death))
-                return  # else the next heartbeat finds out
+                return  # the next heartbeat decides
         now = time.monotonic()
         since = tracked.errors_since = tracked.errors_since or now
         if now - since > timeout_s and not self._has_loaded_since(asked_at):
@@ -526,21 +526,21 @@ class Fleet:
         tracked.is_silent, tracked.errors_since = False, None
 
     def _has_loaded_since(self, moment: float) -> bool:
-        """Whether servers were loading weights at any time since `moment`, by the monotonic clock."""
+        """Whether servers were loading weights at any time since `moment`, on the monotonic clock."""
         with self._lock:
             return self._num_loading > 0 or self._loaded_at >= moment
 
-    # What a watch finds. A record that is not the current one anymore is ignored.
+    # Results of a watcher. Outdated records are ignored.
 
     def note(self, server: Server, info: ServerInfo) -> None:
-        """A server that is up answers."""
+        """A server that is up has answered."""
         with self._lock:
             self._tracked[server.index].note(info)
         for listener in self._info_listeners:
             listener()
 
     def found(self, server: Server, info: ServerInfo) -> None:
-        """A server that was looked for answers."""
+        """A server that was not up has answered."""
         with self._changing() as changed:
             tracked = self._tracked[server.index]
             if server is not tracked.server:
@@ -557,7 +557,7 @@ class Fleet:
             self.not_found(server, why_not)
 
     def not_found(self, server: Server, reason: str) -> None:
-        """A server that was looked for does not answer."""
+        """A server that was not up has not answered."""
         now, timeout_s = time.monotonic(), self._inference.startup_timeout_s
         age_s = now - server.since
         with self._lock:
@@ -566,7 +566,7 @@ class Fleet:
                 return
             tracked.last_message = reason
             ask_again = server.state is ServerState.DOWN and age_s > timeout_s + MAX_RESTART_DELAY_S
-            if ask_again and self._ask_restart is not None:  # it was asked for, and nothing came of it
+            if ask_again and self._ask_restart is not None:  # a restart was requested, but did not happen
                 tracked.server = replace(server, since=now)
         if server.state is ServerState.STARTING:
             if age_s > timeout_s:
@@ -575,7 +575,7 @@ class Fleet:
             self._ask_restart(server.index, reason)
 
     def restarted(self, server: Server, info: ServerInfo) -> None:
-        """It answers, and was restarted."""
+        """The server answers as a new instance."""
         self._fence(server, "it was restarted", ask=False)
         self.found(self.server(server.index), info)
 
@@ -584,7 +584,7 @@ class Fleet:
             tracked = self._tracked[server.index]
             if server is not tracked.server or server.state in (ServerState.DOWN, ServerState.GONE):
                 return
-            if tracked.exit_message:  # the launcher saw its end, and restarts it by itself
+            if tracked.exit_message:  # the launcher has noticed that it ended, and restarts it by itself
                 reason, ask = f"{tracked.exit_message} ({reason})", False
             tracked.last_message = reason
             tracked.num_failed += 1
@@ -597,7 +597,7 @@ class Fleet:
             self._ask_restart(server.index, reason)
 
     def _why_not_back(self, tracked: _Tracked, instance_id: str) -> str:
-        """Why a server that was looked for and answers does not count as up; "" when it does."""
+        """Why a server that answers does not count as up; "" if it does."""
         server = tracked.server
         if self._ask_restart is None:
             wait_s = return_delay_s(tracked.num_failed)
@@ -614,7 +614,7 @@ class Fleet:
 
     @contextmanager
     def _changing(self) -> Iterator[list[int]]:
-        """Holds the lock; afterward, and without it, all listeners are notified of the servers in the list."""
+        """Hold the lock; after its release, notify all listeners of the servers in the list."""
         changed: list[int] = []
         with self._lock:
             yield changed
@@ -625,7 +625,7 @@ class Fleet:
                 listener()
 
     def _set(self, tracked: _Tracked, changed: list[int], **fields: Any) -> None:
-        """The one place where a server's state changes; with the lock held."""
+        """The only place where a server's state changes; called with the lock held."""
         tracked.server = replace(tracked.server, since=time.monotonic(), **fields)
         self.num_changes += 1
         changed.append(tracked.server.index)
@@ -633,7 +633,7 @@ class Fleet:
 
 
 def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
-    """What to change when it is useless to ask again; "" otherwise. `is_healthy`: it says that it can generate."""
+    """What to change if asking again is useless; "" otherwise. `is_healthy`: the server says that it can generate."""
     if isinstance(error, RequestRejectedError) and error.status in (401, 403):
         return f"{error}: set the variable {TOKEN_VARIABLE} to the token that this server was started with"
     is_unknown = isinstance(error, RequestRejectedError) and error.status in (404, 405)

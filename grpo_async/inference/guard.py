@@ -1,6 +1,6 @@
-"""Guards a server's HTTP: `TokenGuard` asks for the run's bearer token, `GuardedProtocol` limits connections that send nothing.
+"""Guards a server's HTTP: `TokenGuard` requires the run's bearer token, `GuardedProtocol` limits connections that send nothing.
 
-A request without the token ends its connection, so nobody without it holds one for longer than it takes to send headers.
+A request without the token closes its connection, so nobody without it holds one longer than it takes to send headers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _BODY = json.dumps({"error": f"missing or wrong bearer token; the server's token
 
 
 class TokenGuard:
-    """ASGI middleware: every path but GET /health without the token is refused with 401, a WebSocket is not accepted. (vLLM's own
-    --api-key guards /v1 only.)
+    """ASGI middleware that refuses requests without the token with 401 on every path except GET /health; it does not accept such
+    WebSockets. (vLLM's own --api-key guards /v1 only.)
 
-    Without $GRPO_ASYNC_TOKEN it lets everything through; servers allow that on loopback only.
+    Without $GRPO_ASYNC_TOKEN it lets everything through; servers allow that only on loopback.
     """
 
     def __init__(self, app: App) -> None:
@@ -55,7 +55,7 @@ class TokenGuard:
 
 
 def _closing(send: Send) -> Send:
-    """The server ends the connection after the answer."""
+    """Make the server close the connection after the answer."""
 
     async def send_and_close(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -69,15 +69,15 @@ _Base: Any = AutoHTTPProtocol  # h11 or httptools, whichever is installed
 
 
 class GuardedProtocol(_Base):  # type: ignore[misc]
-    """What `uvicorn.Config(http=...)` takes. The headers of a connection's first request have 10 s to arrive. Where connections
-    that wait for them hold half of the descriptors that the rest of the process leaves, the oldest goes for each new one."""
+    """The protocol class for `uvicorn.Config(http=...)`. The headers of a connection's first request have 10 s to arrive. If
+    waiting connections hold half of the descriptors that the rest of the process leaves, each new one closes the oldest."""
 
     _waiting: ClassVar[dict[GuardedProtocol, asyncio.TimerHandle]] = {}  # the oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._waiting[self] = self.loop.call_later(_HEADERS_TIMEOUT_S, transport.close)
-        # the system gives the lowest free descriptor, so as many are open, those of waiting connections included
+        # the system assigns the lowest free descriptor, so about that many are open, including waiting connections
         descriptor = transport.get_extra_info("socket").fileno()
         if descriptor + len(self._waiting) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             oldest = next(iter(self._waiting))
@@ -86,7 +86,7 @@ class GuardedProtocol(_Base):  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None:  # the headers are there
+        if self.cycle is not None:  # the headers have arrived
             self._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,7 +1,7 @@
-"""Chooses the server of each request, on the event loop: the least loaded one, unless another has what the request needs.
+"""Chooses the server of each request, on the event loop: the least loaded one, unless another has the request's context cached.
 
-Affinity is a path, such as "g12/r3": rollout 3 of group 12. The server that had "g12/r3" before has its whole context in its
-prefix cache, one that had another request of "g12" has the prompt. Such a server is taken first, as long as it has at most 8
+Affinity is a path, such as "g12/r3": rollout 3 of group 12. The server of earlier requests of "g12/r3" has the whole context in its
+prefix cache; one that had another request of "g12" has the prompt. Such a server is preferred, as long as it has at most 8
 requests more in flight than the least loaded one. Servers A and B are idle, and 16 rollouts of g12 start at the same time:
 
     r0          A    loads 0 0: the first of the least loaded; g12 is A's now
@@ -11,7 +11,7 @@ requests more in flight than the least loaded one. Servers A and B are idle, and
     r11         B    loads 10 1
     2nd turns   r0 to A, r9 to B, each to its own context
 
-A server that is fenced loses its requests at once: each ends with FencedError, and its caller asks for another server.
+A fenced server loses its requests at once: each ends with FencedError, and its caller asks for another server.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from grpo_async.errors import DeadlineError, ServerUnavailableError
 
 _MAX_EXTRA_REQUESTS = 8  # above the least loaded server
 _MAX_AFFINITIES = 16_384
-"""Affinities remembered, the last used ones; far more than are in flight, so that one that is forgotten is over."""
+"""Number of affinities remembered, the most recently used; far more than are in flight, so that forgotten ones are over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Endpoint:
-    """A server, as far as requests need it. Two of the same index and instance are the same server."""
+    """A server as requests need it. Two with the same index and instance are the same server."""
 
     index: int
     name: str
     url: str
     instance_id: str = ""
-    """Which start of the server this is, random for each; sent with every request, so that no other one takes it. Empty: not
-    known, any takes it."""
+    """Identifies a start of the server, at random; sent with every request, so that no other instance accepts it. Empty if
+    unknown; then any instance accepts it."""
 
 
 class Servers(Protocol):
-    """Where requests may go: `fleet.Fleet`, or `FixedServers`."""
+    """The servers for requests: `fleet.Fleet`, or `FixedServers`."""
 
     def serving(self) -> Sequence[Endpoint]: ...
 
@@ -56,7 +56,7 @@ class Servers(Protocol):
 
 
 class FixedServers:
-    """Servers that nobody watches: for benchmarks and tests."""
+    """Servers without a watcher: for benchmarks and tests."""
 
     num_changes = 0
 
@@ -64,14 +64,14 @@ class FixedServers:
         self._servers = [Endpoint(index=index, name=url, url=url) for index, url in enumerate(urls)]
 
     def serving(self) -> Sequence[Endpoint]:
-        """All, always."""
+        """All servers, always."""
         return self._servers
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Nothing changes."""
+        """Does nothing: the servers never change."""
 
     def suspect(self, index: int) -> None:
-        """Nobody looks."""
+        """Does nothing: the servers are not watched."""
 
 
 class FencedError(ServerUnavailableError):
@@ -94,11 +94,11 @@ class _Route:
 
 
 class Router:
-    """Used on one event loop; the changes of the servers may come from any thread.
+    """Leases servers to requests on one event loop; changes of the servers may come from any thread.
 
     Args:
-        servers: where requests may go.
-        wait_timeout_s: longest wait while no server serves.
+        servers: the servers for requests.
+        wait_timeout_s: maximum wait while no server serves.
     """
 
     def __init__(self, servers: Servers, *, wait_timeout_s: float) -> None:
@@ -111,15 +111,15 @@ class Router:
 
     @asynccontextmanager
     async def lease(self, affinity: str = "", *, avoid: int | None = None) -> AsyncIterator[Endpoint]:
-        """The server for one request; waits while none serves.
+        """Lease the server for one request; waits while no server serves.
 
         Args:
-            affinity: what requests with a common context share, see above; empty: nothing.
-            avoid: index of a server to be taken only when there is no other.
+            affinity: path that requests with a common context share, see above; empty: none.
+            avoid: index of a server to use only if there is no other.
 
         Raises:
-            FencedError: the server was fenced before the end of the `with` block, which was cancelled for that.
-            DeadlineError: no server within the time.
+            FencedError: the server was fenced before the end of the `with` block, which was therefore cancelled.
+            DeadlineError: no server served in time.
         """
         if not self._is_attached:
             self._attach(asyncio.get_running_loop())
@@ -129,7 +129,7 @@ class Router:
         request = asyncio.timeout(None)
         route.requests.add(request)
         try:
-            async with request:  # ended by the fence
+            async with request:  # cancelled when the server is fenced
                 yield route.server
         except TimeoutError as error:
             if not request.expired():
@@ -140,7 +140,7 @@ class Router:
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: there are no requests anymore
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so there are no requests anymore
                 loop.call_soon_threadsafe(self._refresh)
 
         self._is_attached = True
@@ -148,7 +148,7 @@ class Router:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Take over which servers serve."""
+        """Update the routes to the servers that serve now."""
         serving = {(server.index, server.instance_id): server for server in self._servers.serving()}
         for key in [key for key in self._routes if key not in serving]:
             for request in self._routes.pop(key).requests:
@@ -166,7 +166,7 @@ class Router:
     async def _wait(self) -> None:
         try:
             async with asyncio.timeout(self._wait_timeout_s):
-                while not self._routes:  # it may be gone again by the time that this runs
+                while not self._routes:  # a server may be gone again by the time this runs
                     await self._is_open.wait()
         except TimeoutError as error:
             raise DeadlineError(
@@ -189,7 +189,7 @@ class Router:
         return chosen
 
     def _home(self, affinity: str, least: _Route, avoid: int | None) -> _Route | None:
-        """The server that has this affinity, if it may be taken."""
+        """The server with this affinity, if it may be used."""
         key = self._homes.get(affinity)
         route = None if key is None else self._routes[key]
         if (

@@ -27,12 +27,12 @@ class SamplingSettings:
     stop: Sequence[str] = ()
 
     def request(self, **fields: Any) -> GenerateRequest:
-        """A request that samples so; `fields` are the others of GenerateRequest, and may replace these."""
+        """A request with these settings; `fields` are the others of GenerateRequest, and may override the settings."""
         shared = {name: getattr(self, name) for name in GenerateRequest.model_fields if hasattr(self, name)}
         return GenerateRequest(**{**shared, **fields})
 
     def turn_budget(self, num_context: int, *, num_used: int) -> int:
-        """max_tokens of a turn = min(turn limit, what is left of the completion budget, what fits into the model length).
+        """max_tokens of a turn = min(turn limit, rest of the completion budget, rest of the model length).
 
         Turn limit none, budget 48, 40 used, model length 128, 100 in the context: min(8, 28) = 8.
         """
@@ -40,7 +40,7 @@ class SamplingSettings:
         return budget if self.max_turn_tokens is None else min(budget, self.max_turn_tokens)
 
     def shown(self, text: str) -> str:
-        """What rewards and messages have of a sampled text: it ends before the stop string.
+        """The part of a sampled text that rewards and messages get: it ends before the stop string.
 
         stop ["\\nQ:"]: "4\\nQ: 3" -> "4".
         """
@@ -49,8 +49,8 @@ class SamplingSettings:
 
 
 def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
-    """Begin and end in `text` of the stop string that ends first, and of those that end together of the one named first (vLLM's
-    rule); None where there is none.
+    """Begin and end in `text` of the stop string that ends first; if several end together, of the one listed first (vLLM's
+    rule). None if there is none.
 
     "ab\\nQ:" and ["\\nQ:", "b\\n"] -> (1, 3).
     """

@@ -1,4 +1,4 @@
-"""The run's bearer token. It travels by environment only: argv is visible to every user of a machine."""
+"""The run's bearer token. It is passed only by environment: argv is visible to every user of a machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
 
 
 def token_from_environment() -> str | None:
-    """The token, or None where none is set."""
+    """The token, or None if none is set."""
     return os.environ.get(TOKEN_VARIABLE) or None
 
 
 def has_bearer(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
-    """Whether exactly one of an ASGI request's headers is `Authorization: Bearer TOKEN`: of several, a proxy before us may have
+    """Whether exactly one header of an ASGI request is `Authorization: Bearer TOKEN`: with several, a proxy in front may have
     checked another one. Compares in constant time."""
     given = [value for name, value in headers if name == b"authorization"]
     return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {token}".encode())
 
 
 def require_token(host: str, token: str | None) -> None:
-    """Raises ConfigError when other machines reach `host`, and there is no token."""
+    """Raise ConfigError if other machines can reach `host` and there is no token."""
     if not is_loopback(host) and not token:
         raise ConfigError(
             f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anyone could "

@@ -51,10 +51,7 @@ class TokenCollector:
         for flag, holds in (
             (TokenFlag.CLIPPED_LOW, output.token_loss.clipped_low),
             (TokenFlag.CLIPPED_HIGH, output.token_loss.clipped_high),
-            (
-                TokenFlag.CLIPPED_HIGH,
-                output.token_loss.is_capped,
-            ),  # never both: the first needs A > 0, the second A < 0
+            (TokenFlag.CLIPPED_HIGH, output.token_loss.is_capped),  # never both: one needs A > 0, the other A < 0
             (TokenFlag.IMPORTANCE_MASKED, output.is_importance_masked),
             (TokenFlag.OFF_POLICY_MASKED, output.is_off_policy),
         ):

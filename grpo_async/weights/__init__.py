@@ -1,5 +1,5 @@
-"""How weights travel from trainer to server: `push` is the trainer's end and has the phases in order, `receiver` the server's end;
-`backends` carries the buckets that `buckets` cuts.
+"""How weights get from trainer to server: `push` is the trainer's end and has the phases in order, `receiver` the server's end.
+`backends` transfers the buckets that `buckets` makes.
 
-`trainer.weight_sync` calls it between two steps, and says when.
+`trainer.weight_sync` calls it between two steps, and decides when.
 """

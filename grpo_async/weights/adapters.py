@@ -1,12 +1,13 @@
-"""Pushes of adapters alone: what travels, and how a server makes whole weights of it.
+"""Pushes of adapters alone: what is sent, and how a server computes whole weights from it.
 
     trainer: for each adapted weight W two factors, `W.left` (rows, r) and `W.right` (r, columns), float32, scaling included
-    server:  W = base + left @ right in float32, cast to the served dtype; base = the files that it was itself started from
+    server:  W = base + left @ right in float32, cast to the served dtype; base = the files that the server was started from
 
-The outcome is what a push of merged weights would bring, loaded in the same way. Both ends compare a digest of their base, so that
-adapters never meet another model. Over gloo only: between GPUs whole weights travel faster than a server reads and merges its base.
+The result equals a push of merged weights, and is loaded in the same way. Both ends compare a digest of their base, so that
+adapters are never added to another model. Over gloo only: between GPUs, sending whole weights is faster than reading and merging
+the base.
 
-Worked example: rank 16 at a (4096, 4096) matrix: 2 x 16 x 4096 x 4 = 0.5 MB travel instead of 33.5 MB in bfloat16.
+Worked example: rank 16 at a (4096, 4096) matrix: 2 x 16 x 4096 x 4 = 0.5 MB are sent instead of 33.5 MB in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _SAMPLED_ROWS = 3
 
 
 class BaseWeights:
-    """The model that adapters belong to, as its safetensors files hold it. Files are opened when they are first needed, and must be
-    on this machine by then: whoever asks has loaded the model. They are mapped: nothing is read before it is used.
+    """The base model of the adapters, as its safetensors files hold it. Files are opened on first use, and must be on this machine
+    by then, as they are after the model was loaded. They are memory-mapped: nothing is read before it is used.
 
     Args:
         path: folder or hub name.
@@ -54,7 +55,7 @@ class BaseWeights:
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
-        """What the files hold, by name. Raises ConfigError as `digest`."""
+        """Name, dtype and shape of each tensor in the files. Raises ConfigError like `digest`."""
         specs = {}
         for name, handle in self._handles.items():
             part = handle.get_slice(name)
@@ -65,8 +66,8 @@ class BaseWeights:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes, and three rows of every tensor. Two models that differ in anything that training
-        changes differ in it, without reading all of them.
+        """SHA-256 over names, shapes, dtypes, and three rows of every tensor. It tells models apart that differ in anything that
+        training changes, without reading all of them.
 
         Raises:
             ConfigError: there are no safetensors files, or they are broken.
@@ -83,7 +84,7 @@ class BaseWeights:
         return sha.hexdigest()
 
     def digest_or_none(self) -> str | None:
-        """None when there are no safetensors files, so that no adapters can be added."""
+        """The digest; None if there are no safetensors files, so that no adapters can be added."""
         try:
             return self.digest
         except ConfigError:
@@ -92,11 +93,11 @@ class BaseWeights:
     def update_problems(
         self, specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
     ) -> list[str]:
-        """What keeps these adapters from being added, and base and adapters from being a whole update.
+        """Why these adapters cannot be added, or why base and adapters are no complete update.
 
         Args:
-            specs: of the factors.
-            served_shapes, optional: as `buckets.update_problems`. What the files hold beyond these is not loaded.
+            specs: the factors.
+            served_shapes, optional: as in `buckets.update_problems`. Further tensors of the files are not loaded.
         """
         factors = {spec.name: spec for spec in specs}
         merged = [spec for name, spec in self.specs.items() if name in served_shapes]
@@ -118,13 +119,13 @@ class BaseWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of the update, by the names of the files, one at a time. Those without adapters are views of the files,
-        in the files' dtype and in host memory.
+        """Every parameter of the update, under the names of the files, one at a time. Those without adapters are views of the
+        files, in the files' dtype and in host memory.
 
         Args:
-            factors: as received; all of them come first.
-            shapes: names of what the server wants; empty: all that the files hold.
-            dtype: of the merged weights.
+            factors: the factors as received; all of them are read first.
+            shapes: names of the parameters that the server wants; empty: all in the files.
+            dtype: dtype of the merged weights.
             device: where the products are computed.
         """
         received = dict(factors)
@@ -147,7 +148,7 @@ def _fit(pair: Sequence[ParameterSpec | None], shape: Sequence[int]) -> bool:
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:
-    """Why a server cannot take adapters of the base at `path`; [] when it can."""
+    """Why a server cannot take adapters of the base at `path`; [] if it can."""
     if served_digest is None:
         return [f"it has no safetensors files to add adapters to; set model.lora.push: merged (model.path: {path})"]
     if served_digest != own_digest:

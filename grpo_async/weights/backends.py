@@ -1,16 +1,16 @@
-"""How buckets get from the trainer (rank 0) to the servers' workers (ranks 1..N): the rendezvous, then gloo, NCCL or CUDA IPC.
+"""Transfers buckets from the trainer (rank 0) to the servers' workers (ranks 1..N): the rendezvous, then gloo, NCCL or CUDA IPC.
 
     trainer   pack 0 | start sending 0, pack 1 | wait for 0, start sending 1, pack 2 | ...
     worker           | start receiving 0 and 1, wait for 0, load it | start receiving 2, wait for 1, load it | ...
 
-So each end holds two buckets. Deadlines follow the bytes: one for each bucket, from the end of the one before.
+So each end holds two buckets. Deadlines are per bucket: each starts at the end of the previous bucket.
 
-Members meet in a TCP store that listens on the trainer's address only, under a random key that the servers get with the request to
-join. Nothing in it is unpickled. A group that cannot form is aborted on every member at once.
+Members meet in a TCP store that listens only on the trainer's address, under a random key that the servers get with the request to
+join. Nothing in it is unpickled. A group that cannot form is aborted on all members at once.
 
-Both ends are ours. vLLM's transfer engines (vllm.distributed.weight_transfer) meet in a store whose contents they unpickle, wait
-without a deadline, know neither the CPU nor gloo, and raise in one worker of several, whose executor then takes the answers of the
-others for those of later calls.
+Both ends are our own. vLLM's transfer engines (vllm.distributed.weight_transfer) meet in a store whose contents they unpickle, wait
+without a deadline, and support neither the CPU nor gloo. If one of several workers raises, vLLM's executor takes the other workers'
+answers for those of later calls.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from grpo_async.utils.network import listening_store, own_address_towards
 from grpo_async.utils.validation import problems_of
 
 NOT_FORMED = "the weight group did not form"
-"""In the error of a member that came, but whose group was aborted or lacked a member."""
+"""Part of the error of a member that joined, but whose group was aborted or incomplete."""
 
 
 class GroupClosedError(RuntimeError):
-    """Nothing can be sent or received anymore over this end of the weight group."""
+    """This end of the weight group is closed: nothing more can be sent or received over it."""
 
     def __init__(self, message: str = "this end of the weight group is closed") -> None:
         super().__init__(message)
@@ -49,13 +49,13 @@ class GroupClosedError(RuntimeError):
 
 
 class Rendezvous:
-    """The trainer's end.
+    """The trainer's end of the rendezvous.
 
     Args:
-        address: own address in the group, an IP address.
+        address: the trainer's IP address in the group.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: the store cannot listen there.
     """
 
     def __init__(self, address: str, *, world_size: int, timeout_s: float) -> None:
@@ -64,28 +64,28 @@ class Rendezvous:
         server = listening_store(address, 0, world_size, timedelta(seconds=timeout_s), wait_for_workers=False)
         self._port = server.port
         self._store = dist.PrefixStore(self._key, server)
-        self._other = dist.PrefixStore(self._key, server.clone())  # a store is locked while a thread waits in it
+        self._other = dist.PrefixStore(self._key, server.clone())  # a client is locked while a thread waits in it
 
     def init_info(self, transport: TransportKind, *, rank_offset: int) -> WeightInitInfo:
-        """What a server's workers need to join, the first of them as group rank `rank_offset`."""
+        """The information with which a server's workers join; its first worker has group rank `rank_offset`."""
         return WeightInitInfo(
             transport=transport, master_port=self._port, key=self._key, rank_offset=rank_offset, **self._info
         )
 
     def join(self, transport: TransportKind, device: torch.device) -> Backend:
-        """Wait for every worker, and form the group. Raises RuntimeError as `join_group`."""
+        """Wait for every worker, and form the group. Raises RuntimeError like `join_group`."""
         return _form_group(self.init_info(transport, rank_offset=1), self._store, rank=0, device=device)
 
     def abort(self, reason: str) -> None:
-        """End the waiting of all members with an error. Callable from any thread, also more than once."""
+        """End the wait of all members with an error. Thread-safe; may be called more than once."""
         self._other.compare_set("begin", "", reason)
 
 
 def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Backend:
-    """A worker's end (rank >= 1): meet the trainer as `info` says.
+    """Join the trainer's group from a worker (rank >= 1), as `info` says.
 
     Args:
-        device: where the worker's model is.
+        device: device of the worker's model.
 
     Raises:
         RuntimeError: the group did not form within `info.timeout_s`, or this transport is impossible on `device`.
@@ -99,7 +99,7 @@ def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Back
 
 
 def check_device(transport: TransportKind, device: torch.device) -> None:
-    """Raises RuntimeError when `transport` is impossible on `device`."""
+    """Raise RuntimeError if `transport` is impossible on `device`."""
     if transport != "gloo" and device.type != "cuda":
         raise RuntimeError(
             f"weights.transport: {transport} needs a GPU, this process has its weights on {device}; set gloo"
@@ -109,7 +109,7 @@ def check_device(transport: TransportKind, device: torch.device) -> None:
 
 
 def _form_group(info: WeightInitInfo, store: dist.Store, *, rank: int, device: torch.device) -> Backend:
-    """Either end: go on when all members are there, or one of them has failed."""
+    """Form the group, on either end: wait until all members are there, or one of them has failed."""
     try:
         if store.add("arrived", 1) == info.world_size:
             store.compare_set("begin", "", "all are here")
@@ -128,22 +128,22 @@ def _form_group(info: WeightInitInfo, store: dist.Store, *, rank: int, device: t
 
 
 class Backend(ABC):
-    """One end of a group that has formed. A backend that raised cannot be used again: close it and form a new group.
+    """One end of a group that has formed. After an error it cannot be used again: close it and form a new group.
 
     Args:
-        device: where the buckets that are sent have to be.
+        device: device on which buckets that are sent must be.
     """
 
     sends_in_place = True
-    """Whether `send` takes any memory on `device`, not only what `buffer` returned."""
+    """Whether `send` accepts any memory on `device`, not only a tensor from `buffer`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: list[torch.Tensor | None] = [None, None]
-        self._active = 0  # of the buffers, the one that was packed or mapped last
+        self._active = 0  # index of the buffer that was packed or mapped last
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Rank 0: where to pack the next bucket, [num_bytes] uint8 on `device`. Two buffers take turns, so that one may be filled
+        """Rank 0: memory for the next bucket, [num_bytes] uint8 on `device`. Two buffers alternate, so that one may be filled
         while the other is being sent; they grow to the largest bucket."""
         self._active = 1 - self._active
         buffer = self._buffers[self._active]
@@ -153,18 +153,18 @@ class Backend(ABC):
 
     @abstractmethod
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
-        """Rank 0: begin to send one packed bucket (see `sends_in_place`). What this returns waits for the end, `timeout_s` at
-        most; before that the bucket's memory is not to be touched. Both raise RuntimeError: a peer vanished, the deadline passed,
-        or this end was closed (GroupClosedError)."""
+        """Rank 0: begin to send one packed bucket (see `sends_in_place`). The returned function waits for the end, at most
+        `timeout_s`; until then the bucket's memory must not be touched. Both raise RuntimeError if a peer vanished, the deadline
+        passed, or this end was closed (GroupClosedError)."""
 
     @abstractmethod
     def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
-        """Other ranks: begin to receive one packed bucket into separate memory. What this returns waits for it, `timeout_s` at
-        most: [num_bytes] uint8. Both raise RuntimeError as `send`."""
+        """Other ranks: begin to receive one packed bucket into separate memory. The returned function waits for it, at most
+        `timeout_s`, and returns [num_bytes] uint8. Both raise RuntimeError like `send`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group. May be called more than once, and from another thread, which ends what waits where it can."""
+        """Leave the group. May be called repeatedly and from another thread; it ends waits where the backend can."""
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -188,16 +188,16 @@ class _BroadcastBackend(Backend):
 
     @abstractmethod
     def _broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
-        """Begin to send (rank 0) or receive (others); what this returns waits for the end."""
+        """Begin to send (rank 0) or receive (others). The returned function waits for the end."""
 
 
 class GlooBackend(_BroadcastBackend):
-    """Buckets in host memory: a process group of the trainer and the servers' workers alone. It listens on the own address in the
-    group only.
+    """Buckets in host memory, over a process group of only the trainer and the servers' workers. It listens only on its own address
+    in the group.
 
     Args:
-        store: of a rendezvous that has formed.
-        address: own address, on which the other members reach this one.
+        store: store of a complete rendezvous.
+        address: address at which the other members reach this one.
 
     Raises:
         RuntimeError: a member vanished, or did not connect within `timeout_s`.
@@ -208,7 +208,7 @@ class GlooBackend(_BroadcastBackend):
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        # broadcasts in their order, so that the deadline of each begins when the one before has ended
+        # one thread keeps broadcasts in order, so that each deadline begins when the previous broadcast has ended
         options._threads = 1
         self.rank, self.world_size = rank, world_size
         self._store: dist.Store | None = store  # the group keeps no reference
@@ -218,7 +218,7 @@ class GlooBackend(_BroadcastBackend):
         self._num_started = 0
 
     def confirm(self, *, timeout_s: float) -> None:
-        """Return when every member has come to this line.
+        """Return when every member has called this.
 
         Raises:
             RuntimeError: a peer vanished or the deadline passed.
@@ -228,10 +228,10 @@ class GlooBackend(_BroadcastBackend):
         self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
 
     def close(self) -> None:
-        """Close the connections, which ends the other members' waiting.
+        """Close the connections, which ends the other members' waits.
 
-        They live as long as anything refers to the group or to a broadcast. The traceback of one that failed holds this object for
-        as long as its error lives, so nothing else does.
+        Connections stay open as long as anything refers to the group or to a broadcast. The traceback of a failed broadcast keeps
+        this object alive as long as its error, so nothing but this object may refer to them.
         """
         self._group = self._store = None
         self._works.clear()
@@ -257,18 +257,18 @@ class GlooBackend(_BroadcastBackend):
 
 
 class NcclBackend(_BroadcastBackend):
-    """Buckets between GPUs: an NCCL communicator of the weight group alone, outside torch's default process group. Broadcasts run
-    on NCCL's own stream.
+    """Buckets between GPUs, over an NCCL communicator of the weight group alone, outside torch's default process group. Broadcasts
+    run on NCCL's own stream.
 
-    Waiting with a time limit holds this thread until the broadcast has ended, and aborts the communicator when the limit has passed
-    or NCCL reports an error. To form the communicator has no such limit, so that is done in a thread.
+    Waiting with a time limit blocks this thread until the broadcast has ended, and aborts the communicator when the limit has
+    passed or NCCL reports an error. Forming the communicator has no such limit, so a separate thread does it.
 
     Args:
-        group: a process group of this group alone; see `_nccl_group`.
-        timeout_s: deadline of forming the communicator.
+        group: the weight group's own process group; see `_nccl_group`.
+        timeout_s: deadline for forming the communicator.
 
     Raises:
-        RuntimeError: it did not form.
+        RuntimeError: the communicator did not form.
     """
 
     def __init__(self, group: Any, *, device: torch.device, timeout_s: float) -> None:
@@ -283,7 +283,7 @@ class NcclBackend(_BroadcastBackend):
             raise RuntimeError(f"the NCCL communicator did not form within {timeout_s:.0f} s") from error
 
     def close(self) -> None:
-        """Aborts the communicator: a broadcast that waits, in any thread, ends."""
+        """Abort the communicator: a broadcast that waits, in any thread, ends."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -293,12 +293,12 @@ class NcclBackend(_BroadcastBackend):
         if group is None:
             raise GroupClosedError
         with torch.cuda.device(self.device):
-            # behind what the current stream was given so far
+            # ordered after the work that is already on the current stream
             work = group.broadcast([tensor], _from_rank_0(timeout_s))
         started = time.monotonic()
 
         def wait() -> None:
-            # torch counts from the start; the bucket before may have been on its way until now
+            # torch counts from the start, but the previous bucket may have been in transit until now
             limit_s = time.monotonic() - started + timeout_s
             try:
                 with torch.cuda.device(self.device):
@@ -315,10 +315,10 @@ class NcclBackend(_BroadcastBackend):
 
 
 def _nccl_group(store: dist.Store, info: WeightInitInfo, rank: int, device: torch.device) -> Any:
-    """A separate NCCL process group, which takes NCCL's id from the store as bytes. Its communicator forms with the first
+    """A separate NCCL process group, which gets NCCL's id from the store as bytes. Its communicator forms at the first
     broadcast."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * info.timeout_s)  # of torch's watchdog; ours comes first
+    options._timeout = timedelta(seconds=2 * info.timeout_s)  # for torch's watchdog; our own limit comes first
     prefixed = dist.PrefixStore("nccl", store)
     with torch.cuda.device(device), _without_watchdog():
         return dist.ProcessGroupNCCL(prefixed, rank, info.world_size, options)  # its options have the deadline
@@ -326,8 +326,8 @@ def _nccl_group(store: dist.Store, info: WeightInitInfo, rank: int, device: torc
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """The group reads these variables when it is built: by default torch's watchdog ends the whole process when a broadcast fails.
-    The trainer's own groups keep what they read."""
+    """Disable torch's watchdog for a group that is built inside: by default it ends the whole process when a broadcast fails. The
+    group reads these variables when it is built; the trainer's own groups keep their settings."""
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -355,8 +355,8 @@ _Bytes = Annotated[bytes, Field(max_length=4096)]
 
 
 class Handle(BaseModel):
-    """What maps a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`, in its order. Travels
-    as JSON; bytes in hexadecimal."""
+    """Everything needed to map a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`, in their
+    order. Sent as JSON, with bytes in hexadecimal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_bytes="hex", val_json_bytes="hex")
 
@@ -371,17 +371,18 @@ class Handle(BaseModel):
 
 
 _Handles = TypeAdapter(list[Handle])
-"""One for each worker."""
+"""One handle for each worker."""
 
 
 class IpcBackend(Backend):
-    """Buckets from a trainer to a worker on the same GPU: two buffers of the trainer, which the worker maps into its own memory.
+    """Buckets from a trainer to a worker on the same GPU: the worker maps two buffers of the trainer into its own memory.
 
         trainer   packs into buffer 0/1 - "it is there" ---------------- waits for all -> the buffer may be filled again
         worker                            maps the buffer once, copies it out - "taken" --'
 
     Both signals are a barrier of a gloo group. Handles are in the group's store, as JSON; nothing is unpickled. A handle is written
-    when a buffer is new, and checked before it is opened. The GPU is named by its UUID: its index may differ in the two processes.
+    when a buffer is new, and checked before it is opened. The GPU is identified by its UUID: its index may differ in the two
+    processes.
     """
 
     sends_in_place = False
@@ -390,7 +391,7 @@ class IpcBackend(Backend):
         super().__init__(device)
         self._group = group
         self._store: dist.Store | None = store
-        # trainer: buffers as they were shared; worker: mapped ones, and the handles that they were mapped with
+        # trainer: shared buffers; worker: mapped buffers, and the handles that they were mapped with
         self._known: list[torch.Tensor | None] = [None, None]
         self._handles = [b"", b""]
 
@@ -404,11 +405,11 @@ class IpcBackend(Backend):
             handles = [self._share(whole) for _ in range(1, group.world_size)]  # one for each worker
             store, key = self._open(), f"buffer {number}"
             store.set(key, _Handles.dump_json(handles).decode())
-            store.get(key)  # `set` has no answer: the store might get it after the workers' question
+            store.get(key)  # `set` is not acknowledged: without this, workers might read too early
             self._known[number] = whole
-        self._finish_copies()  # the bucket is packed before it is announced
+        self._finish_copies()  # the bucket must be packed before it is announced
         group.confirm(timeout_s=timeout_s)
-        return lambda: group.confirm(timeout_s=timeout_s)  # all have copied it out
+        return lambda: group.confirm(timeout_s=timeout_s)  # returns when all workers have copied it
 
     def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
         return lambda: self._receive(num_bytes, timeout_s=timeout_s)
@@ -417,9 +418,9 @@ class IpcBackend(Backend):
         group = self._group
         self._active = number = 1 - self._active
         group.confirm(timeout_s=timeout_s)
-        handles = self._open().get(f"buffer {number}")  # was written before the signal
+        handles = self._open().get(f"buffer {number}")  # written before the signal
         if handles != self._handles[number]:
-            self._known[number] = None  # the one before, if any, is unmapped first
+            self._known[number] = None  # the previous mapping, if any, is released first
             try:
                 own = _Handles.validate_json(handles)[group.rank - 1 :]
             except ValidationError as error:
@@ -431,7 +432,7 @@ class IpcBackend(Backend):
         mapped = self._known[number]
         if mapped is None or mapped.numel() < num_bytes:
             raise RuntimeError(f"the trainer's buffer has less than the {num_bytes} bytes of this bucket")
-        bucket = self._copy(mapped[:num_bytes])  # vLLM keeps what belongs to a layer until it has all of it
+        bucket = self._copy(mapped[:num_bytes])  # vLLM keeps tensors of a layer until it has all of them
         self._finish_copies()
         group.confirm(timeout_s=timeout_s)
         return bucket
@@ -448,14 +449,14 @@ class IpcBackend(Backend):
         return self._store
 
     def _share(self, buffer: torch.Tensor) -> Handle:
-        """What one other process needs to map `buffer`. Call it once for each."""
+        """The handle with which one other process maps `buffer`. Call it once for each process."""
         storage: Any = buffer.untyped_storage()
         _, *fields = storage._share_cuda_()
         names = [name for name in Handle.model_fields if name != "gpu"]
         return Handle(gpu=_uuid(self.device), **dict(zip(names, fields, strict=True)))
 
     def _map(self, handle: Handle) -> torch.Tensor:
-        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError: it is not on the own device."""
+        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError if it is on another device."""
         own = _uuid(self.device)
         if handle.gpu != own:
             raise RuntimeError(
@@ -474,10 +475,10 @@ class IpcBackend(Backend):
             torch.cuda.current_stream(self.device).synchronize()
 
     def _release(self) -> None:
-        """Give back what was shared or mapped and has no reference anymore."""
+        """Release shared or mapped memory that has no reference anymore."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 def _uuid(device: torch.device) -> str:
-    """What names a GPU in every process: its index differs with CUDA_VISIBLE_DEVICES."""
+    """The UUID that identifies a GPU in every process: its index depends on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(device).uuid)

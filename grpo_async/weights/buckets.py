@@ -1,4 +1,4 @@
-"""Parameters on the wire: how they are cut into buckets, packed and unpacked, and whether an update fits what a server serves.
+"""Parameters in transit: how they are divided into buckets, packed and unpacked, and whether an update fits a server's model.
 
 Trainer and server both apply these rules. Worked example: three float32 parameters of 100, 120 and 300 bytes with bucket_bytes
 320 -> [[100, 120], [300]]. A parameter of half a bucket or more is a separate bucket.
@@ -19,12 +19,12 @@ DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""Dtypes on the wire, by their names in safetensors: parameters are floats, buffers of a checkpoint may be anything."""
+"""Dtypes that can be sent, by their names in safetensors: parameters are floats, buffers of a checkpoint may have any dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """Name, dtype and shape of one parameter on the wire."""
+    """Name, dtype and shape of one parameter that is sent."""
 
     name: str
     dtype_name: str
@@ -41,15 +41,15 @@ class ParameterSpec:
 
 
 def choose_bucket_bytes(settings: WeightsSection, num_bytes: int, *, device: torch.device) -> int:
-    """`WeightsSection.bucket_bytes` for what is free on the trainer's GPU (as the driver says: what torch has cached may be in
-    pieces)."""
+    """`WeightsSection.bucket_bytes` for the free memory of the trainer's GPU (according to the driver: memory that torch has cached
+    may be fragmented)."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     return settings.bucket_bytes(num_bytes, free_bytes=free)
 
 
 def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Iterator[Sequence[ParameterSpec]]:
-    """Yield consecutive runs of `specs` of at most `bucket_bytes` bytes each, never splitting a parameter. One of half a bucket or
-    more is a separate bucket, which needs no packing."""
+    """Yield consecutive runs of `specs` of at most `bucket_bytes` bytes each, never splitting a parameter. A parameter of half a
+    bucket or more is a separate bucket, which needs no packing."""
     bucket: list[ParameterSpec] = []
     size = 0
     for spec in specs:
@@ -67,7 +67,7 @@ def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Itera
 
 
 def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
-    """Concatenate the bytes of contiguous tensors, of any shape, in `into`: [num_bytes] uint8, also on another device."""
+    """Concatenate the bytes of contiguous tensors, of any shape, into `into`: [num_bytes] uint8, which may be on another device."""
     offset = 0
     for tensor in tensors:
         part = tensor.reshape(-1).view(torch.uint8)
@@ -78,7 +78,7 @@ def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut a received bucket back into named tensors; inverse of `pack`. Views of `buffer` where alignment allows."""
+    """Split a received bucket into named tensors; inverse of `pack`. They are views of `buffer` if alignment allows."""
     offset = 0
     for spec in specs:
         part = buffer[offset : offset + spec.num_bytes]
@@ -91,13 +91,13 @@ def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tup
 def update_problems(
     specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
 ) -> list[str]:
-    """One sentence per difference; [] when the update fits, or when the server does not know its parameters. A part of a model is
-    refused too: vLLM fuses layers (q, k, v), and a fused layer that gets one part only computes garbage.
+    """One sentence per difference; [] if the update fits, or if the server does not know its parameters. Part of a model is also
+    refused: vLLM fuses layers (q, k, v), and a fused layer that gets only one part computes garbage.
 
     Args:
-        specs: what is sent.
-        served_shapes: name -> shape of what the server wants, empty when it cannot know (api.ServedParameters).
-        optional: names that may be sent or not (a head that is tied to the embeddings).
+        specs: the parameters that are sent.
+        served_shapes: name -> shape of the parameters that the server wants, empty if it cannot know (api.ServedParameters).
+        optional: names that may be sent or omitted (a head that is tied to the embeddings).
 
     Worked example: served {"a": (2, 3), "b": (4,)}, sent a with shape (2, 2)
     -> "a has the shape [2, 2], the server's [2, 3]", "b is missing".

@@ -1,25 +1,25 @@
-"""The trainer's end of a weight push: one function, on all servers at once.
+"""The trainer's end of a weight push: one function, for all servers at once.
 
     pause -> (connect) -> start -> transfer -> finish(version) -> resume
 
-In the transfer the trainer gathers and sends bucket after bucket, and every worker loads each bucket into its weights as it
-arrives. Beside the weights a worker holds two buckets, and the tensors of a layer of which others are still to come (vLLM loads a
-layer when it has all of them).
+During the transfer the trainer gathers and sends bucket after bucket, and every worker loads each bucket into its weights when it
+arrives. Besides its weights, a worker holds two buckets, and the tensors of layers that are still incomplete (vLLM loads a
+layer when it has all of its tensors).
 
 Where the bytes go, file by file:
 
     trainer   push_weights -> WeightTransport (the group, packing; both here) -> backends (gloo, nccl, ipc)
     server    its HTTP routes (servers.app) -> the engine, or each of its workers -> receiver -> backends
-    both      buckets (how parameters are cut and packed)
+    both      buckets (how parameters are divided and packed)
 
-Invariants: a pause is followed by a resume, on errors too, but for a server that holds a part of an update: it answers nothing
-until it has received another one wholly, be it of the next attempt, of the next trainer, or after its restart. A push that fails
-before the transfer has changed nothing. Every rank gathers every bucket; only rank 0 sends. When sending fails, rank 0 goes on
-gathering without sending, because the other ranks wait for it in the collective. Every wait has a deadline; in the transfer each
-bucket has one.
+Invariants: every pause is followed by a resume, also after errors, except for a server that has loaded part of an update: it
+answers no request until it has received a complete update, from the next attempt, the next trainer, or after its restart. A push
+that fails before the transfer has changed nothing. Every rank gathers every bucket; only rank 0 sends. If sending fails, rank 0
+keeps gathering without sending, because the other ranks wait for it in the collective. Every wait has a deadline; in the transfer
+each bucket has one.
 
-Which server failed: in one group a server that dies takes the broadcast from all of them. Those that live say so in an HTTP answer:
-they are affected. The one that failed broke its connection, did not answer, refused, or failed for another reason.
+Which server failed: a server that dies breaks the broadcast for the whole group. Those that are alive report that in an HTTP
+answer: they are affected. The failed one broke its connection, did not answer, refused, or reported another reason.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
     "drain": ("drain", False),
     "abort": ("abort", False),
 }
-"""What the servers do, by weights.mode: pause mode, and whether caches are kept."""
+"""What servers do, by weights.mode: the pause mode, and whether caches are kept."""
 
 TRACK = "weights"
-"""Name of the track of the timeline that shows the phases of pushes."""
+"""Name of the timeline's track that shows the phases of pushes."""
 GRACE_S = 10.0
-"""Waited beyond the deadline that a call itself was given, so that its own message about it comes first."""
+"""Waited beyond the deadline of a call itself, so that the call's own error message comes first."""
 _SETTING = "weights.timeout_s"
-_OUT_OF_ORDER = 409  # answered to resume: a part of an update is loaded
-_RESUME_SILENT_S = 5.0  # for a server that has stopped answering: the others do not stand still for it
+_OUT_OF_ORDER = 409  # the answer to resume while part of an update is loaded
+_RESUME_SILENT_S = 5.0  # for a server that has stopped answering, so that the others need not wait for it
 
 
 class PushFailedError(WeightPushError):
-    """Servers failed in a phase of a push, or the broadcast to them did.
+    """Servers failed in a phase of a push, or the broadcast failed.
 
     Args:
         phase: connect, pause, start, transfer, finish or resume.
-        failures: what each server that itself failed raised; empty when none did and a new attempt may well succeed.
-        affected: what those raised that only saw the failure.
+        failures: the error of each server that failed itself; empty if none did and a new attempt may well succeed.
+        affected: the errors of the servers that only saw the failure.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class GatheredParameters(Protocol):
 
 
 class WeightTransport:
-    """The trainer's end of one group over all servers: rank 0 = trainer, then the workers of each server in the order given.
+    """The trainer's end of one group with all servers: rank 0 = trainer, then the workers of each server in the given order.
 
-    After a failed send the group is of no use: close, then connect.
+    After a failed send the group is unusable: close, then connect.
 
     Args:
-        transport: as planned (launcher.gpus).
-        host: own address in the group; one of loopback when every server is on this machine.
-        bucket_bytes: parameters travel in buckets of this many bytes.
-        timeout_s: deadline of joining and of each bucket.
-        device: where the trainer's weights are.
-        base: fields of api.AdapterBase when only adapters are pushed.
+        transport: the planned transport (launcher.gpus).
+        host: the trainer's address in the group; a loopback address if every server is on this machine.
+        bucket_bytes: size of a bucket.
+        timeout_s: deadline for joining and for each bucket.
+        device: device of the trainer's weights.
+        base: fields of api.AdapterBase if only adapters are pushed.
 
     Raises:
         WeightPushError: `transport` is impossible on `device`.
@@ -137,17 +137,17 @@ class WeightTransport:
         self._base = AdapterBase.model_validate(base) if base else None
         self._backend: Backend | None = None
         self.members: tuple[str, ...] = ()
-        """Names of the connected servers; () when not connected."""
+        """Names of the connected servers; () if not connected."""
 
     def connect(self, servers: Sequence[ServerControl]) -> None:
-        """Form a new group, leaving the one before. A server that fails ends it for all at once.
+        """Form a new group, leaving the previous one. A server that fails ends it for all at once.
 
         Raises:
-            PushFailedError: phase "connect"; a server refused, or did not join within the deadline, or nothing can listen at
+            PushFailedError: phase "connect"; a server refused or did not join within the deadline, or the store cannot listen at
                 `host`.
         """
         self.close()
-        ranks: dict[str, int] = {}  # of each server's first worker
+        ranks: dict[str, int] = {}  # rank of each server's first worker
         world_size = 1
         for server in servers:
             ranks[server.name] = world_size
@@ -173,7 +173,7 @@ class WeightTransport:
         except RuntimeError as error:
             failure = error
             rendezvous.abort(f"not all workers joined within {self._timeout_s:.0f} s")
-        # once it is aborted, every worker that is alive says so
+        # after an abort, every worker that is alive reports it
         errors = _failed_calls(joins, phase="connect", deadline_s=GRACE_S if failure else self._timeout_s + GRACE_S)
         if failure is not None or errors:
             self.close()
@@ -181,7 +181,7 @@ class WeightTransport:
         self.members = tuple(ranks)
 
     def describe(self, specs: Sequence[ParameterSpec]) -> WeightUpdateInfo:
-        """What servers receive before an update of these."""
+        """The message that servers receive before an update of these parameters."""
         return WeightUpdateInfo(
             names=[spec.name for spec in specs],
             dtype_names=[spec.dtype_name for spec in specs],
@@ -192,28 +192,28 @@ class WeightTransport:
         )
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Pack one bucket of contiguous tensors, [num_bytes] uint8, into one of two buffers that take turns: the one before may
-        still be on its way. A bucket of one tensor is that tensor's own memory where the backend can send it: leave it alone until
-        it is sent."""
+        """Pack one bucket of contiguous tensors, [num_bytes] uint8, into one of two alternating buffers: the previous one may still
+        be in transit. A bucket of one tensor is that tensor's own memory if the backend can send it: do not change it until it
+        is sent."""
         backend = self._open()
         if len(tensors) == 1 and backend.sends_in_place and tensors[0].device == backend.device:
             return tensors[0].reshape(-1).view(torch.uint8)
         return pack(tensors, into=backend.buffer(sum(tensor.nbytes for tensor in tensors)))
 
     def send(self, bucket: torch.Tensor) -> Callable[[], None]:
-        """Begin to send one bucket that `pack` returned to all servers. What this returns waits for the end.
+        """Begin to send one bucket that `pack` returned to all servers. The returned function waits for the end.
 
-        Raises, and so does that:
+        Raises (here and in the returned function):
             RuntimeError: a server vanished, or took longer than the deadline, or the group was closed.
         """
         return self._open().send(bucket, timeout_s=self._timeout_s)
 
     def closer(self) -> Callable[[], None]:
-        """What ends the group that there is now, and no later one. Callable from any thread."""
+        """A function that ends the current group, and no later one. Thread-safe."""
         return self._open().close
 
     def close(self) -> None:
-        """Leave the group, which ends the waiting of the servers' workers."""
+        """Leave the group, which ends the waits of the servers' workers."""
         backend, self._backend = self._backend, None
         self.members = ()
         if backend is not None:
@@ -239,18 +239,18 @@ def push_weights(
     """Rank 0: push all parameters to all servers and make `version` their policy version.
 
     Args:
-        transport: one that is not connected is connected with `servers` first.
-        before_gather: called with the size of the buckets when the servers are ready to receive; brings the other ranks into the
-            gather.
-        loading: a context for the phases in which engines are busy with the update and answer to nothing else.
-        timeline: takes the phases; within "transfer" what gathering and, on a separate track, sending each bucket took.
+        transport: it is connected to `servers` first if it is not connected.
+        before_gather: called with the size of the buckets when the servers are ready to receive; makes the other ranks take part in
+            the gather.
+        loading: a context for the phases in which engines are busy with the update and answer nothing else.
+        timeline: records the phases and, within "transfer", the gathering and (on a separate track) sending of each bucket.
 
     Returns:
-        The metrics sync/* of this push (tracking.catalog has what each is).
+        The metrics sync/* of this push (tracking.catalog explains them).
 
     Raises:
-        PushFailedError: servers failed, or the broadcast to them did. Those that still answer continue with their weights, if they
-            have whole ones; the others wait for the next push. After a failed transfer the transport is closed.
+        PushFailedError: servers failed, or the broadcast did. Those that still answer continue with their weights if these are
+            complete; the others wait for the next push. After a failed transfer the transport is closed.
         WeightPushError: the trainer itself failed.
     """
     started, timeout_s = time.monotonic(), settings.timeout_s
@@ -275,7 +275,7 @@ def push_weights(
             deadline_s=limit_s,
             setting=limit,
         )
-        # generation stops at the call; with mode drain at its answer
+        # generation stops at the call; with mode drain, when the call is answered
         stopped_at = time.monotonic() if mode == "drain" else started
         with loading():
             if not transport.members:
@@ -310,7 +310,7 @@ def push_weights(
 
 
 class _Clock:
-    """Measures the phases: the total seconds of each, and a span of the timeline for every time that it ran."""
+    """Measures the phases: the total seconds of each, and a timeline span for every time that it ran."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -332,8 +332,8 @@ def _transfer(
     timeout_s: float,
     clock: _Clock,
 ) -> None:
-    """Gather every bucket and send each while the next is gathered. "gather" is the time of gathering and packing, "send" that of
-    waiting for a bucket to be sent.
+    """Gather every bucket and send each while the next is gathered. "gather" is the time for gathering and packing, "send" the time
+    spent waiting until a bucket is sent.
 
         gather+pack 0 | start sending 0 | gather+pack 1 | wait for 0 | start sending 1 | gather+pack 2 | ...
 
@@ -344,12 +344,12 @@ def _transfer(
     # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering
     answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
     answers = _start_calls(servers, lambda server: server.update_weights(timeout_s=answer_s), phase="transfer")
-    end_group = transport.closer()  # of this group, however late an answer comes
+    end_group = transport.closer()  # bound to this group, however late an answer comes
     for answer in answers.values():
-        # a send cannot end well when a server is out, and ends now where the backend can
+        # a send cannot succeed when a server has failed, so end it now if the backend can
         answer.add_done_callback(lambda ended: end_group() if ended.exception() is not None else None)
-    failure: RuntimeError | None = None  # of the sending; nothing is sent after it
-    in_flight: Callable[[], None] = lambda: None  # noqa: E731 - the first bucket waits for none
+    failure: RuntimeError | None = None  # the error of sending; nothing is sent after it
+    in_flight: Callable[[], None] = lambda: None  # noqa: E731 - nothing to wait for before the first bucket
     sent_at, has_more = time.monotonic(), True
     try:
         buckets = parameters.buckets(transport.bucket_bytes)
@@ -368,13 +368,13 @@ def _transfer(
                         in_flight = transport.send(packed)
                 except RuntimeError as error:
                     failure = error
-    except BaseException:  # the trainer's own: the servers must not wait for more buckets
+    except BaseException:  # the trainer itself failed: the servers must not wait for more buckets
         transport.close()
         wait(answers.values(), timeout=GRACE_S)
         raise
     if failure is not None:
         transport.close()
-    # a server waits for a bucket as long as we wait for sending it, so all have ended by then that can
+    # a server waits as long for a bucket as we wait for its sending, so every server that can has answered by then
     left_s = max(0.0, sent_at + timeout_s - time.monotonic())
     errors = _failed_calls(answers, phase="transfer", deadline_s=left_s + GRACE_S)
     if failure is not None or errors:
@@ -386,16 +386,16 @@ def _transfer(
 def _broken_group(
     what: str, phase: str, errors: Mapping[str, Exception], failure: Exception | None, hint: str
 ) -> PushFailedError:
-    """The error for a group that did not form or broke: who failed, and who only saw it (see the module's docstring).
+    """The error for a group that did not form or broke, with who failed and who only saw it (see the module's docstring).
 
     Args:
-        errors: of the servers.
-        failure: of the trainer's own end.
+        errors: errors of the servers.
+        failure: error of the trainer's own end.
     """
     affected = {name: error for name, error in errors.items() if _is_affected(error)}
     failed = {name: error for name, error in errors.items() if name not in affected}
     if failure is None and not failed:
-        failed, affected = affected, {}  # everything left us, so these lost it themselves
+        failed, affected = affected, {}  # the trainer sent everything, so these servers failed themselves
     if failure is not None and not failed:
         affected |= {"trainer": failure}
     error = PushFailedError(what, phase=phase, failures=failed, affected=affected, hint=hint)
@@ -404,14 +404,15 @@ def _broken_group(
 
 
 def _is_affected(error: Exception) -> bool:
-    """An answered "the weights did not arrive" only tells of a failure elsewhere; a connection that broke is one."""
+    """Whether the error only reports a failure elsewhere: an HTTP answer "the weights did not arrive" does, a broken connection
+    not."""
     says_so = NOT_ARRIVED in str(error) or NOT_FORMED in str(error)
     return isinstance(error, ServerUnavailableError) and error.answered and says_so
 
 
 def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerControl], *, timeout_s: float) -> None:
     """Resume every server after a failure, also one that did not answer pause: it may have paused before its answer was lost.
-    One that cannot be resumed is added to those that failed, because it stands still; not one that refuses because it holds a part
+    A server that cannot be resumed is added to `failures`, because it stays paused; except if it refuses because it has part
     of an update, which the next push repairs."""
     silent = {name for name, error in failures.items() if not is_answer(error)}
     limits = {
@@ -428,15 +429,15 @@ def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerContro
 def _start_calls(
     servers: Sequence[ServerControl], call: Callable[[ServerControl], object], *, phase: str
 ) -> dict[str, Future[object]]:
-    """Start `call` for every server at once, in daemon threads; the ends of the calls, by the names of the servers. A call that
-    outlives its deadline is left behind."""
+    """Start `call` for every server at once, in daemon threads; returns the futures by server name. A call that
+    outlives its deadline is abandoned."""
     return {server.name: in_thread(partial(call, server), name=f"push {phase} {server.name}") for server in servers}
 
 
 def _failed_calls(
     calls: Mapping[str, Future[object]], *, phase: str, deadline_s: float, setting: str = _SETTING
 ) -> dict[str, Exception]:
-    """Wait for all calls, `deadline_s` seconds altogether; returns what each one that failed raised."""
+    """Wait for all calls, `deadline_s` seconds altogether; returns the error of each one that failed."""
     failed: dict[str, Exception] = {}
     until = time.monotonic() + deadline_s
     for name, call in calls.items():

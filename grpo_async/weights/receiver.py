@@ -1,10 +1,10 @@
-"""A server's end of a weight push: the membership of one worker in the weight group, and the parameters that arrive.
+"""A server's end of a weight push: one worker's membership in the weight group, and the parameters that arrive.
 
-    join -> receive -> receive -> ... -> join, when the group is another one
+    join -> receive -> receive -> ... -> join, when the group is replaced
 
-A worker does one of them at a time, and what is received is loaded in place, so a part of an update leaves parts of two versions
-behind: who asked for it must then serve nothing before another update was received wholly. An update that fails takes its group
-with it: the members may disagree about the next broadcast, and the trainer's wait ends with the connection.
+A worker does one of these at a time. Received parameters are loaded in place, so an incomplete update leaves parts of two versions:
+the caller must then serve nothing until another update was received completely. An update that fails closes its group: the members
+may disagree about the next broadcast, and the trainer's wait ends with the connection.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec, cut_into_buck
 
 NO_GROUP = "there is no weight group, or a failed update ended it; call /init_weight_transfer_engine first"
 NOT_ARRIVED = "the weights did not arrive"
-"""In the error of a worker whose update broke off."""
+"""Part of the error of a worker whose update broke off."""
 
 
 class UpdateRefusedError(GrpoAsyncError):
-    """The update does not fit the served model, or comes out of order. Nothing was changed."""
+    """The update does not fit the served model, or is out of order. Nothing was changed."""
 
 
 class UpdateFailedError(GrpoAsyncError):
-    """The group did not form, or the trainer vanished on the way."""
+    """The group did not form, or the trainer vanished during the update."""
 
 
 class WeightReceiver:
-    """One per worker.
+    """Receives weights; one per worker.
 
     Args:
-        device: where the worker's model is.
-        rank: of this worker among those of its server, from 0.
+        device: device of the worker's model.
+        rank: rank of this worker within its server, from 0.
     """
 
     def __init__(self, *, device: torch.device, rank: int = 0) -> None:
         self.device, self.rank = device, rank
         self.waited_s = 0.0
-        """For the parameters of the last update to arrive."""
+        """Seconds spent waiting for the parameters of the last update."""
         self._backend: Backend | None = None
 
     def join(self, info: WeightInitInfo) -> None:
-        """Leave the group there is, and join the trainer's new one.
+        """Leave the current group, if any, and join the trainer's new one.
 
         Raises:
             UpdateFailedError: the group did not form within `info.timeout_s`, or was aborted.
@@ -64,7 +64,7 @@ class WeightReceiver:
             ) from error
 
     def leave(self) -> None:
-        """Leave the group, if there is one. The members behind this one do not wait for it."""
+        """Leave the group, if there is one. The other members are not waited for."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
@@ -72,19 +72,19 @@ class WeightReceiver:
     def receive_weights(
         self, info: WeightUpdateInfo, base: BaseWeights, shapes: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `receive`; an update of adapters is merged into `base`, whose parameters `shapes` names (empty: all)."""
+        """Like `receive`, but an update of adapters is merged into `base`; `shapes` names the parameters wanted (empty: all)."""
         received = self.receive(info)
         if info.base is None:
             return received
         return base.merge(received, shapes=shapes, dtype=getattr(torch, info.base.dtype_name), device=self.device)
 
     def receive(self, info: WeightUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of `info` (or factors of adapters), in their order and while they are taken: a bucket is received while
-        the one before is being loaded. A tensor may be kept; its bucket's memory stays as long.
+        """Yield the parameters of `info` (or factors of adapters) in their order: a bucket is received while the previous one is
+        being loaded. A tensor may be kept; its bucket's memory lives as long.
 
-        Raises (when the first one is asked for, or later):
+        Raises (when the first parameter is requested, or later):
             UpdateFailedError: there is no group, or the trainer vanished or was too slow (message: NOT_ARRIVED).
-            torch.OutOfMemoryError: no memory for a bucket.
+            torch.OutOfMemoryError: there is no memory for a bucket.
         """
         backend, timeout_s = self._backend, info.timeout_s
         if backend is None:
@@ -109,11 +109,11 @@ class WeightReceiver:
                 raise UpdateFailedError(f"{NOT_ARRIVED} (bucket {number}): {error}") from error
             self.waited_s += time.monotonic() - asked
             yield from unpack(buffer, bucket)
-            del buffer, wait  # else it would live on while the next one is loaded
+            del buffer, wait  # otherwise it would stay in memory while the next one is loaded
 
 
 def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:
-    """The parameters of an update. Raises UpdateRefusedError when it cannot be one."""
+    """The parameters of an update. Raises UpdateRefusedError if the message is not a valid update."""
     names, dtypes, shapes = info.names, info.dtype_names, info.shapes
     known = sorted(DTYPE_NAMES.values())
     unknown = sorted(set(dtypes) - set(known))

@@ -1,19 +1,19 @@
-"""Do trainer and server hold the same weights? Compares the log-probabilities that both give to the same tokens. Pure, but for
-`compare_server`, which asks a server.
+"""Checks whether trainer and server have the same weights, by comparing the log-probabilities that both give to the same tokens.
+Pure, except for `compare_server`, which queries a server.
 
     probes = probe_sequences(prompts, vocab_size=..., max_model_len=...)
     trainer = score_twice(policy, probes, ..., rounding=coarsest_dtype(config, served))     a TrainerScores
     found = compare_server(server, probes, trainer, config=..., version=...)                a ServerComparison
     same = found.is_same
 
-With the same weights both differ by their rounding alone, and how much that is depends on depth, width, dtype and tokens, so it is
+With the same weights the two differ only by rounding. How much that is depends on depth, width, dtype and tokens, so it is
 measured: the trainer computes the same tokens twice, t and t', where t' is rounded differently (training.reference). With
-e for the rounding errors of each, of size E|e| ~ r for the trainer's and k r for the server's, independent of each other,
+independent rounding errors e of size E|e| ~ r for the trainer's and k r for the server's,
 
     E|t - t'| ~ sqrt(2) r        E|t - s| ~ sqrt(1 + k^2) r        ratio = sqrt((1 + k^2) / 2)
 
-which is 1 where both round alike. The limit of the ratio is 2, that is k = 2.6. Wrong weights that move log-probabilities by D
-independently of the rounding add D^2 under the root: they are found when D exceeds about 1.7 E|t - t'|.
+which is 1 if both round alike. The limit of the ratio is 2, which means k = 2.6. Wrong weights that move log-probabilities by D
+independently of the rounding add D^2 under the root: they are found if D exceeds about 1.7 E|t - t'|.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.inference.control import ServerControl
 
 _LENGTHS = (16, 64, 300)
-"""Within a block of the server's cache, and over the border of two (vLLM: 16 tokens, on CPU 128)."""
+"""Lengths within a block of the server's cache, and across the border of two blocks (vLLM: 16 tokens, on CPU 128)."""
 _PROMPT_FRACTION = 0.5
 _MAX_RATIO = 2.0
-_MIN_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
-MAX_ROUNDING = 0.5  # nats of mean |d|: no rounding that could be trained with does so much
+_MIN_LIMIT = 1e-3  # of mean |d|: float32 kernels may differ, for example in the order of sums
+MAX_ROUNDING = 0.5  # nats of mean |d|: no dtype usable for training rounds as coarsely
 _MAX_EXPONENT = 700.0  # math.exp overflows a little later
 _DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobDifference:
-    """How far two sets of log-probabilities of the same tokens are apart, in nats. d = trainer - server, per token."""
+    """How far two sets of log-probabilities of the same tokens differ, in nats. d = trainer - server, per token."""
 
     mean: float
     """Mean of |d|."""
     p99: float
-    """99 of 100 |d| are not larger."""
+    """The 99th percentile of |d|."""
     max: float
     """Largest |d|."""
     k3: float
@@ -54,28 +54,28 @@ class LogprobDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerScores:
-    """The trainer's log-probabilities of the probes, one list per sequence, and those of a pass that rounds differently."""
+    """The trainer's log-probabilities of the probes, one list per sequence, and those of a second pass with different rounding."""
 
     logprobs: list[list[float]]
     perturbed_logprobs: list[list[float]]
 
     @property
     def rounding(self) -> LogprobDifference:
-        """What rounding alone does."""
+        """The difference that rounding alone makes."""
         return compare_logprobs(self.logprobs, self.perturbed_logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerComparison:
-    """The answers of one server to the probes, beside the trainer's scores."""
+    """One server's answers to the probes, compared with the trainer's scores."""
 
     is_same: bool
     """Whether it serves the trainer's weights, as the version that was pushed."""
     versions: list[int]
-    """Those that it gave as its own, in ascending order."""
+    """Versions that its answers report, in ascending order."""
     difference: LogprobDifference
     text: str
-    """The difference, beside its limit; by length of the probes where it is not the same."""
+    """The difference and its limit; also by probe length if the weights are not the same."""
 
 
 def compare_server(
@@ -86,7 +86,7 @@ def compare_server(
     config: ExperimentConfig,
     version: int,
 ) -> ServerComparison:
-    """Let `server` score the probes, and compare with the scores of the trainer, whose weights are `version`.
+    """Have `server` score the probes, and compare with the scores of the trainer, whose weights are `version`.
 
     Raises:
         InferenceError: the server does not answer, or does not score sequences.
@@ -110,7 +110,7 @@ def compare_server(
 
 
 def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> LogprobDifference:
-    """Token by token; NaN on either side makes every number NaN, which is within no limit.
+    """Compare token by token; NaN on either side makes every number NaN, which passes no limit.
 
     Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
     k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744.
@@ -144,33 +144,33 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
 
 
 def verify_limit(config: ExperimentConfig, trainer: TrainerScores) -> float:
-    """Largest mean |d| that passes, in nats: `weights.verify_tolerance`, else twice what rounding does to the trainer's own scores,
-    at least 1e-3 and at most 0.5. See the module's docstring."""
+    """Largest mean |d| that passes, in nats: `weights.verify_tolerance`, or else twice the rounding difference of the trainer's own
+    scores, at least 1e-3 and at most 0.5. See the module's docstring."""
     if config.weights.verify_tolerance is not None:
         return config.weights.verify_tolerance
     return min(max(_MAX_RATIO * trainer.rounding.mean, _MIN_LIMIT), MAX_ROUNDING)
 
 
 def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
-    """The dtype whose rounding decides how far trainer and servers may be apart.
+    """The dtype whose rounding limits how closely trainer and servers can agree.
 
     Args:
-        served: what servers say they serve, in addition to `inference.dtype`.
+        served: the dtypes that servers report, in addition to `inference.dtype`.
     """
     return max((config.model.resolved_compute_dtype, config.inference.resolved_dtype, *served), key=_DTYPES.index)
 
 
 def probe_sequences(prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """Token sequences to compare on: 16, 64 and 300 tokens, as far as one token less than `max_model_len` allows.
+    """Token sequences for the comparison: 16, 64 and 300 tokens, or as many as one less than `max_model_len` allows.
 
-    The first half (or less) of each is the run's own: prompt i of `prompt_ids` for sequence i, from the front. The rest is
-    pseudo-random, so that many rows of the embedding take part. The same arguments give the same sequences.
+    The first half (or less) of each sequence is from the run's prompts: prompt i of `prompt_ids` for sequence i, from its start.
+    The rest is pseudo-random, so that many rows of the embedding take part. The same arguments give the same sequences.
 
     Worked example: prompts [[5, 6, 7]], vocab_size 10, max_model_len 17 -> one sequence of 16: 5, 6, 7 and 13 random ids.
 
     Args:
         vocab_size: random ids are below it; prompt ids must be.
-        max_model_len: of the server, which samples one token more than it scores; at least 3.
+        max_model_len: the server's limit; it samples one token more than it scores; at least 3.
     """
     generator = random.Random(0)
     lengths = sorted({min(length, max_model_len - 1) for length in _LENGTHS})

@@ -1,4 +1,4 @@
-"""Which files of a model's folder hold its weights. Without torch: the checks before a run and the loading itself ask the same."""
+"""Finds the files of a model's folder that hold its weights. Does not import torch: checks before a run use it, too."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder: those of its index, else the single one; none where it has neither.
+    """The safetensors files of a model's folder: those of its index, or the single file; none if it has neither.
 
     Raises:
-        ConfigError: the index is broken, or names files that are not there.
+        ConfigError: the index is broken, or names missing files.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -32,10 +32,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def find_weights(path: str) -> list[Path]:
-    """The safetensors files of a model's folder, or of a hub name that was fetched before.
+    """The safetensors files of a model's folder, or of a hub name that was downloaded before.
 
     Raises:
-        ConfigError: there are none, or the index is broken.
+        ConfigError: there are no such files, or the index is broken.
     """
     if (folder := Path(path)).is_dir():
         if files := weight_files(folder):
@@ -52,7 +52,7 @@ def find_weights(path: str) -> list[Path]:
 
 
 def _names_in(index: Path) -> list[str]:
-    """The names of files in an index. Raises ConfigError: it is broken."""
+    """The names of the files in an index. Raises ConfigError if the index is broken."""
     try:
         return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -60,10 +60,10 @@ def _names_in(index: Path) -> list[str]:
 
 
 def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
-    """An open safetensors file. Its header is read, its tensors are mapped.
+    """Open a safetensors file: read its header, and memory-map its tensors.
 
     Raises:
-        ConfigError: it is not a whole safetensors file.
+        ConfigError: it is not a complete safetensors file.
     """
     try:
         return safe_open(file, framework=framework)
