@@ -58,7 +58,7 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
     run.assert_nothing_is_left()
     code, status = status_of(run.folder)
     assert (code, status["state"]) == (4, "killed")
-    assert f"(pid {process.pid}) is gone" in status["why"]
+    assert f"its launcher (pid {process.pid}) is no longer running" in status["why"]
     last = run.checkpoints()[-1]
     state = json.loads((run.folder / "checkpoints" / f"step_{last}" / "state.json").read_text())
     written_before = {stored.row.seq for stored in scan_groups(run.folder / "rollouts")}
