@@ -79,7 +79,9 @@ def test_spans_of_a_lane_lie_inside_each_other_or_apart(events: list[Event]) -> 
             parents[event.name].add(stack[-1].name if stack else "")
             stack.append(event)
     assert parents["forward"] == parents["backward"] == parents["optimizer"] == {"train"}
-    assert parents["plan and pack"] <= {"train", "clip gradients"}, "in the first step before it, then behind a backward pass"
+    assert parents["plan and pack"] <= {"train", "clip gradients"}, (
+        "in the first step before it, then behind a backward pass"
+    )
     assert parents["train"] == parents["close groups"] == parents["wait for samples"] == {"step"}
     assert parents["generate"] == {"rollout"}
     assert parents["pause"] == parents["transfer"] == parents["finish"] == parents["resume"] == {"push"}
