@@ -381,17 +381,6 @@ class RolloutCompletion(TokenPath):
         """The oldest policy version among the sampled tokens of all paths; None when nothing was sampled."""
         return oldest_of(turn.policy_versions for turn in self.all_turns)
 
-    def tool_metrics(self) -> dict[str, float]:
-        """Calls of this rollout and the fraction that failed; 2 calls of which 1 failed -> 2.0 and 0.5, no calls -> 0.0 and 0.0.
-        Empty where no tools were offered; without the fraction where nobody knows it."""
-        if not self.tool_names:
-            return {}
-        failed = [call.failed for turn in self.all_turns for call in turn.tool_calls]
-        metrics = {"tools/call_frequency": float(len(failed))}
-        if None not in failed:
-            metrics["tools/failure_frequency"] = sum(map(bool, failed)) / len(failed) if failed else 0.0
-        return metrics
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:

@@ -75,20 +75,24 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
 
 
 def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
-    """Tool metrics over the completions that were offered tools; a completion without calls counts as 0, not as missing.
+    """Tool metrics over the completions that were offered tools; a completion without calls counts as 0 calls, not as missing.
 
-    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of a completion's calls that failed; then both for
-    each tool, the duration of its calls, and the number of turns whose text could not be parsed for calls. The duration and the
-    failures of an agent's calls are not known.
+    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of all calls that failed; then both for each tool,
+    the duration of its calls, and the number of turns whose text could not be parsed for calls. The duration and the failures of an
+    agent's calls are not known.
     """
     if not completions:
         return {}
-    each = [completion.tool_metrics() for completion in completions]
     turns = [turn for completion in completions for turn in completion.all_turns]
-    metrics = {name: fmean(found[name] for found in each) for name in each[0] if all(name in found for found in each)}
-    is_known = "tools/failure_frequency" in metrics
-    metrics["tools/parse_error_frequency"] = fmean(float(turn.parse_error is not None) for turn in turns)
     calls = [call for turn in turns for call in turn.tool_calls]
+    metrics = {
+        "tools/call_frequency": len(calls) / len(completions),
+        "tools/parse_error_frequency": fmean(float(turn.parse_error is not None) for turn in turns),
+    }
+    failed = [call.failed for call in calls if call.failed is not None]
+    is_known = len(failed) == len(calls)
+    if is_known:
+        metrics["tools/failure_frequency"] = sum(failed) / max(len(failed), 1)
     if calls and is_known:
         metrics["tools/duration_s/mean"] = fmean(call.duration_s for call in calls)
         metrics["tools/duration_s/per_rollout"] = sum(call.duration_s for call in calls) / len(completions)

@@ -110,7 +110,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("rollout/done", "fraction of rollouts whose environment said that the episode is over", "fraction"),
     _metric("scoring/duration_s", "wall time of scoring a group", "s", better=_LOWER),
     _metric("tools/call_frequency", "tool calls of a completion"),
-    _metric("tools/failure_frequency", "fraction of a completion's calls that failed", "fraction", better=_LOWER),
+    _metric("tools/failure_frequency", "fraction of all calls that failed", "fraction", better=_LOWER),
     _metric("tools/parse_error_frequency", "fraction of turns that could not be searched for calls", "fraction", better=_LOWER),
     _metric("tools/duration_s/mean", "wall time of a tool call", "s"),
     _metric("tools/duration_s/per_rollout", "wall time of all tool calls of a rollout", "s"),

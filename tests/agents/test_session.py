@@ -313,7 +313,7 @@ def test_a_history_that_only_grows_is_one_path_with_the_recorded_ids() -> None:
     ]
     [call] = completion.turns[0].tool_calls
     assert (call.name, call.arguments, call.result, call.failed) == ("add", {"a": 1.0, "b": 2}, "3", None)
-    assert completion.tool_metrics() == {"tools/call_frequency": 1.0}
+    assert list(completion.tool_names) == ["add"]
     seen = [list(served.request.token_ids) for served in policy.served]
     for before, after in zip(policy.served, seen[1:], strict=False):
         whole = [*before.request.token_ids, *before.ids]

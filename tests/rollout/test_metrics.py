@@ -82,14 +82,14 @@ def test_durations_turns_and_truncation_of_rollouts() -> None:
 def test_durations_and_failures_of_tools_over_all_and_by_name() -> None:
     """R6.8, R2.7: tool duration total, mean and per name, failures per name.
 
-    Three calls of 0.25, 0.75 and 2.0 s; a rollout without a call counts as 0 calls and 0 failures.
+    Three calls of 0.25, 0.75 and 2.0 s; a rollout without a call counts as 0 calls.
     """
     metrics = _metrics(TALKER, SILENT)
     found = {name: value for name, value in metrics.items() if name.startswith("tools/")}
     assert found == pytest.approx(
         {
             "tools/call_frequency": 1.5,  # 3 / 2
-            "tools/failure_frequency": 1 / 6,  # (1 / 3 + 0) / 2
+            "tools/failure_frequency": 1 / 3,  # 1 of all 3
             "tools/parse_error_frequency": 0.0,
             "tools/duration_s/mean": 1.0,  # (0.25 + 0.75 + 2) / 3
             "tools/duration_s/per_rollout": 1.5,  # 3 / 2
@@ -126,6 +126,7 @@ def test_without_tools_there_is_no_tool_metric() -> None:
     plain = replace(SILENT, tool_names=())
     assert not [name for name in _metrics(plain) if name.startswith("tools/")]
     assert _metrics(plain, TALKER)["tools/call_frequency"] == 3.0  # the other one's alone
+    assert _metrics(SILENT)["tools/failure_frequency"] == 0.0  # as TRL's, where no call was made
 
 
 def test_the_spread_of_rewards_and_lengths_of_a_step() -> None:
