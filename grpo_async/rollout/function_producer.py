@@ -167,7 +167,7 @@ def read_output(
     output: Any, rollout_ids: Sequence[str], setup: FunctionSetup, *, version: int, started_at: float
 ) -> list[RolloutCompletion]:
     """Convert the output to one completion per rollout, with all tokens stamped with `version`; the caller adds the duration. A
-    completion that ends in no stop token, and whose text has no stop string, counts as truncated.
+    completion that ends in no stop token, and whose last sampled turn has no stop string, counts as truncated.
 
     Raises:
         FatalRolloutError: a key is missing, a list does not have one entry per rollout, the lists of one rollout differ in length,
@@ -199,8 +199,8 @@ def read_output(
         mask = _mask(None if masks is None else masks[index], len(ids), index)
         names = None if token_ids is None else token_ids[index]
         logprobs = _logprobs(required["logprobs"][index], ids, mask, names, index)
-        text = setup.renderer.completion_text(ids)
-        is_whole = (bool(ids) and ids[-1] in settings.stop_token_ids) or bool(find_stop(text, settings.stop))
+        text, has_stop = _text(ids, mask, setup)
+        is_whole = has_stop or (bool(ids) and ids[-1] in settings.stop_token_ids)
         completions.append(
             RolloutCompletion(
                 rollout_id=rollout_id,
@@ -209,7 +209,7 @@ def read_output(
                     ids,
                     mask,
                     logprobs,
-                    text=settings.shown(text),
+                    text=text,
                     is_whole=is_whole,
                     version=version,
                     started_at=started_at,
@@ -260,6 +260,20 @@ def _turns(
         )
         for begin, cut, end in turn_boundaries(mask)
     ]
+
+
+def _text(ids: list[int], mask: list[int], setup: FunctionSetup) -> tuple[str, bool]:
+    """The text of a completion, and whether the last of its sampled turns has a stop string; where the completion ends with that
+    turn, its text ends before the string. The strings that ended earlier turns stay in the text."""
+    text = setup.renderer.completion_text(ids)
+    if not ids or not setup.settings.stop:
+        return text, False
+    begin, cut, end = turn_boundaries(mask)[-1]
+    last = setup.renderer.completion_text(ids[begin:cut])
+    found = find_stop(last, setup.settings.stop)
+    if found is not None and cut == end:
+        text = text[: len(text) - (len(last) - found[0])]
+    return text, found is not None
 
 
 def turn_boundaries(mask: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -156,6 +156,22 @@ def test_a_completion_that_does_not_end_its_turn_is_truncated() -> None:
     assert completion.truncated
 
 
+def test_a_stop_string_ends_the_text_of_the_last_sampled_turn_only() -> None:
+    """`9 9` is a stop string: it ends each turn of a function that samples several."""
+
+    def read(ids: list[int], mask: list[int]) -> tuple[str, bool]:
+        output = {"prompt_ids": [[1]], "completion_ids": [ids], "logprobs": [[-0.1] * len(ids)], "env_mask": [mask]}
+        (completion,) = _read(output, 1)
+        [message] = completion.completion_messages()
+        return message.content, completion.truncated
+
+    assert read([5, 9, 9], [1, 1, 1]) == ("5 ", False)
+    assert read([5, 9, 9, 70, 6], [1, 1, 1, 0, 1]) == ("5 9 9 70 6", True)
+    assert read([5, 9, 9, 70, 6, 9, 9], [1, 1, 1, 0, 1, 1, 1]) == ("5 9 9 70 6 ", False)
+    assert read([5, 9, 9, 70], [1, 1, 1, 0]) == ("5 9 9 70", False)
+    assert read([5, 70, 9, 9, 6], [1, 0, 0, 0, 1]) == ("5 70 9 9 6", True)  # not sampled
+
+
 def test_groups_that_do_not_fit_into_a_call_make_several() -> None:
     trl_style.calls.clear()
     _make(_producer(trl_style.rollout_func, groups_per_call=2), *(make_prompt(number) for number in range(5)))
