@@ -106,7 +106,7 @@ def exit_code_of(error: GrpoAsyncError) -> int:
 
 
 def message_of(error: BaseException) -> str:
-    """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
+    """The text to show of an error: ours are complete sentences, others get their type in front."""
     if isinstance(error, GrpoAsyncError):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -452,7 +452,7 @@ class RolloutSample:
 class TokenFlag(IntFlag):
     """What became of a token in the objective; several may hold."""
 
-    CLIPPED_LOW = 1  # the ratio was below the clip range, and the clip took its gradient
+    CLIPPED_LOW = 1  # the ratio was below the clip range, and the token has no gradient
     CLIPPED_HIGH = 2  # the ratio was above it
     IMPORTANCE_MASKED = 4  # left out by the mask of loss.correction
     OFF_POLICY_MASKED = 8  # its sequence was left out by loss.off_policy_mask

@@ -1,4 +1,4 @@
-"""Text to token ids, and how text from outside is kept from becoming control tokens.
+"""Text to token ids, and how untrusted text is kept from becoming control tokens.
 
 A chat template writes control tokens (`<|im_end|>`) as text, so a tool result that holds this text would end the message and
 could go on as the system: a prompt injection. Messages from tools, environments and the policy are therefore guarded:
@@ -78,16 +78,16 @@ class Encoder:
         """Text of ids with its control tokens, for people to read."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def guard(self, messages: Sequence[Mapping[str, Any]], foreign: Sequence[bool]) -> Guarded:
-        """Replace the text of control tokens in the `foreign` messages.
+    def guard(self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[bool]) -> Guarded:
+        """Replace the text of control tokens in the `untrusted` messages.
 
         Raises:
             ChatError: the tokenizer makes a control token of text that does not look like one.
         """
         texts = [
             text
-            for message, is_foreign in zip(messages, foreign, strict=True)
-            if is_foreign
+            for message, is_untrusted in zip(messages, untrusted, strict=True)
+            if is_untrusted
             for text in _texts_of(message)
         ]
         if self._matches_normalized:
@@ -104,8 +104,8 @@ class Encoder:
             return self._control_text.sub(lambda match: placeholders[match.group()], text)
 
         guarded = [
-            _map_texts(message, replace) if is_foreign else message
-            for message, is_foreign in zip(messages, foreign, strict=True)
+            _map_texts(message, replace) if is_untrusted else message
+            for message, is_untrusted in zip(messages, untrusted, strict=True)
         ]
         return Guarded(messages=guarded, placeholders={placeholder: text for text, placeholder in placeholders.items()})
 
@@ -147,7 +147,7 @@ class Encoder:
             hidden = self.control_ids.intersection(self.plain(self._control_text.sub(" ", text)))
             if hidden:
                 names = self._tokenizer.convert_ids_to_tokens(sorted(hidden))
-                raise ChatError(f"a message from outside holds text that the tokenizer normalizes to {names}")
+                raise ChatError(f"an untrusted message holds text that the tokenizer normalizes to {names}")
 
 
 def _map_texts(value: Any, function: Callable[[str], str]) -> Any:

@@ -130,8 +130,8 @@ class ChatRenderer:
             ConfigError: the tokenizer has no chat template.
             ChatError: the template refuses the messages.
         """
-        foreign = [message.origin is not Origin.PROMPT for message in messages]
-        guarded = self._encoder.guard([message.as_dict() for message in messages], foreign)
+        untrusted = [message.origin is not Origin.PROMPT for message in messages]
+        guarded = self._encoder.guard([message.as_dict() for message in messages], untrusted)
         if not is_conversational and len(messages) == 1 and not tools:
             text = guarded.messages[0]["content"]
             return self._encoder.encode(text, guarded.placeholders, as_document=True)

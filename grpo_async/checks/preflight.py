@@ -313,7 +313,7 @@ def _check_turn_end(renderer: ChatRenderer) -> Iterator[Found]:
 
 
 def _check_guard(renderer: ChatRenderer) -> Iterator[Found]:
-    """The text of a control token in a foreign message must not become the token."""
+    """The text of a control token in an untrusted message must not become the token."""
     special = {int(token) for token in renderer.tokenizer.all_special_ids}
 
     def control_ids(content: str) -> Counter[int]:

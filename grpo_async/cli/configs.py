@@ -73,7 +73,7 @@ def explain(
         typer.Argument(metavar="[KEY]", help="A key, another trainer's name for it, or words to search for."),
     ] = None,
 ) -> None:
-    """Explain a key: its meaning, type, range, default, neighbors, and what other trainers call it. Without KEY: list all keys.
+    """Explain a key: its meaning, type, range, default, siblings, and what other trainers call it. Without KEY: list all keys.
 
     \b
     Examples:
@@ -89,7 +89,7 @@ def explain(
     keys = all_keys()
     word = " ".join(key or ())
     if not word:
-        _list(keys)
+        _print_keys(keys)
         return
     reasons = [other for other in OTHER_NAMES if other.name == word.lstrip("-") and other.here is None]
     for other in reasons:
@@ -98,27 +98,27 @@ def explain(
     if not found and not reasons:
         raise ConfigError(f"no key or description contains {word!r}; `grpo-async explain` lists all keys")
     if len(found) > 5:
-        _list(found)
+        _print_keys(found)
     else:
         for each in found:
-            _tell(each, keys)
+            _print_key(each, keys)
 
 
-def _list(keys: Sequence[Key]) -> None:
+def _print_keys(keys: Sequence[Key]) -> None:
     for key in keys:
         typer.echo(f"{key.path:44} {key.summary}")
 
 
-def _tell(key: Key, keys: Sequence[Key]) -> None:
-    from grpo_async.config.keys import beside
+def _print_key(key: Key, keys: Sequence[Key]) -> None:
+    from grpo_async.config.keys import siblings
 
     typer.echo(f"{key.path}: {key.summary}")
     for line in key.meaning.splitlines():
         typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     if key.elsewhere:
         typer.echo(f"  Elsewhere: {key.elsewhere}")
-    if neighbors := beside(keys, key):
-        names = dict.fromkeys(other.path.rpartition(".")[2] for other in neighbors)
-        words = f"{'Keys' if key.is_section else 'Next to it'}: {', '.join(names)}"
+    if others := siblings(keys, key):
+        names = dict.fromkeys(other.path.rpartition(".")[2] for other in others)
+        words = f"{'Keys' if key.is_section else 'Same section'}: {', '.join(names)}"
         typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     typer.echo("")

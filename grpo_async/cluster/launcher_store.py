@@ -95,7 +95,7 @@ class LauncherStore:
         Raises:
             ForgedError: a message is not of this run.
         """
-        with self._lock:  # whoever gives up waiting for one leaves its thread behind
+        with self._lock:  # a caller that gave up waiting has left its exchange running in a thread
             return self._exchange()
 
     def _exchange(self) -> list[Message]:

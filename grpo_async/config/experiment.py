@@ -57,7 +57,7 @@ class ExperimentConfig(StrictModel):
     environments: dict[str, EnvironmentSection] = Field(default_factory=dict)
     """Environments by name. With more than one, the data's column `environment` says which one a row uses."""
     rollout_function: RolloutFunctionSection | None = None
-    """Your own rollouts instead of ours: no tools, no environments, any engine."""
+    """Your own function in place of the built-in rollouts; `tools` and `environments` cannot be set with it."""
     rewards: list[RewardSection] = Field(default_factory=list)
     """What is rewarded; several are added up by weight. May be left out where every environment has a `get_reward`."""
     inference: InferenceSection = InferenceSection()

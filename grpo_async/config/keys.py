@@ -84,7 +84,7 @@ def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
     return [key for key in keys if all(part in f"{key.path} {key.meaning} {key.elsewhere}".lower() for part in words)]
 
 
-def beside(keys: Sequence[Key], key: Key) -> list[Key]:
+def siblings(keys: Sequence[Key], key: Key) -> list[Key]:
     """The other keys of its section, or those within it."""
     above = f"{key.path}." if key.is_section else _parent(key.path)
     return [other for other in keys if _parent(other.path) == above and other != key]

@@ -163,9 +163,8 @@ def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
     has_use = loss.correction is not None or config.training.num_updates > 1 or isinstance(loss, CustomLoss)
     yield (
         loss.proximal == "recomputed" and not has_use,
-        "loss.proximal: recomputed makes every ratio 1 while training.minibatches and training.num_iterations are 1, and without "
-        "loss.correction nothing else tells sampler and trainer apart: no clip would act, stale tokens would count as new ones; "
-        "add a correction, or leave proximal out",
+        "loss.proximal: recomputed makes every ratio 1 while training.minibatches and training.num_iterations are 1: nothing would "
+        "be clipped, and without loss.correction nothing corrects for stale tokens; set loss.correction, or leave proximal out",
     )
     yield (
         loss.correction is not None and isinstance(loss, GspoLoss) and loss.correction.level == "token",
@@ -217,7 +216,8 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
     )
     yield (
         loss.off_policy_mask is not None,
-        f"{{loss.off_policy_mask}} goes by sampler - policy, to which {what} adds what was cut off; leave one of them out",
+        f"{{loss.off_policy_mask}} compares the log-probabilities of sampler and policy, and {what} shifts the sampler's; leave "
+        "one of them out",
     )
 
 

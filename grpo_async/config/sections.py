@@ -488,7 +488,7 @@ class RolloutSection(StrictModel):
     died, or a resume) starts over, because the constraint begins with the first token."""
     stop: StopStrings = Field(default_factory=list)
     """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is
-    whole, not truncated. All that was sampled is trained, the tokens of the text included; rewards and messages get what stands
+    whole, not truncated. All sampled tokens are trained on, those of the stop string included; rewards and messages get the text
     before it. A line feed needs double quotes in YAML."""
     max_in_flight: Count = 256
     """Maximum number of rollouts in progress at once: generating, or waiting for a tool or an environment."""

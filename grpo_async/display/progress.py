@@ -333,7 +333,7 @@ def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[Fact]:
     yield "checkpoint", join([newest, None if saved.writing is None else f"writing step {saved.writing}"]), ""
     length = progress.text("completions/mean_length", "mean {:.0f} tokens")
     yield "lengths", join([length, progress.text("completions/clipped_ratio", "{:.0%} truncated")]), ""
-    yield "all equal", progress.text("frac_reward_zero_std", "{:.0%} of the groups") or "", ""
+    yield "zero variance", progress.text("frac_reward_zero_std", "{:.0%} of the groups") or "", ""
     yield "overlap", progress.text("pipeline/overlap_efficiency", "{:.0%} efficiency") or "", ""
     if example is not None:
         yield "prompt", both_ends(f"{example.prompt} (step {example.step})", max(width, 3)), "dim"

@@ -48,7 +48,7 @@ class RunStatus:
     state: str
     content: Mapping[str, Any]
     why: str = ""
-    """What speaks against the file."""
+    """Why the file's own state is not believed."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
     """summary.json of a run that came to its end. Empty where there is none."""

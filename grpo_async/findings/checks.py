@@ -257,7 +257,7 @@ def held_out(evidence: Evidence) -> Finding | None:
             fix = "More prompts would settle it: raise evaluation.num_prompts."
             return found(NOTE, "It is not clear whether the held-out reward rose", why, fix)
         why = (
-            f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts "
+            f"The training reward rose by {format_number(training.value)}. Either this is reward hacking (read the rollouts "
             "with the highest reward: are they what you want?), or it memorized the prompts (use more data or fewer steps), or "
             "evaluation and training differ (prompts, reward, temperature, lengths)."
         )
@@ -291,7 +291,7 @@ def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Fin
         )  # fmt: skip
     return Finding(
         key="no-evaluation", severity=NOTE, title="There is no evaluation",
-        text="The training reward alone cannot distinguish learning from gaming the reward.",
+        text="The training reward alone cannot distinguish learning from reward hacking.",
         fix="Set evaluation.data and evaluation.every_steps.", setting="evaluation.data",
     )  # fmt: skip
 
@@ -379,7 +379,7 @@ def entropy(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     if last > _EXPLODED * first and last - first > 0.5 and not learns:
         return Finding(
-            key="entropy", severity=WARNING, title="The entropy exploded", text=f"{moved}: the policy is losing its language.",
+            key="entropy", severity=WARNING, title="The entropy exploded", text=f"{moved}: the text is becoming random tokens.",
             fix="A lower optimizer.lr, no loss.entropy_bonus, or a KL term (loss.beta) stabilizes it.",
             query="entropy>2", sort="-step", plot="entropy",
         )  # fmt: skip

@@ -279,8 +279,8 @@ def _training(metrics: PipelineMetrics, setup: PipelineSetup, servers: float) ->
 
 
 def _bound(bound_by: str, text: str, **change: Any) -> Finding:
-    """`bound_by`: what bounds the run, in a few words. `change`: the fields `setting`, `current` and `suggested` of a finding."""
-    return Finding(key=bound_by, severity=Severity.NOTE, title=f"Bound by {bound_by}", text=text, **change)
+    """`bound_by`: the bottleneck, in a few words. `change`: the fields `setting`, `current` and `suggested` of a finding."""
+    return Finding(key=bound_by, severity=Severity.NOTE, title=f"Bottleneck: {bound_by}", text=text, **change)
 
 
 def _change(bound_by: str, why: str, setting: str, current: int, suggested: int, *, tail: str = "") -> Finding:

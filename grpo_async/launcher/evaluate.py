@@ -113,13 +113,8 @@ def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, 
 def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> ExperimentConfig:
     """`config` as servers and evaluation need it: the model as it stands in the folder, and nothing of how it is trained."""
     content = config.model_dump(mode="json")
-    for section in (
-        "advantage",
-        "optimizer",
-        "checkpoint",
-        "weights",
-        "tracking",
-    ):  # the rules of sampling need the loss
+    # `loss` stays: the rules of sampling (config.rules) read it
+    for section in ("advantage", "optimizer", "checkpoint", "weights", "tracking"):
         content.pop(section)
     content["run"] = {**content["run"], "dir": str(run_dir.root.parent), "name": run_dir.root.name}
     revision = config.model.revision if model_path == config.model.path else None

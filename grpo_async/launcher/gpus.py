@@ -99,7 +99,7 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
 
 
 def assumed_gpus(config: ExperimentConfig, engine: EngineChoice) -> tuple[str, ...]:
-    """GPUs of each machine of a cluster that is not looked at: `launch.slurm.gpus_per_node`, else as many as it needs."""
+    """GPUs of each machine of a cluster that cannot be inspected: `launch.slurm.gpus_per_node`, else as many as it needs."""
     number = config.launch.slurm.gpus_per_node or gpus_needed(config, engine)
     return tuple(map(str, range(number)))
 
@@ -144,7 +144,7 @@ def plan_transport(
     if wanted in ("auto", fitting):
         return fitting, why
     if wanted == "gloo":  # goes everywhere
-        return "gloo", f"weights.transport says so (auto would be {fitting}: {why})"
+        return "gloo", f"set by weights.transport (auto would be {fitting}: {why})"
     raise ConfigError(
         f"weights.transport: {wanted} is impossible between {trainer} (trainer) and {', '.join(workers)}, because {why}; "
         f"set {fitting}, or auto"

@@ -6,8 +6,8 @@ follows (launcher.follower) or only serves (launcher.serve) starts, watches and 
     end         SIGTERM and a grace period, which a signal cuts short; what is left is killed when the context is left, with
                 all that descends from it
 
-A server that dies or hangs is killed with all its processes and started again; it keeps its URL. inference.fleet draws the states
-of a server, and which of them this module receives or sends. The wait before a restart is `inference.restart_delay_s`, doubled
+A server that dies or hangs is killed with all its processes and started again; it keeps its URL. inference.fleet has a diagram of
+its states, which says what this module sends and receives. The wait before a restart is `inference.restart_delay_s`, doubled
 with each further consecutive restart, a minute at most. The count is reset when a server has served for ten minutes.
 """
 

@@ -128,7 +128,8 @@ def plan_dry(
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
     """Plan a run without starting it. Names are placeholders: nothing is made or looked up, and port 0 means one that is chosen
-    at the start. The other machines of a cluster need not be there; what this one lacks, they are taken to have.
+    at the start. The other machines of a cluster need not be there: they are assumed to have what the
+    configuration needs.
 
     Args:
         node: None: node 0.
@@ -138,7 +139,7 @@ def plan_dry(
     nodes, machine = config.launch.nodes, machine or machine_module.inspect()
     node = node or Node(num_train=nodes.train, num_infer=nodes.infer)
     engine = choose_engine(config, is_here=node.is_alone)
-    is_looked_at = node.is_alone or bool(machine.gpus)
+    is_inspected = node.is_alone or bool(machine.gpus)
     hosts = [config.inference.host]
     if not node.is_alone:
         names = [node.address or "NODE_0", *(f"NODE_{rank}" for rank in range(1, node.count))]
@@ -162,7 +163,7 @@ def plan_dry(
         assignment=assignment,
         machine=machine,
         token=None,
-        plans_memory=plans_memory and is_looked_at,
+        plans_memory=plans_memory and is_inspected,
         notes=notes,
     )
 
@@ -358,7 +359,7 @@ def _trainer(
 
 
 def _nodes_facts(config: ExperimentConfig, engine: EngineChoice, machine: Machine, node: Node) -> Iterator[Fact]:
-    """Which machine does what; empty on a single machine. GPUs are counted on each, which is taken to have what it needs."""
+    """Which machine does what; empty on a single machine. GPUs are counted on each, which is assumed to have what it needs."""
     if node.is_alone:
         return
     ranks, replicas = config.launch.num_trainer_ranks, config.inference.replicas

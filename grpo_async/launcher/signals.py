@@ -26,7 +26,7 @@ class Signals:
     def installed(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored on purpose
             caught.append(signal.SIGHUP)
         for number in caught:
             loop.add_signal_handler(number, self._take, number)

@@ -24,7 +24,7 @@ def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineCh
     """Decide the engine.
 
     Args:
-        is_here: false for machines that cannot be looked at: they are taken to have what the configuration means.
+        is_here: false for other machines, which cannot be inspected: they are assumed to have what the configuration needs.
 
     Raises:
         ConfigError: `inference.engine: vllm`, and vLLM is not usable here.
@@ -35,7 +35,7 @@ def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineCh
         return EngineChoice(engine="external", reason=f"inference.urls names {what}")
     embedded_on_gpu = inference.embedded.device == "cuda"
     if inference.engine == "embedded":
-        return EngineChoice(engine="embedded", reason="inference.engine says so", on_gpu=embedded_on_gpu)
+        return EngineChoice(engine="embedded", reason="set by inference.engine", on_gpu=embedded_on_gpu)
     if not is_here:
         reason = f"inference.engine: {inference.engine}; not checked, because other machines serve"
         return EngineChoice(engine="vllm", reason=reason, on_gpu=config.launch.device != "cpu")
@@ -46,7 +46,7 @@ def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineCh
     if inference.engine == "vllm":
         if not installed:
             raise ConfigError(f"inference.engine: vllm is not usable here: {reason}; or set inference.engine: embedded")
-        return EngineChoice(engine="vllm", reason="inference.engine says so", on_gpu=installed_platform() == "gpu")
+        return EngineChoice(engine="vllm", reason="set by inference.engine", on_gpu=installed_platform() == "gpu")
     reason = f"{reason} (inference.engine: auto)"
     if not installed:
         return EngineChoice(engine="embedded", reason=reason, on_gpu=embedded_on_gpu)

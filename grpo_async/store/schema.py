@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_async.records import TokenFlag
 from grpo_async.store.database import quote, sql_path
 
 SCHEMA = 5
@@ -59,11 +60,9 @@ _TEXTS = "array_to_string(json_extract_string({}, '$[*].content'), chr(10))"
 _ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
 
 
-def _fraction_flagged(bits: int) -> str:
-    """The fraction of the tokens with a flag (the others are NULL) that have one of `bits`."""
-    return (
-        f"list_avg(list_transform(r.token_flags, lambda flag: if(flag & {bits} > 0, 1.0, if(flag IS NULL, NULL, 0.0))))"
-    )
+def _fraction_flagged(flags: TokenFlag) -> str:
+    """The fraction of the tokens with a flag (the others are NULL) that have one of `flags`."""
+    return f"list_avg(list_transform(r.token_flags, lambda flag: if(flag & {flags.value} > 0, 1.0, if(flag IS NULL, NULL, 0.0))))"
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -131,10 +130,10 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("ratio_mean", "DOUBLE", "Of `weights`", expression="list_avg(r.weights)"),
     _rollout("ratio_min", "DOUBLE", "Of `weights`", expression="list_min(r.weights)"),
     _rollout("ratio_max", "DOUBLE", "Of `weights`", expression="list_max(r.weights)"),
-    _rollout("clipped_fraction", "DOUBLE", "Fraction of the sampled tokens whose gradient the clip took",
-             expression=_fraction_flagged(1 | 2)),
-    _rollout("masked_fraction", "DOUBLE", "Fraction of the sampled tokens left out for another reason (flags 4 to 32)",
-             expression=_fraction_flagged(4 | 8 | 16 | 32)),
+    _rollout("clipped_fraction", "DOUBLE", "Fraction of the sampled tokens that were clipped",
+             expression=_fraction_flagged(TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH)),
+    _rollout("masked_fraction", "DOUBLE", "Fraction of the sampled tokens left out for another reason (flags 4, 8, 32)",
+             expression=_fraction_flagged(TokenFlag.IMPORTANCE_MASKED | TokenFlag.OFF_POLICY_MASKED | TokenFlag.SKIPPED)),
     _rollout("mismatch_mean", "DOUBLE", "Mean of abs(trainer's - sampler's log-probability)", unit="nats",
              expression=f"list_avg({_MISMATCHES})"),
     _rollout("started_at", "DOUBLE", "When its first request was made; NULL: not known", unit="s since 1970",

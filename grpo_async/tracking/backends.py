@@ -41,7 +41,7 @@ _MLFLOW_TABLES = "mlflow.loggedArtifacts"
 
 
 TableRows: TypeAlias = Sequence[Mapping[str, str | float | None]]
-"""TableRows of a table; `Trackers` sees to it that all have the same columns."""
+"""Rows of a table; `Trackers` gives all of them the same columns."""
 
 
 class Tracker:

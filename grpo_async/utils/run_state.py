@@ -42,8 +42,8 @@ SILENT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """`state` is one of LEVELS (or another word that the file has). `why`: what speaks against the file, "" where nothing does; it
-    quotes the file, so it is shown as any text of others is."""
+    """`state` is one of LEVELS (or another word that the file has). `why`: why the file's own state is not believed, "" if it is;
+    it quotes the file, so it is shown as any text of others is."""
 
     state: str
     why: str = ""

@@ -223,8 +223,8 @@ def test_a_template_that_ends_turns_with_another_token_is_a_warning(tmp_path: Pa
     assert _problems(check_chat_template(_context(tmp_path, tokenizer, end_of_turn_tokens=["<|im_end|>"]))) == []
 
 
-def test_foreign_text_that_becomes_a_control_token_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Encoder, "guard", lambda self, messages, foreign: Guarded(messages=messages, placeholders={}))
+def test_untrusted_text_that_becomes_a_control_token_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Encoder, "guard", lambda self, messages, untrusted: Guarded(messages=messages, placeholders={}))
     problems = _problems(check_chat_template(_context(tmp_path, family("chatml"))))
     assert problems == [("fail", "the text '<|im_end|>' in a message of a tool or environment becomes a control token")]
 

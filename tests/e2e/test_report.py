@@ -28,7 +28,7 @@ def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:
     text = " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
     assert "6 of 6 steps" in text
     assert f"{golden_run.run.summary()['ledger']['groups']['trained']} trained" in text
-    assert "Bound by" in text
+    assert "Bottleneck:" in text
     assert "the trainer waited for samples" in text  # the timeline's
     assert "Best rollouts" in text
     assert [name for name in CHARTS if f'id="chart-{name}"' not in page] == []

@@ -73,11 +73,11 @@ CASES = [
     Case(key="no-steps", severity=ERROR, what=["all rewards are wonderful"], metrics=[],
          more={"status": "failed", "error": "all rewards are wonderful, said the judge"}),
     # held-out prompts
-    Case(key="held-out", severity=WARNING, what=["the held-out reward did not follow", "games the reward"],
+    Case(key="held-out", severity=WARNING, what=["the held-out reward did not follow", "reward hacking"],
          metrics=RISES, more={"evaluations": _evaluations(0.4, 0.41, 0.4)}, query=""),
     Case(key="held-out", severity=NOTE, what=["It is not clear whether the held-out reward rose", "evaluation.num_prompts"],
          metrics=RISES_A_LITTLE, more={"evaluations": _evaluations(0.3, 0.42, stderr=0.048)}),
-    Case(key="held-out", severity=WARNING, what=["the held-out reward did not follow", "games the reward"],
+    Case(key="held-out", severity=WARNING, what=["the held-out reward did not follow", "reward hacking"],
          metrics=RISES, more={"evaluations": _evaluations(0.3, 0.35, stderr=0.048)}),
     *(Case(key="held-out", severity=ERROR, metrics=metrics, more={"evaluations": _evaluations(0.6, 0.4, 0.3)})
       for metrics in (RISES, _flat())),

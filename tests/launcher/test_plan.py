@@ -100,7 +100,7 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
 def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_path: Path) -> None:
     plan = _plan(make_config(tmp_path, launch={"num_trainer_ranks": 2}), token="very-secret", notes=("look here",))
     text = plan.describe()
-    assert "engine     embedded: inference.engine says so" in text
+    assert "engine     embedded: set by inference.engine" in text
     assert "/runs/x/logs/attempt_3/server.log" in text
     assert "trainer: 2 processes, 1 CPU thread each, CPU" in text
     assert "precision  float32 master weights, computed and served in float32\n" in text
@@ -268,7 +268,7 @@ def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_varia
         ("01", 2, VLLM_ON_GPU, "nccl", None),
         ("01", 1, VLLM_ON_GPU, "ipc", None),
         ("", 1, VLLM_ON_CPU, "nccl", None),
-        ("01", 1, VLLM_ON_GPU, "gloo", ("gloo", "weights.transport says so (auto would be nccl: trainer and servers")),
+        ("01", 1, VLLM_ON_GPU, "gloo", ("gloo", "set by weights.transport (auto would be nccl: trainer and servers")),
     ],
 )
 def test_the_transport_fits_the_devices_and_what_does_not_is_refused_but_for_gloo(

@@ -196,7 +196,7 @@ def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path) -> None:
 def test_advice_stands_there_in_sentences(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=_trainer_bound(), summary={"status": "finished", "on_gpu": False})
     text = _text(_page(run))
-    assert "Bound by training. Servers idle 70%: training takes" in text
+    assert "Bottleneck: training. Servers idle 70%: training takes" in text
     assert "generation is not the limit." in text
 
 
