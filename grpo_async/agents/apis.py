@@ -8,8 +8,9 @@
     continued by     the whole history         previous_response_id     the whole history
 
 All of them take text only, functions as tools, tool_choice auto and none, `stop`, `stream`, the settings of sampling and a form of
-the answer (session.py says what becomes of these). What would change the answer and is not supported is refused: images, files,
-tools that run at the provider, `n` > 1, `top_logprobs`. A stream has the whole answer as events: an agent acts on whole answers.
+the answer (session.py says what becomes of these). What an answer cannot do without and is not supported is refused: images, files,
+tools that run at the provider, `n` > 1, `top_logprobs`, a constraint in the form of vLLM. What only changes how it is sampled or
+prompted (`_NEUTRAL`) is ignored, with one warning. A stream has the whole answer as events: an agent acts on whole answers.
 """
 
 from __future__ import annotations
@@ -35,9 +36,28 @@ Made = TypeVar("Made")
 Event = tuple[str | None, Mapping[str, Any]]
 """Name and content of a server-sent event."""
 
-_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0, "ignore_eos": False}
-"""Settings that change what is sampled and are not supported, with the values that change nothing."""
-_UNSUPPORTED = ("functions", "function_call", "audio", "top_logprobs", "background", "conversation", "prompt")
+_NEUTRAL: Mapping[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "bad_words": [],
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "stop_token_ids": [],
+    "chat_template_kwargs": {},
+    "thinking_token_budget": None,
+    "reasoning_effort": None,
+    "reasoning.effort": None,  # of Responses
+    "output_config.effort": None,  # of Messages
+    "parallel_tool_calls": True,
+    "tool_choice.disable_parallel_tool_use": False,  # of Messages
+}
+"""Settings that change what is sampled and are not supported, with the values that change nothing; null changes
+nothing either."""
+_UNSUPPORTED = (
+    "functions", "function_call", "audio", "top_logprobs", "background", "conversation", "prompt",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids",
+)  # fmt: skip
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"
 }  # fmt: skip
@@ -45,6 +65,13 @@ _ANTHROPIC_KINDS = {
 
 def _listed(value: Any) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
+
+
+def _value_at(body: Any, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    for name in path.split("."):
+        body = body.get(name) if isinstance(body, Mapping) else None
+    return body
 
 
 StopStrings = Annotated[list[str], BeforeValidator(_listed)]
@@ -118,7 +145,7 @@ class Exchange(ABC):
             seed=fields.seed,
             response_format=fields.response_format or nested,
             with_logprobs=bool(fields.logprobs),
-            ignored=[name for name, neutral in _NEUTRAL.items() if body.get(name) not in (None, neutral)],
+            ignored=[path for path, neutral in _NEUTRAL.items() if _value_at(body, path) not in (None, neutral)],
         )
 
     def _read(self, name: str, read: Callable[[Mapping[str, Any], str], Made]) -> list[Made]:

@@ -55,8 +55,8 @@ from grpo_async.utils.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 _IGNORED = (
-    "an agent's call sets `%s`, which is ignored: what is trained is sampled as the run says (rollout.temperature, top_p and its "
-    "other settings of sampling)"
+    "an agent's call sets `%s`, which is ignored: its answer is sampled with the settings of the run (rollout.temperature, top_p "
+    "and the others) and prompted with its chat template (model.chat_template_kwargs)"
 )
 
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from grpo_async.agents.apis import ChatCompletion
+from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -207,6 +207,32 @@ def test_settings_of_sampling_come_through_every_api() -> None:
     assert [each.structured_outputs for each in asked] == [{"json": schema}] * 3
 
 
+@pytest.mark.parametrize(
+    ("api", "body", "ignored"),
+    [
+        (ChatCompletion, {"parallel_tool_calls": True, "chat_template_kwargs": {}, "stop_token_ids": None}, []),
+        (ChatCompletion, {"chat_template_kwargs": {"enable_thinking": False}}, ["chat_template_kwargs"]),
+        (
+            ChatCompletion,
+            {"parallel_tool_calls": False, "stop_token_ids": [3]},
+            ["stop_token_ids", "parallel_tool_calls"],
+        ),
+        (ChatCompletion, {"reasoning_effort": "low", "bad_words": ["a"]}, ["bad_words", "reasoning_effort"]),
+        (Responses, {"input": "q", "reasoning": {"effort": "low"}}, ["reasoning.effort"]),
+        (Messages, {"output_config": {"effort": "low"}}, ["output_config.effort"]),
+        (
+            Messages,
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            ["tool_choice.disable_parallel_tool_use"],
+        ),
+    ],
+)
+def test_settings_that_change_the_answer_and_have_no_effect_are_known_as_ignored(
+    api: type[Exchange], body: dict[str, Any], ignored: list[str]
+) -> None:
+    assert api({"messages": [user("q")], **body}, "m", {}).call.ignored == ignored
+
+
 def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() -> None:
     policy = _policy("an answer", "a verdict", "another", per_chunk=2)
 
@@ -283,6 +309,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice"),
         ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
         ("chat/completions", CHAT | {"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs"),
+        ("chat/completions", CHAT | {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
         ("chat/completions", CHAT | {"n": 2}, 400, "n"),
         ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
         ("completions", {"prompt": "a"}, 404, None),
