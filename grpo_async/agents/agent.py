@@ -1,5 +1,5 @@
-"""What an agent is to a rollout, whichever kind it is: something that runs for one row of the data with one session, and says what
-came of it.
+"""The interface of an agent, whichever kind it is: it runs for one row of the data with one session, and returns a
+result.
 
     function.py       a function of the user, in this process
     command.py        a process for each rollout
@@ -18,22 +18,22 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.user_code.calls import read_number, shown
 
 REWARD, REWARDS = "reward", "rewards"
-"""Keys of an agent's result: the reward of the rollout, and those of single calls by the ids of their responses."""
+"""Keys of an agent's result: the reward of the rollout, and those of single calls by response id."""
 
 
 class AgentError(GrpoAsyncError):
-    """One run of an agent failed; its rollout fails alone. The message says what the agent did and what to look at."""
+    """One run of an agent failed, and with it only its rollout. The message says what the agent did and where to look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What an agent says of one rollout.
+    """An agent's result of one rollout.
 
     Attributes:
-        value: what it returned or printed, as it is; reward functions get it as `result`.
-        reward: its reward; None where it leaves that to reward functions.
-        columns: what else reward functions get.
-        rewards: of branches that have a reward of their own, by the id of a response in them.
+        value: its unchanged return value or output; reward functions get it as `result`.
+        reward: its reward; None if reward functions give the reward.
+        columns: further columns for reward functions.
+        rewards: rewards of single branches, by the id of a response in them.
     """
 
     value: Any = None
@@ -46,37 +46,37 @@ class Agent(ABC):
     """Makes rollouts by calling the model through a session."""
 
     start_timeout_s: float = 0.0
-    """The longest that a run may take to start, before its `timeout_s` begins."""
+    """The longest time that a run may take to start, before its `timeout_s` begins."""
 
     @abstractmethod
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
-        """One rollout. When this ends, however it ends, nothing of the agent runs anymore (a thread excepted, which cannot be
-        killed).
+        """Run one rollout. When this ends, however it ends, nothing of the agent may still be running (except a thread, which
+        cannot be killed).
 
         Args:
             row: the columns of the data, `prompt` among them; the agent's own copy.
 
         Raises:
-            AgentError: it failed.
+            AgentError: the agent failed.
         """
 
     def notes(self) -> list[str]:
-        """What the user should know at startup."""
+        """Notes for the user at startup."""
         return []
 
     async def aclose(self) -> None:
-        """Let go of what the rollouts share."""
+        """Release the resources that the rollouts share."""
         return
 
 
 def read_result(raw: Any) -> AgentResult:
-    """The result that an agent returned or printed.
+    """Convert what an agent returned or printed to a result.
 
     0.5 -> reward 0.5; {"reward": 1, "tests": 7} -> reward 1.0, column `tests`; None -> nothing.
-    {"reward": 1, "rewards": {"chatcmpl-1": 0.2}}: the branch with that response has a reward of its own.
+    {"reward": 1, "rewards": {"chatcmpl-1": 0.2}}: the branch with that response has its own reward.
 
     Raises:
-        AgentError: it is something else, or a reward is not a finite number.
+        AgentError: the value is none of these, or a reward is not a finite number.
     """
     if not isinstance(raw, Mapping):
         try:

@@ -1,4 +1,4 @@
-"""The APIs of the endpoint: the JSON of a request to `Call`, `Answer` to the JSON of an answer, and that to events.
+"""The APIs of the endpoint: they convert a request's JSON to `Call`, an `Answer` to JSON, and that to events.
 
                      OpenAI Chat Completions   OpenAI Responses         Anthropic Messages
     path             /v1/chat/completions      /v1/responses            /v1/messages
@@ -7,10 +7,10 @@
     thinking         reasoning_content         an item `reasoning`      a block, where `thinking` is enabled or adaptive
     continued by     the whole history         previous_response_id     the whole history
 
-All of them take text only, functions as tools, tool_choice auto and none, `stop`, `stream`, the settings of sampling and a form of
-the answer (session.py says what becomes of these). What an answer cannot do without and is not supported is refused: images, files,
-tools that run at the provider, `n` > 1, `top_logprobs`, a constraint in the form of vLLM. What only changes how it is sampled or
-prompted (`_NEUTRAL`) is ignored, with one warning. A stream has the whole answer as events: an agent acts on whole answers.
+All of them accept text only, functions as tools, tool_choice auto and none, `stop`, `stream`, sampling settings and a response
+format (session.py says how these are applied). Unsupported fields that an answer depends on are refused: images, files, tools that
+run at the provider, `n` > 1, `top_logprobs`, a constraint in vLLM's form. Unsupported settings that only change sampling or the
+prompt (`_NEUTRAL`) are ignored, with one warning. A stream sends the complete answer as events: an agent acts on complete answers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "parallel_tool_calls": True,
     "tool_choice.disable_parallel_tool_use": False,  # of Messages
 }
-"""Settings that change what is sampled and are not supported, with the values that change nothing; null changes
+"""Unsupported settings that change what is sampled, with the values that change nothing; null changes
 nothing either."""
 _UNSUPPORTED = (
     "functions", "function_call", "audio", "top_logprobs", "background", "conversation", "prompt",
@@ -79,7 +79,7 @@ Limit = Annotated[int, Field(ge=1)]
 
 
 class _Body(BaseModel):
-    """The fields of a request that are read by their name, of all APIs."""
+    """The request fields that are read by name, for all APIs."""
 
     stream: bool | None = None
     stop: StopStrings = []
@@ -104,15 +104,15 @@ class _Body(BaseModel):
 
 
 class Exchange(ABC):
-    """A request of one API and its answer.
+    """One request of an API and its answer.
 
     Args:
         body: the request's JSON.
-        model: the name that the answer carries.
-        api_state: what the APIs remember of the rollout.
+        model: the model name in the answer.
+        api_state: the APIs' state of the rollout.
 
     Raises:
-        ApiError: the request is wrong, or asks for what is not supported.
+        ApiError: the request is invalid or unsupported.
     """
 
     def __init__(self, body: Mapping[str, Any], model: str, api_state: dict[Any, Any]) -> None:
@@ -131,7 +131,7 @@ class Exchange(ABC):
         choice = fields.tool_choice or "auto"
         limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
         sampling = {name: value for name in SAMPLING if (value := getattr(fields, name)) is not None}
-        if sampling.get("top_k") == -1:  # all, as 0
+        if sampling.get("top_k") == -1:  # -1 means all, like 0
             sampling["top_k"] = 0
         nested = (fields.text or fields.output_config or {}).get("format")
         self.is_stream = bool(fields.stream)
@@ -149,8 +149,8 @@ class Exchange(ABC):
         )
 
     def _read(self, name: str, read: Callable[[Mapping[str, Any], str], Made]) -> list[Made]:
-        """What `read` makes of each object of a list, and of its name for errors; empty where the field is not set. The beginning
-        that equals that of the list before is not read again, and its older objects replace the new ones: one copy is alive."""
+        """Apply `read` to each object of a list, with its name for errors; empty if the field is not set. The beginning that equals
+        that of the previous list is not read again, and its older objects replace the new ones, so only one copy is alive."""
         found = self._json.get(name) or []
         if not isinstance(found, list):
             raise bad_request(f"{name} is not a list of objects", param=name)
@@ -171,7 +171,7 @@ class Exchange(ABC):
     @staticmethod
     @abstractmethod
     def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """A tool in that form."""
+        """A tool in the form of Chat Completions."""
 
     @abstractmethod
     def answer(self, reply: Answer) -> dict[str, Any]:
@@ -193,13 +193,13 @@ class Exchange(ABC):
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """The JSON of an error: OpenAI's, unless an API has its own."""
+        """The JSON of an error, in OpenAI's format unless an API has its own."""
         content = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
         return {"error": content}
 
 
 class ChatCompletion(Exchange):
-    """OpenAI's Chat Completions. `logprobs` gives those of the sampled tokens."""
+    """OpenAI's Chat Completions. `logprobs` returns those of the sampled tokens."""
 
     stream_end = "data: [DONE]\n\n"
 
@@ -457,7 +457,7 @@ def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _response_message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """An item of Responses, a call as a message with nothing else in it; None for what is left out."""
+    """An item of Responses as a message; a call becomes a message with nothing else in it. None for items that are ignored."""
     match item.get("type") or "message":
         case "reasoning":
             return None
@@ -473,7 +473,7 @@ def _response_message(item: Mapping[str, Any], where: str) -> dict[str, Any] | N
 
 
 def _joined(messages: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
-    """With the text and the calls of one answer in one message."""
+    """Merge the text and the calls of one answer into one message."""
     joined: list[Mapping[str, Any]] = []
     for message in messages:
         if message is None:
@@ -486,7 +486,7 @@ def _joined(messages: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, A
 
 
 def _anthropic_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message of Anthropic's; the results of tools in it are messages of their own, and come first."""
+    """The messages of one Anthropic message: tool results in it become separate messages, and come first."""
     content = message.get("content")
     if not isinstance(content, list):
         return [_plain_message(message, where, ("user", "assistant", "system"))]

@@ -1,4 +1,4 @@
-"""What the endpoint's APIs translate a request to, and the error that a request is answered with."""
+"""The common form of a request of all APIs, and the error with which a request is answered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request of an agent, whichever API it came by. `messages` and `tools` are in the form of Chat Completions, with every
+    """One request of an agent, from any API. `messages` and `tools` are in the form of Chat Completions, with every
     `content` as text."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -18,22 +18,22 @@ class Call:
     stop: Sequence[str] = ()
     max_tokens: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Settings of sampling that the request brings, by the names of GenerateRequest: {"temperature": 0.2}."""
+    """Sampling settings of the request, by the names of GenerateRequest: {"temperature": 0.2}."""
     seed: int | None = None
     response_format: Mapping[str, Any] | None = None
     with_logprobs: bool = False
     ignored: Sequence[str] = ()
-    """Further fields of the request that would change what is sampled and have no effect."""
+    """Further fields of the request that would change what is sampled but are ignored."""
 
 
 class ApiError(Exception):
     """A call that is answered with an error in the format of its API.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         kind: OpenAI's `type`, such as "invalid_request_error".
         message: what is wrong and what to do.
-        param: the field that is to blame.
+        param: the field with the error.
         code: OpenAI's `code`.
     """
 
@@ -45,5 +45,5 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """The error of a request that is wrong, or asks for what is not supported."""
+    """The error for an invalid or unsupported request."""
     return ApiError(400, "invalid_request_error", message, param=param, code=code)

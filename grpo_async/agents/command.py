@@ -1,10 +1,10 @@
-"""Agents that are a command: a process for each rollout, which calls the model by the variables in its environment.
+"""Agents that are a command: one process for each rollout, which finds the model through environment variables.
 
     row as JSON -> stdin | launcher -> command -> ... | stdout -> last line: the result as JSON
                                                    | stderr -> its end, for the message about a rollout that failed
 
-Invariant: when a run is over (it ended, failed, took too long, was cancelled, or this process was killed), the command and all that
-it has started are dead: `sandbox.execution`, which starts it in the sandbox and without one, sees to that.
+Invariant: when a run is over (it ended, failed, took too long, was cancelled, or this process was killed), the command and all
+processes that it started are dead: `sandbox.execution`, which starts it with or without the sandbox, ensures that.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ SETTING = "rollout.agent.command"
 
 _END_TIMEOUT_S = 10.0
 _MAX_STDOUT = 1 << 20  # characters; a command that writes more is killed
-_MAX_STDERR = 4096  # characters of its end that are kept
-_MAX_SHOWN = 500  # characters of it in a message
+_MAX_STDERR = 4096  # characters kept from its end
+_MAX_SHOWN = 500  # characters quoted in a message
 _HIDDEN_VARIABLES = (
-    TOKEN_VARIABLE,  # of the inference servers
+    TOKEN_VARIABLE,  # token of the inference servers
     "ANTHROPIC_AUTH_TOKEN",  # Anthropic's client would prefer it to the key of the session
 )
 _SCRIPTS = (".py", ".js", ".mjs", ".ts", ".sh", ".rb", ".pl")
@@ -67,10 +67,10 @@ class CommandAgent(Agent):
 
     Args:
         command: the program and its arguments.
-        section: limits and sandbox.
+        section: `rollout.agent` of the configuration.
 
     Raises:
-        ConfigError: the sandbox cannot enforce on this machine what an agent needs.
+        ConfigError: the sandbox cannot enforce what an agent needs on this machine.
     """
 
     start_timeout_s = START_TIMEOUT_S
@@ -109,7 +109,7 @@ class CommandAgent(Agent):
         try:
             result = await run(stdin, session)
         except (SandboxError, OSError) as error:
-            lacks_resources = isinstance(error.__cause__ or error, OSError)  # of processes or descriptors
+            lacks_resources = isinstance(error.__cause__ or error, OSError)  # out of processes or descriptors
             hint = "; lower rollout.agent.max_concurrent" if lacks_resources else ""
             raise AgentError(f"the agent's command ({self._name}) could not be started: {error}{hint}") from error
         if problem := self._problem_of(result):
@@ -134,7 +134,7 @@ class CommandAgent(Agent):
         return (await execute(job))[0]
 
     async def _run_in_sandbox(self, stdin: str, session: AgentSession) -> SandboxResult:
-        """It has a loopback of its own with one port: that of the endpoint."""
+        """Run it in the sandbox, with its own loopback on which one port leads to the endpoint."""
         assert self._sandbox is not None
         own_url = f"http://127.0.0.1:{PORT}"
         ours, theirs = socket.socketpair()
@@ -149,7 +149,7 @@ class CommandAgent(Agent):
                 )
 
     def _problem_of(self, result: SandboxResult) -> str:
-        """What went wrong; "" where nothing did."""
+        """What went wrong; "" if nothing did."""
         timeout_s, memory_mb = self._section.timeout_s, self._limits.memory_mb
         limit = "" if memory_mb == _NO_LIMIT else f" (rollout.agent.memory_mb = {memory_mb})"
         problems = {
@@ -163,7 +163,7 @@ class CommandAgent(Agent):
 
 
 def _environment(session: AgentSession) -> dict[str, str]:
-    """This process's own, without its secrets, and where the model is."""
+    """This process's environment without its secrets, plus the variables of the model."""
     kept = {name: value for name, value in os.environ.items() if name not in _HIDDEN_VARIABLES}
     host = urlsplit(session.base_url).hostname or ""
     for name in ("no_proxy", "NO_PROXY"):  # a proxy could not reach the endpoint
@@ -184,7 +184,7 @@ def _model_variables(session: AgentSession, base_url: str, anthropic_base_url: s
 
 
 def _last_json(stdout: str) -> Any:
-    """The last line that is not empty, or all of it, as JSON; None where nothing was written.
+    """The last non-empty line, or the whole output, as JSON; None if nothing was written.
 
     "step 1\\n{"reward": 0.5}\\n" -> {"reward": 0.5}
     """
@@ -202,7 +202,7 @@ def _last_json(stdout: str) -> Any:
 
 @asynccontextmanager
 async def _serving(channel: socket.socket, session: AgentSession) -> AsyncIterator[None]:
-    """While the block runs, the endpoint answers at the port in the sandbox, whose listening socket comes through `channel`."""
+    """While the block runs, the endpoint answers at the port in the sandbox, whose listening socket arrives through `channel`."""
     task = asyncio.create_task(_serve(channel, session))
     try:
         yield
@@ -212,14 +212,14 @@ async def _serving(channel: socket.socket, session: AgentSession) -> AsyncIterat
 
 
 async def _serve(channel: socket.socket, session: AgentSession) -> None:
-    """Runs until it is cancelled."""
+    """Serve until cancelled."""
     assert session.serve is not None
     loop = asyncio.get_running_loop()
     channel.setblocking(False)
     has_listener = asyncio.Event()
     loop.add_reader(channel, has_listener.set)
     try:
-        await has_listener.wait()  # cancelled with the run, which has wall_s
+        await has_listener.wait()  # cancelled with the run, whose limit is wall_s
     finally:
         loop.remove_reader(channel)
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
@@ -233,10 +233,10 @@ async def _serve(channel: socket.socket, session: AgentSession) -> None:
 
 
 def load_command_agent(section: AgentSection) -> CommandAgent:
-    """Look for the program.
+    """Find the program and build the agent.
 
     Raises:
-        ConfigError: it is not there, or the sandbox cannot enforce on this machine what an agent needs.
+        ConfigError: the program does not exist, or the sandbox cannot enforce what an agent needs on this machine.
     """
     command = section.command
     assert command is not None
@@ -253,12 +253,12 @@ def load_command_agent(section: AgentSection) -> CommandAgent:
 
 
 def _resolve(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command for another working directory and root, and the files that it names: absolute, without links.
+    """The command for another working directory and root, and the files that it names, as absolute paths without links.
 
     ["python", "agents/mine.py", "--fast"] -> ["/usr/bin/python3.12", "/home/me/agents/mine.py", "--fast"], [both of these files]
     """
     if _PYTHON.fullmatch(command[0]):
-        program = find_interpreter().executable  # that of the run; what PATH has may be a script that looks for one
+        program = find_interpreter().executable  # the run's Python; on PATH there may be a wrapper script
     else:
         found = shutil.which(command[0])
         assert found is not None  # see load_command_agent

@@ -1,12 +1,12 @@
-"""The HTTP server that agents talk to: one in each process with a rollout loop, on that loop.
+"""The HTTP server that agents call: one in each process with a rollout loop, on that loop.
 
     POST /v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
-    GET  /v1/models             the one name; any other is taken too, and means the policy
+    GET  /v1/models             lists one name; requests with any other name also get the policy
 
-Without /v1 they work as well. The key of a rollout comes as `Authorization: Bearer KEY` or `x-api-key: KEY`; 401 without, and once
-the rollout is over. Each rollout has a second key: what it calls is answered, and not trained. Errors have the format of the API
-that is asked. A client that hangs up cancels its call; an answer is recorded when it is whole, whoever still listens. Loopback
-unless told otherwise: whoever can reach the address and has a key can make the policy generate.
+The paths also work without /v1. A rollout's key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`; without it, or after
+the rollout is over, the answer is 401. Each rollout has a second key, whose calls are answered but not trained. Errors have the
+format of the API that was called. A client that disconnects cancels its call; a complete answer is recorded even if the client is
+gone. It listens on loopback by default: whoever can reach the address and has a key can make the policy generate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no
 
 class _Connection(web.RequestHandler):
     """A connection whose task may be cancelled between two requests, as all tasks of the rollout loop are before the last
-    evaluation: it is closed then, where aiohttp would leave the client waiting for an answer to its next request."""
+    evaluation: it is then closed, while aiohttp would leave the client waiting for the answer to its next request."""
 
     __slots__ = ()
 
@@ -64,14 +64,14 @@ class _Server(web.Server):
 
 
 class AgentEndpoint:
-    """See the module's docstring. An async context; `start` and `aclose` may be called instead, `start` more than once.
+    """See the module's docstring. An async context manager; `start` and `aclose` may be called instead, `start` repeatedly.
 
     Args:
-        client: generates.
-        renderer: renders what agents send.
+        client: the inference client.
+        renderer: renders the agents' messages.
         model: the name of the policy.
         host: to listen at, and for agents to connect to.
-        port: 0: any that is free.
+        port: 0 for any free port.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class AgentEndpoint:
         port: int = 0,
     ) -> None:
         self.sessions = Sessions(client, HistoryRenderer(renderer), model)
-        """Those of the rollouts that are running: `AgentSession(endpoint.sessions, ...)` opens one, after `start`."""
+        """The sessions of running rollouts: `AgentSession(endpoint.sessions, ...)` opens one, after `start`."""
         self._host, self._port = host, port
         self._starting = asyncio.Lock()
         self._server: web.Server | None = None
@@ -98,7 +98,7 @@ class AgentEndpoint:
         await self.aclose()
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
             RunError: the address is not available.
@@ -158,12 +158,12 @@ class AgentEndpoint:
             if exchange.is_stream:
                 return web.Response(body=exchange.stream(answer), headers=_SSE)
             return _json(answer)
-        except Exception as error:  # noqa: BLE001 - every request is answered
+        except Exception as error:  # noqa: BLE001 - every request must get an answer
             answered = _api_error_of(error, request)
             return _json(kind.error(answered), answered.status)
 
     def _session(self, request: web.BaseRequest) -> tuple[AgentSession, bool]:
-        """The session of the key that comes with a request, and whether what it calls is trained."""
+        """The session of the key in a request, and whether its calls are trained."""
         given = request.headers.get("authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         key = key.strip()
@@ -194,10 +194,10 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        ApiError: it is none, or too large.
+        ApiError: the body is not a JSON object, or too large.
     """
     try:
-        content = await request.read()  # ends with the connection
+        content = await request.read()  # ends when the connection does
     except web.HTTPRequestEntityTooLarge as error:
         raise ApiError(413, "invalid_request_error", f"the request has more than {_MAX_REQUEST_BYTES} bytes") from error
     try:
@@ -210,7 +210,7 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
 
 
 def _api_error_of(error: Exception, request: web.BaseRequest) -> ApiError:
-    """What the client hears of an error; one that nobody expected goes into the log."""
+    """The error that the client gets; unexpected errors are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RecursionError):
@@ -220,5 +220,5 @@ def _api_error_of(error: Exception, request: web.BaseRequest) -> ApiError:
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:
-    # the standard library's: a policy may write an unpaired surrogate, and integers of any size
+    # the standard library's json: a policy may write an unpaired surrogate, and integers of any size
     return web.Response(body=json.dumps(content).encode(), status=status, content_type="application/json")

@@ -1,7 +1,7 @@
 """Agents that are a function of the user: `run(row, client, **arguments) -> float | dict | None`.
 
-A plain function runs in a thread, an async one on an event loop that all calls of it share, apart from the run's, so that it may
-block without holding up the rollouts of others. A function that still runs when its time is up cannot call the model anymore: its
+A plain function runs in a thread. Async functions share one event loop apart from the run's, so that they may
+block without delaying other rollouts. A function that still runs after its time limit cannot call the model anymore: its
 key is refused.
 """
 
@@ -32,13 +32,13 @@ class FunctionAgent(Agent):
     """See the module's docstring.
 
     Args:
-        max_concurrent: most calls at once, for the threads of a plain function.
+        max_concurrent: maximum concurrent calls, for the threads of a plain function.
     """
 
     def __init__(self, function: Callable[..., Any], section: AgentSection, *, max_concurrent: int) -> None:
         self._function = function
         self._section = section
-        self._loop = UserLoop("async agents")  # one for all: an HTTP client that they share belongs to one loop
+        self._loop = UserLoop("async agents")  # one loop for all, as an HTTP client that they share belongs to one
         threads = ThreadRunner("agent", max_threads=max_concurrent)
         self._caller = Caller(threads, section.timeout_s, loop=self._loop)
         self._clients = OpenAiClients(timeout_s=section.timeout_s)
@@ -59,14 +59,14 @@ class FunctionAgent(Agent):
 
 
 class AgentClient:
-    """What a function gets as `client`: where the model is, for whatever library it uses, and a client that is ready.
+    """The `client` argument of a function: the address of the model, for any library, and a ready client.
 
     Attributes:
-        base_url: of the APIs of OpenAI; ends in /v1.
-        anthropic_base_url: of Anthropic's.
-        api_key: of this rollout; refused when the rollout is over.
-        untrained_api_key: another one: the policy answers, and what it says is not trained, as that of a judge or a simulated user.
-        model: a name to call the model by; the endpoint takes any.
+        base_url: URL of OpenAI's APIs; ends in /v1.
+        anthropic_base_url: URL of Anthropic's API.
+        api_key: key of this rollout; refused when the rollout is over.
+        untrained_api_key: a second key: the policy answers, but the answers are not trained, as for a judge or a simulated user.
+        model: a model name; the endpoint accepts any.
     """
 
     def __init__(self, session: AgentSession, clients: OpenAiClients, *, is_async: bool) -> None:
@@ -80,8 +80,8 @@ class AgentClient:
 
     @cached_property
     def openai(self) -> Any:
-        """`openai.AsyncOpenAI` in an async function, else `openai.OpenAI`, with this rollout's key. It does not retry: each retry
-        would be a call of its own.
+        """`openai.AsyncOpenAI` in an async function, otherwise `openai.OpenAI`, with this rollout's key. It does not retry, because
+        each retry would be a separate call.
 
         Raises:
             ConfigError: the package openai is not installed.
@@ -90,12 +90,12 @@ class AgentClient:
 
 
 class OpenAiClients:
-    """Ready clients of the package openai. Those of one event loop share their connections, and so do those of threads."""
+    """Ready clients of the package openai. Clients of one event loop share their connections, as do clients of threads."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        # by event loop; those of threads by this object
+        # by event loop; clients of threads by this object
         self._shared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def get(self, base_url: str, api_key: str, *, is_async: bool) -> Any:
@@ -107,14 +107,14 @@ class OpenAiClients:
 
     def _make(self, base_url: str, *, is_async: bool) -> Any:
         try:
-            import openai  # here: it takes a second, and only functions that ask for it need it
+            import openai  # here, because the import takes a second and only some functions need it
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"`client.openai` {needs('openai')}; or use client.base_url and client.api_key with a client of your own"
             ) from error
-        for name in ("httpx", "httpx2"):  # they log a line for each call of each agent
+        for name in ("httpx", "httpx2"):  # otherwise they log a line for each call
             logging.getLogger(name).setLevel(logging.WARNING)
-        # the endpoint is on this machine or near it: not through a proxy that the environment names
+        # the endpoint is on this machine or near it, so ignore proxies in the environment
         transport: dict[str, Any] = {"trust_env": False, "timeout": self._timeout_s}
         options: dict[str, Any] = {"base_url": base_url, "api_key": "-", "max_retries": 0, "timeout": self._timeout_s}
         if is_async:
@@ -126,7 +126,7 @@ def load_function_agent(section: AgentSection, *, max_concurrent: int) -> Functi
     """Import and check the function.
 
     Raises:
-        ConfigError: it cannot be found or imported, or does not take what it would be given.
+        ConfigError: it cannot be found or imported, or does not accept its arguments.
     """
     assert section.function is not None
     given: dict[str, Any] = {"row": {}, "client": None}

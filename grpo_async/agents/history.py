@@ -1,21 +1,21 @@
 """The tree of the calls of one rollout: which recorded tokens a request continues.
 
-An agent sends its whole history with every call. The assistant messages in it are answers that were recorded, so their tokens are
-known; the longest beginning that ends with a recorded answer is continued with the recorded ids, and only what follows it is
+An agent sends its whole history with every call. The assistant messages in it are recorded answers, so their tokens are
+known. The longest prefix that ends with a recorded answer is continued with the recorded ids, and only what follows it is
 rendered and tokenized:
 
     call 1   system, user                                   -> root        ids of the rendered prompt
     call 2   system, user, answer 1, tool                   -> answer 1    + ids of the tool's result
-    call 3   system, user, answer 1, another tool result    -> answer 1    + ids of it: a branch
+    call 3   system, user, answer 1, another tool result    -> answer 1    + ids of that result: a branch
     call 4   system, summary                                -> a new root: nothing of it was recorded
 
-Messages are compared by value: of an answer, its text without thinking and surrounding whitespace, and its tool calls by name and
-parsed arguments, for clients strip the thinking, write the JSON in their own way and may change ids. Anything else (other tools, an
-edited message) is another history.
+Messages are compared by value: an answer by its text without thinking and surrounding whitespace, and its tool calls by name and
+parsed arguments, because clients strip the thinking, reformat the JSON and may change ids. Any other difference (other tools, an
+edited message) makes another history.
 
 Invariant: a sampled token that is trained is never tokenized again: a call's context is prompt ids + recorded ids +
-suffix ids, and each answer belongs to exactly one path. Where the suffix cannot be rendered by itself (the template writes earlier
-turns in another way once a user's message follows, as Qwen3 does with thinking), the whole history is rendered: a new root, whose
+suffix ids, and each answer belongs to exactly one path. If the suffix cannot be rendered by itself (the template renders earlier
+turns differently once a user's message follows, as Qwen3 does with thinking), the whole history is rendered: a new root, whose
 text of earlier answers is context, and is not trained.
 """
 
@@ -49,22 +49,23 @@ from grpo_async.utils.strict_json import UnreadableError, arguments_of
 from grpo_async.utils.text import num_equal
 
 _NUM_HISTORIES = 4
-"""That are remembered of a rollout: an agent and its sub-agents take turns."""
+"""Number of histories remembered per rollout: an agent and its sub-agents take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """A call whose tokens are known. `ids` and `messages` follow those of the answer `parent`; all of them, where there is none."""
+    """A call whose tokens are known. `ids` and `messages` follow those of the answer `parent`; without one they are the whole
+    call."""
 
     key: bytes
     parent: Answer | None
-    ids: array[int]  # of int32
-    num_tokens: int  # of `context`
+    ids: array[int]  # int32
+    num_tokens: int  # length of `context`
     messages: Sequence[TaggedMessage]
 
     @property
     def path(self) -> list[Answer]:
-        """The answers that it follows, from the root on."""
+        """The answers that it follows, starting at the root."""
         answers = []
         answer = self.parent
         while answer is not None:
@@ -74,7 +75,7 @@ class Request:
 
     @property
     def context(self) -> list[int]:
-        """All ids that the engine sees."""
+        """All token ids that the engine gets."""
         ids = array("i")
         for answer in self.path:
             ids += answer.request.ids + answer.generation.token_ids
@@ -82,27 +83,27 @@ class Request:
 
     @property
     def all_messages(self) -> list[TaggedMessage]:
-        """From the root on."""
+        """All messages, starting at the root."""
         before = [message for answer in self.path for message in (*answer.request.messages, answer.sampled)]
         return [*before, *self.messages]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Answer:
-    """A call that was answered: what the policy sampled, and what the client gets of it."""
+    """An answered call: what the policy sampled, and what the client gets."""
 
     id: str
     request: Request
     generation: Generation
     sampled: TaggedMessage
-    """What the policy wrote, with its thinking, as the rollout has it."""
+    """The policy's message, with its thinking, as the rollout stores it."""
     content: str = ""
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
-    parse_error: str | None = None  # why calls that it may have are in the text
+    parse_error: str | None = None  # why tool calls, if any, are left in the text
     finish_reason: str = "stop"  # or "length", "tool_calls"
     tokens: Sequence[str] = ()  # the text of each token, where the call asked for logprobs
-    reward: float | None = None  # the agent's, of this answer
+    reward: float | None = None  # the agent's reward for this answer
     has_children: bool = False
 
     @property
@@ -111,18 +112,18 @@ class Answer:
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """In OpenAI's form, `arguments` as an object."""
+        """The tool calls in OpenAI's form, with `arguments` as an object."""
         return [call.as_dict() for call in self.calls]
 
     @property
     def message(self) -> dict[str, Any]:
-        """As it comes back in the history of the next call."""
+        """The message as it comes back in the history of the next call."""
         calls = {"tool_calls": self.tool_calls} if self.calls else {}
         return {"role": "assistant", "content": self.content, **calls}
 
 
 class HistoryRenderer:
-    """Renders what agents send; one for all rollouts of a process, for it remembers what the template cannot do."""
+    """Renders the agents' messages; one for all rollouts of a process, because it remembers what the template cannot render."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.chat = renderer
@@ -130,7 +131,8 @@ class HistoryRenderer:
         self._unrenderable: set[tuple[bool, tuple[str, ...]]] = set()
 
     def prompt_ids(self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """
+        """Render and tokenize a whole prompt.
+
         Raises:
             ApiError: the chat template refuses the messages.
         """
@@ -140,13 +142,13 @@ class HistoryRenderer:
             raise bad_request(str(error), param="messages") from error
 
     def suffix_ids(self, answer: Answer, messages: Sequence[TaggedMessage]) -> list[int] | None:
-        """Ids of `messages` and of the next generation prompt, which follow those of `answer`; None where they depend on more."""
+        """Ids of `messages` and the next generation prompt, which follow those of `answer`; None if they depend on more."""
         shape = (bool(answer.calls), tuple(message.role for message in messages))
         if shape in self._unrenderable:
             return None
         closing: list[int] = []
         ids = answer.generation.token_ids
-        # truncated, or ended by a stop string: the template's own token closes the turn
+        # truncated, or ended by a stop string: the template's own token must close the turn
         if not ids or ids[-1] not in self._ends:
             end = self.chat.turn_end_id(answer.calls)
             if end is None:
@@ -157,7 +159,7 @@ class HistoryRenderer:
             found is None
             and self._suffix_ids(answer.calls, [replace(each, content="text") for each in messages]) is None
         ):
-            self._unrenderable.add(shape)  # whatever they say
+            self._unrenderable.add(shape)  # whatever their content
         return None if found is None else [*closing, *found]
 
     def _suffix_ids(self, calls: Sequence[ToolCall], messages: Sequence[TaggedMessage]) -> list[int] | None:
@@ -171,7 +173,7 @@ class History:
     """The calls of one rollout.
 
     Args:
-        renderer: renders what was not recorded.
+        renderer: renders messages that were not recorded.
     """
 
     def __init__(self, renderer: HistoryRenderer) -> None:
@@ -181,7 +183,7 @@ class History:
         self.answers: list[Answer] = []
 
     def prepare(self, call: Call) -> Request:
-        """The tokens of a call.
+        """Find the tokens of a call.
 
         Raises:
             ApiError: the call has no messages, or they cannot be rendered.
@@ -202,10 +204,10 @@ class History:
         return Request(key=keys[-1], parent=None, ids=prompt_ids, num_tokens=len(prompt_ids), messages=messages)
 
     def _keys(self, items: list[Any]) -> list[bytes]:
-        """[1 + num_messages]: of each beginning of `items`, the tools and the messages of a call.
+        """Keys of all prefixes of `items` (the tools and the messages of a call). [1 + num_messages]
 
-        An agent sends its whole history with every call, so all but the last items are those of an earlier one. They are compared
-        in C, and only the others cost a line of Python. Of equal items the older ones are kept, in `items` too: one copy of a
+        An agent sends its whole history with every call, so all but the last items equal those of an earlier one. They are compared
+        in C, and only the others cost Python time. Of equal items the older ones are kept, in `items` too, so only one copy of a
         history is alive, however often it was sent.
         """
         keys: list[bytes] = []
@@ -214,7 +216,7 @@ class History:
             length = num_equal(items, given)
             if length > len(keys):
                 items[:length], keys = given[:length], found[:length]
-            if length < len(given):  # else the new list takes its place
+            if length < len(given):  # otherwise the new list replaces it
                 others.append((given, found))
         while len(keys) < len(items):
             keys.append(_next_key(self._renderer.chat, items, keys))
@@ -222,7 +224,7 @@ class History:
         return keys
 
     def record(self, answer: Answer) -> None:
-        """Add a whole answer to the tree."""
+        """Add a complete answer to the tree."""
         self.answers.append(answer)
         request = answer.request
         if request.parent is not None:
@@ -231,10 +233,10 @@ class History:
         self._by_key.setdefault(_digest(request.key, value), []).append(answer)
 
     def paths(self) -> list[Branch]:
-        """The path to the newest answer, which is the rollout's own, then the branches; every answer stands in exactly one. A
-        branch has the path that it left as its parent, and one that begins anew the rollout's own.
+        """The path to the newest answer, which is the rollout's own, then the branches; every answer is in exactly one. A branch's
+        parent is the path that it left; a branch that starts at a new root has the rollout's own path as its parent.
 
-        Worked example: answers 1 -> 2 -> 3, then 2' that was asked from 1 again, then 4 from 3, then 5 of another root, 6 from 2':
+        Worked example: answers 1 -> 2 -> 3, then 2' again after 1, then 4 after 3, then 5 at another root, 6 after 2':
         the path to 6 is [1, 2', 6]; branch 1 is [2, 3, 4] with the prompt up to answer 1 and parent 0, branch 2 is [5].
         """
         if not self.answers:
@@ -268,16 +270,16 @@ class History:
 
 
 def _choose(answers: Sequence[Answer], message: Message) -> Answer:
-    """Which of several equal answers a client continues: one whose calls have the ids it sends; of those the newest from which
-    nothing goes on yet."""
+    """Of several equal answers, the one that a client continues: one whose calls have the ids it sends; among those, the newest
+    that nothing continues yet."""
     sent = [call.get("id") for call in message.get("tool_calls") or ()]
     same = [answer for answer in answers if [call.tool_call_id for call in answer.calls] == sent] or answers
     return next((answer for answer in reversed(same) if not answer.has_children), same[-1])
 
 
 def _rest(answer: Answer, messages: Sequence[Message], length: int) -> list[TaggedMessage] | None:
-    """What follows `answer`, the message before `length`: results of its calls in their order, then others. None where a message of
-    an assistant is among it, or a call does not have one result."""
+    """The messages after `answer`, which is the message before `length`: results of its calls in their order, then others. None if
+    an assistant's message is among them, or if a call does not have exactly one result."""
     calls = answer.calls
     sent = [call.get("id") for call in messages[length - 1].get("tool_calls") or ()]
     own = dict(zip(sent, calls, strict=False))
@@ -300,7 +302,7 @@ def _rest(answer: Answer, messages: Sequence[Message], length: int) -> list[Tagg
 
 
 def _tagged(messages: Sequence[Message]) -> list[TaggedMessage]:
-    """For the template: every call has an id that it takes, and its result has its name."""
+    """Prepare messages for the template: every call has an id that the template accepts, and its result has its name."""
     called: dict[str, tuple[str, str]] = {}  # by the client's id: (id, name)
     tagged = []
     for message in messages:
@@ -321,13 +323,13 @@ def _tagged(messages: Sequence[Message]) -> list[TaggedMessage]:
 
 def _tag(message: Message) -> TaggedMessage:
     role = str(message["role"])
-    # a client may put anything into a user's message: control tokens stay text
+    # a client may put anything into a user's message: control tokens must stay text
     origin = origin_of(role, Origin.ENVIRONMENT)
     return TaggedMessage(role=role, content=message["content"], origin=origin, name=message.get("name"))
 
 
 def _next_key(renderer: ChatRenderer, items: Sequence[Any], keys: Sequence[bytes]) -> bytes:
-    """Of `items`, the tools and then the messages, the key of all up to the next one after those that have `keys`."""
+    """The key of the prefix of `items` (the tools, then the messages) that is one item longer than those with `keys`."""
     if not keys:
         return _digest(b"", [_comparable(tool) for tool in items[0]])
     place = len(keys)
@@ -356,7 +358,7 @@ def _digest(key: bytes, value: Any) -> bytes:
 
 
 def _object(arguments: Any) -> Any:
-    """Arguments as an object where they are one, for clients send them back as JSON text; else as they are."""
+    """Arguments as an object if possible, because clients send them back as JSON text; otherwise unchanged."""
     try:
         return arguments_of(arguments)
     except UnreadableError:
@@ -364,7 +366,7 @@ def _object(arguments: Any) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """Numbers by value: JavaScript writes 1.0 as 1."""
+    """Numbers compare by value: JavaScript writes 1.0 as 1."""
     if isinstance(value, Mapping):
         return {str(name): _comparable(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

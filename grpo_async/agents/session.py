@@ -1,20 +1,20 @@
-"""One rollout of an agent: its calls go to the policy, and what they sampled becomes its completion.
+"""One rollout of an agent: its calls go to the policy, and the sampled answers become its completion.
 
     complete(call) -> history: context ids -> InferenceClient.generate -> read -> recorded -> Answer
 
-Limits: `rollout.max_completion_tokens` bounds what the calls of the rollout sample together (calls that run at the same time may
+Limits: `rollout.max_completion_tokens` limits the sampled tokens of all calls of the rollout together (concurrent calls may
 each use what was left when they began), `inference.max_model_len` context and answer of each call, `rollout.max_turns` their
-number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is truncated, or that finds no token left,
-ends with finish_reason "length". After the first one that found none, further calls are refused.
+number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is truncated, or that has no token left,
+ends with finish_reason "length". After the first call that had none, further calls are refused.
 
-Sampling: what is trained is sampled as the run says, so its settings hold: `temperature`, `top_p`, `top_k`, `min_p` and
-`repetition_penalty` of a call are ignored, with one warning in a run, a `response_format` other than text is refused, and a `seed`
-is mixed with that of the rollout, else all rollouts of a group would be the same. In calls that are not trained all of these are
-the call's. A `tool_choice` that forces a call is refused in any case.
+Sampling: trained answers are sampled with the run's settings: `temperature`, `top_p`, `top_k`, `min_p` and
+`repetition_penalty` of a call are ignored, with one warning per run; a `response_format` other than text is refused; and a `seed`
+is combined with the rollout's seed, because otherwise all rollouts of a group would be the same. Calls that are not trained use
+their own settings. A `tool_choice` that forces a call is always refused.
 
-A call counts when its answer is whole: what a cancelled call has sampled (the client hung up, the session was closed) is in no
-completion. The answer to a call whose client hung up after it was whole does count. Stop strings are those of the run
-(rollout.stop) and of the call; an answer that one of them ended is kept as it was sampled, and its text ends before the string.
+A call counts when its answer is complete: tokens of a cancelled call (the client disconnected, the session was closed) are in no
+completion. If the client disconnected after the answer was complete, it does count. Stop strings are those of the run
+(rollout.stop) and of the call; an answer that one of them ended keeps all of its tokens, but its text ends before the string.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ _IGNORED = (
 
 @dataclass(slots=True)
 class Sessions:
-    """Those of an endpoint, and what they share.
+    """The sessions of an endpoint, and what they share.
 
     Attributes:
-        renderer: of what agents send.
-        model: the name that answers carry.
-        base_url: of OpenAI's API, ends in /v1.
-        by_key: both keys of every session that is open.
-        serve: has the endpoint answer at a socket that listens already, for an agent that cannot reach its address.
-        warn_once: of settings of sampling that have no effect.
+        renderer: renders the agents' messages.
+        model: the model name in answers.
+        base_url: URL of OpenAI's API; ends in /v1.
+        by_key: the open sessions by both of their keys.
+        serve: makes the endpoint answer at a socket that already listens, for an agent that cannot reach its address.
+        warn_once: warns of sampling settings that are ignored.
     """
 
     client: InferenceClient
@@ -83,16 +83,16 @@ class Sessions:
 
 
 class AgentSession:
-    """See the module's docstring; open from now until `close`. Belongs to the rollout loop.
+    """See the module's docstring. Open from its construction until `close`. It belongs to the rollout loop.
 
     Args:
-        sessions: of the endpoint, which has started.
-        rollout_id: of the rollout that it is.
-        settings: sampling and limits.
-        seed: of the rollout; every call has one of its own.
-        affinity: what its requests share with others, such as "group/rollout"; see inference.router.
-        on_tokens: called as tokens arrive, those that are dropped later included.
-        track: of the timeline.
+        sessions: sessions of the endpoint, which has started.
+        rollout_id: id of this rollout.
+        settings: sampling parameters and limits.
+        seed: seed of the rollout, from which each call gets its own.
+        affinity: a path such as "group/rollout"; see inference.router.
+        on_tokens: called as tokens arrive, including tokens that are dropped later.
+        track: timeline track.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class AgentSession:
         track: Track = NO_TRACK,
     ) -> None:
         self.key, self.untrained_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        """With the second one calls are answered, too, and trained nowhere: those of a judge, or of a simulated user."""
+        """Calls with the second key are answered but not trained: those of a judge, or of a simulated user."""
         sessions.by_key |= {self.key: self, self.untrained_key: self}
         self.rollout_id = rollout_id
         self.base_url, self.model, self.serve = sessions.base_url, sessions.model, sessions.serve
         self.is_closed = False
         self.is_out_of_budget = False
-        """A call found no token left of the rollout's budget, or of its number of turns."""
+        """Whether a call found no token or turn left in the rollout's budget."""
         self.is_truncated = False
-        """A limit of the run truncated an answer, or left no room for one."""
+        """Whether a limit of the run truncated an answer, or left no room for one."""
         self.last_error: str | None = None
-        """Why the newest call that got no answer got none, where the inference servers are to blame."""
+        """Why the last call that failed because of the inference servers failed."""
         self.api_state: dict[Any, Any] = {}
-        """What the APIs remember of this rollout."""
+        """The APIs' state of this rollout."""
         self._sessions = sessions
         self._settings = settings
         self._seed = seed
@@ -135,14 +135,14 @@ class AgentSession:
 
     @property
     def anthropic_base_url(self) -> str:
-        """Of Anthropic's API, whose clients add /v1 themselves."""
+        """URL of Anthropic's API, whose clients append /v1 themselves."""
         return self.base_url.removesuffix("/v1")
 
     async def complete(self, call: Call, answer_id: str, *, is_trained: bool = True) -> Answer:
-        """Have the policy answer.
+        """Have the policy answer a call.
 
         Args:
-            is_trained: false: the answer is in no completion.
+            is_trained: False keeps the answer out of the completion.
 
         Raises:
             ApiError: the session is closed, the call cannot be made, or no inference server answers.
@@ -179,7 +179,7 @@ class AgentSession:
         return answer
 
     def set_reward(self, answer_id: str, reward: float) -> None:
-        """The agent's reward of one answer, which becomes that of the answer's branch.
+        """Set the agent's reward of one answer, which becomes that of the answer's branch.
 
         Raises:
             LookupError: there is no such answer.
@@ -198,11 +198,11 @@ class AgentSession:
         reward: float | None = None,
         reward_columns: Mapping[str, Any] | None = None,
     ) -> RolloutCompletion:
-        """What there is of the rollout: its own turns are the path to the newest answer, all else is in branches.
+        """The rollout's completion: its own turns are the path to the newest answer, all others are in branches.
 
         Args:
-            status: how the agent ended; a finished rollout in which a limit of the run cut an answer is truncated.
-            reward: the agent's own; None: the one that it set on the path to the newest answer, if any.
+            status: how the agent ended; a finished rollout with an answer cut by a limit of the run counts as truncated.
+            reward: the agent's reward; None uses the one that it set on the path to the newest answer, if any.
             reward_columns: further columns for reward functions.
         """
         paths = self._history.paths()
@@ -227,7 +227,7 @@ class AgentSession:
         )
 
     def close(self) -> None:
-        """Cancel what is under way; the key is not known from now on."""
+        """Cancel calls in progress; the key is unknown from now on."""
         if not self.is_closed:
             self.is_closed = True
             for key in (self.key, self.untrained_key):
@@ -236,10 +236,10 @@ class AgentSession:
                 task.cancel()
 
     def prompt_length(self, call: Call, *, is_trained: bool) -> int:
-        """Number of tokens of a call's context; nothing is generated.
+        """Number of tokens of a call's context, without generating anything.
 
         Raises:
-            ApiError: as `complete`.
+            ApiError: as in `complete`.
         """
         self._check(call, is_trained=is_trained)
         return len(self._history.prepare(call).context)
@@ -264,7 +264,7 @@ class AgentSession:
             )
 
     def _budget(self, num_context: int, number: int, *, is_trained: bool) -> int:
-        """Tokens that a call may sample. Where a call that is not trained finds none, the rollout is none the less whole."""
+        """Tokens that a call may sample. An untrained call without any left does not make the rollout truncated."""
         settings = self._settings
         if self._num_sampled >= settings.max_completion_tokens or number >= settings.max_turns:
             if self.is_out_of_budget or not is_trained:
@@ -295,7 +295,7 @@ class AgentSession:
                 raise unknown_key() from error
             raise
         except RequestRejectedError as error:
-            raise bad_request(str(error)) from error  # such as response_format, by an engine without grammars
+            raise bad_request(str(error)) from error  # for example response_format with an engine without grammars
         except GrpoAsyncError as error:
             self.last_error = f"{type(error).__name__}: {error}"
             raise ApiError(503, "server_error", self.last_error) from error
@@ -322,7 +322,7 @@ class AgentSession:
             text = turn.text
             problems = [each.error for each in turn.tool_calls if each.error is not None]
             parse_error = turn.parse_error or next(iter(problems), None)
-            if not problems:  # else the client gets the whole text: it cannot make half of the calls
+            if not problems:  # otherwise the client gets the whole text, as half of the calls are no use
                 calls, text = turn.tool_calls, turn.content
         text = settings.shown(text)
         reasoning, content = chat.split_thinking(text)
@@ -343,12 +343,12 @@ class AgentSession:
 
 
 def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Of GenerateRequest; None for text. Chat Completions nest the schema, Responses and Messages do not.
+    """The `structured_outputs` of GenerateRequest; None for text. Chat Completions nest the schema, Responses and Messages do not.
 
     {"type": "json_object"} -> {"json": {"type": "object"}}; {"type": "json_schema", "json_schema": {"schema": S}} -> {"json": S}
 
     Raises:
-        ApiError: it is something else.
+        ApiError: the format is unsupported.
     """
     given = response_format if isinstance(response_format, Mapping) else {"type": response_format or "text"}
     kind = given.get("type", "text")
@@ -367,7 +367,7 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
 
 
 def unknown_key() -> ApiError:
-    """The answer to whoever has no key, or one of a rollout that is over."""
+    """The error for a missing key, or one of a rollout that is over."""
     return ApiError(
         401,
         "authentication_error",

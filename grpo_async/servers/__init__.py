@@ -1,4 +1,4 @@
-"""The inference servers of a run: the real vLLM (`vllm`) and a small engine on transformers (`embedded`).
+"""The inference servers of a run: vLLM (`vllm`) and a small engine on transformers (`embedded`).
 
 HTTP -> TokenGuard -> app.RolloutApp (routes, order of pauses and updates) -> app.Engine: EmbeddedEngine or VllmEngine
 """

@@ -1,11 +1,11 @@
-"""The HTTP application of both engines (the paths of `inference.api`): it reads and checks requests, keeps the order of pauses
+"""The HTTP application of both engines (the paths of `inference.api`): it parses and checks requests, orders pauses
 and weight updates, and answers. An `Engine` does the rest.
 
     400 the request is wrong | 409 out of order, or another call came in the meantime | 500 a weight update failed
     503 the engine is dead or does not answer, or the request is meant for another server | 504 not drained in time
 
-Errors are `{"error": "..."}`. Runs in one event loop. A client that disconnects ends its request; pauses and weight updates run
-to their end: half of one would leave the server in a state that nobody knows.
+Errors are `{"error": "..."}`. It runs in one event loop. A client that disconnects ends its request; pauses and weight updates
+run to their end, because half of one would leave the server in an unknown state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError, parameter_
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS_TIMEOUT_S = 120.0  # of `Engine.parameters`: three rows of every tensor, from a disk that may be slow
+PARAMETERS_TIMEOUT_S = 120.0  # for `Engine.parameters`: reads three rows of every tensor from a disk that may be slow
 _NDJSON = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
 Result = TypeVar("Result")
@@ -57,7 +57,7 @@ NextChunk = Callable[[], Awaitable[GenerateChunk]]
 
 
 class Engine(ABC):
-    """What the application needs of an inference engine. Used from the application's event loop.
+    """The interface between the application and an inference engine. Used from the application's event loop.
 
     Any method may raise EngineDeadError, and HTTPException for a call that cannot be made now.
     """
@@ -65,31 +65,32 @@ class Engine(ABC):
     def __init__(self, description: ServerInfo) -> None:
         self.requests = RequestTracker()
         self.description = description
-        """What does not change while the server runs."""
+        """The part of the server's info that never changes."""
         self.base = BaseWeights(description.model)
-        """What pushed adapters are added to."""
+        """The base to which pushed adapters are added."""
 
     @property
     @abstractmethod
     def failure(self) -> str | None:
-        """Why the engine does not run anymore, or None."""
+        """Why the engine has stopped; None while it runs."""
 
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """Of the weights that serve."""
+        """Policy version of the served weights."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """The fields of ServerInfo that the engine knows and that change. Does not wait for the engine."""
+        """The fields of ServerInfo that the engine knows and that change. Returns without waiting for the engine."""
 
     async def prepare_stop_strings(self) -> None:  # noqa: B027 - not every engine has to
-        """Called before a request that has some."""
+        """Called before a request with stop strings."""
 
     @abstractmethod
     def stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[NextChunk]:
-        """Generate inside the context, which gives what waits for the next chunk; the last has a finish reason or an error. Nothing
-        else runs in the event loop between the call and the entry into the engine: it enters under the version served now."""
+        """Generate inside the context, which yields a function that waits for the next chunk; the last chunk has a finish reason or
+        an error. Nothing else may run in the event loop between the call and the entry into the engine: the request enters under
+        the version served now."""
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer: ...
@@ -99,21 +100,21 @@ class Engine(ABC):
 
     @abstractmethod
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
-        """Freeze between two tokens, and tell `requests`. See `inference.api` for the two ways with what is in flight."""
+        """Freeze generation between two tokens, and tell `requests`. See `inference.api` for requests in flight."""
 
     @abstractmethod
     async def resume(self) -> None: ...
 
     @abstractmethod
     async def is_paused(self) -> bool:
-        """Answered by the engine itself, so that the answer shows that it lives."""
+        """Ask the engine itself, so that an answer shows that it is alive."""
 
     @abstractmethod
     async def join_weight_group(self, info: WeightInitInfo) -> None:
-        """All workers join the trainer's weight group."""
+        """Make all workers join the trainer's weight group."""
 
     async def check_update(self, info: WeightUpdateInfo) -> None:
-        """Raises UpdateRefusedError when this update does not fit the model."""
+        """Raise UpdateRefusedError if this update does not fit the model."""
         specs, served = parameter_specs(info), await self.parameters()
         if info.base is not None and served.base_digest != info.base.digest:
             raise UpdateRefusedError("these adapters have a different base model than this server")
@@ -125,15 +126,15 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_update(self, info: WeightUpdateInfo) -> None:
-        """All workers receive every parameter and load it in place, while nothing is generated. If this raises, parts of it may be
-        loaded."""
+        """Make all workers receive every parameter and load it in place, while nothing is generated. If this raises, parts of the
+        update may be loaded."""
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:
-        """What is loaded is `version`: every token from now on carries it."""
+        """The loaded weights are `version`: every token from now on carries it."""
 
     async def sleep(self) -> None:
-        """Freeze, and give the GPU's memory back."""
+        """Freeze generation, and free the GPU's memory."""
         raise HTTPException(409, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU")
 
     async def wake_up(self) -> None:
@@ -150,9 +151,9 @@ class RolloutApp:
         self._lock = asyncio.Lock()  # pauses and weight updates change what the engine does: one at a time
         self._pause_number = 0
         self._has_group = False
-        self._announced: WeightUpdateInfo | None = None  # by /start_weight_update
-        self._is_whole = True  # False: a part of an update is loaded, or all of one that is not finished
-        self._is_loaded = False  # all of one that is not finished
+        self._announced: WeightUpdateInfo | None = None  # set by /start_weight_update
+        self._is_whole = True  # False: an update is loaded in part, or not finished
+        self._is_loaded = False  # an update is loaded completely, but not finished
         gets = {
             "/health": self._health,
             "/rollout/info": self._info,
@@ -219,7 +220,7 @@ class RolloutApp:
             await send({"type": "http.response.start", "status": 200, "headers": _NDJSON})
             has_more = True
             while has_more:
-                chunk = await next_chunk()  # ended by the engine, or by the client's disconnect
+                chunk = await next_chunk()  # ends with the engine or the client's disconnect
                 has_more = chunk.finish_reason is None and chunk.error is None
                 line = chunk.model_dump_json().encode() + b"\n"
                 await send({"type": "http.response.body", "body": line, "more_body": has_more})
@@ -233,7 +234,7 @@ class RolloutApp:
         return _json(answer)
 
     async def _scored(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        """Also while paused, but not on parts of two versions."""
+        """Score, also while paused, but not with parts of two versions."""
         if not self._is_whole:
             await self._requests.gate.wait()
         return await self._engine.score(token_ids)
@@ -273,15 +274,15 @@ class RolloutApp:
         return JSONResponse({"is_paused": True})
 
     async def _drained(self, number: int, timeout_s: float) -> None:
-        """Return when the engine has ended all requests. Not paused when this raises. `number`: of the /pause that wants it.
+        """Return when the engine has ended all requests. If this raises, the server is not paused. `number`: that of the /pause.
 
         Raises:
-            HTTPException: 504, not within `timeout_s`; 409, another /pause or /resume came.
+            HTTPException: 504: not drained within `timeout_s`; 409: another /pause or /resume came.
         """
         async with self._lock:
-            if not self._is_whole:  # nothing can run to its end
+            if not self._is_whole:  # no request can run to its end
                 return
-            if self._requests.is_paused:  # by a trainer that is gone: frozen requests would never end
+            if self._requests.is_paused:  # paused by a trainer that is gone: frozen requests would never end
                 await self._engine.resume()
         is_drained = True
         try:
@@ -299,7 +300,7 @@ class RolloutApp:
             )
 
     async def _resume(self, _: Request) -> Response:
-        self._pause_number += 1  # a /pause that is still draining has come to nothing
+        self._pause_number += 1  # cancels a /pause that is still draining
         async with self._lock:
             if not self._is_whole:
                 raise HTTPException(
@@ -311,11 +312,11 @@ class RolloutApp:
         return JSONResponse({"is_paused": False})
 
     async def _is_paused(self, request: Request) -> Response:
-        # a probe ends with its client, so that those of a hung engine do not pile up
+        # a probe ends with its client, so that probes of a hung engine do not pile up
         return JSONResponse({"is_paused": await unless_disconnected(self._engine.is_paused(), request.receive)})
 
     async def _sleep(self, _: Request) -> Response:
-        self._pause_number += 1  # a /pause that is still draining has come to nothing
+        self._pause_number += 1  # cancels a /pause that is still draining
         async with self._lock:
             await self._engine.sleep()
             self._requests.gate.close()
@@ -384,10 +385,10 @@ class RolloutApp:
 
 
 async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result:
-    """Await `work`, and cancel it when the client disconnects. Call it after the body was read.
+    """Await `work`, and cancel it when the client disconnects. Call it after the body has been read.
 
     Raises:
-        ClientDisconnect: the client left first. Otherwise what `work` raises.
+        ClientDisconnect: the client disconnected first. Errors of `work` propagate.
     """
     me = asyncio.current_task()
     assert me is not None
@@ -409,13 +410,13 @@ async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Resu
 
 
 class _Streaming:
-    """A plain ASGI app: starlette's own wrappers cost a task group for each streamed answer."""
+    """A plain ASGI app: starlette's own wrappers cost a task group for each streamed response."""
 
     def __init__(self, answer: Callable[[Request, Send], Awaitable[None]]) -> None:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientDisconnect):  # nobody reads
+        with suppress(ClientDisconnect):  # nobody reads the response
             await self._answer(Request(scope, receive), send)
 
 
@@ -429,7 +430,7 @@ def _json(content: BaseModel) -> Response:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    status, message = 500, f"{type(error).__name__}: {error}"  # an error that nobody expected is logged by uvicorn
+    status, message = 500, f"{type(error).__name__}: {error}"  # uvicorn logs unexpected errors
     match error:
         case HTTPException():
             status, message = error.status_code, error.detail

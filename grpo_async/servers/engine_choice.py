@@ -1,4 +1,4 @@
-"""Which inference engine a run uses, and why: what the config says, else what this machine can run."""
+"""Chooses a run's inference engine, and says why: the configured one, otherwise one that this machine can run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from grpo_async.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """`engine` is external where this machine starts no servers. `reason` completes "because ..."."""
+    """The decision. `engine` is external if this machine starts no servers. `reason` completes "because ..."."""
 
     engine: Literal[EngineName, "external"]
     reason: str
     on_gpu: bool = False
-    """Whether spawned servers work on GPUs."""
+    """Whether the servers that are started work on GPUs."""
 
 
 def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineChoice:
-    """Decide the engine.
+    """Choose the engine.
 
     Args:
         is_here: false for other machines, which cannot be inspected: they are assumed to have what the configuration needs.

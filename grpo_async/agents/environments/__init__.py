@@ -1,13 +1,13 @@
-"""Agents that are an environment of a library: `rollout.agent.environment`, as `make_environment` reads it.
+"""Agents that are a library's environment: `rollout.agent.environment`, as `make_environment` reads it.
 
     row -> environment (the library's own code: its tools, its users, its rubric) <-> client of the rollout's session
         -> reward `agent`, its metrics as columns
 
-The environment runs in this process, on an event loop apart from the run's, and calls the model at the endpoint as any agent does:
-tokens are exact, and whatever the library makes of the conversation becomes branches. Tool servers that a library starts are
+The environment runs in this process, on a separate event loop, and calls the model at the endpoint like any agent:
+tokens are exact, and any changes that the library makes to the conversation become branches. Tool servers that a library starts are
 processes that end with this one.
 
-`tasks` makes rows of what an environment knows itself:
+`tasks` makes rows of an environment's own tasks:
 
     data:
       train:
@@ -35,27 +35,27 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class EnvironmentAdapter(Protocol):
-    """What an adapter is. All methods are called on one event loop."""
+    """The interface of an adapter. All methods are called on one event loop."""
 
     async def run(self, row: Mapping[str, Any], client: AgentClient) -> Mapping[str, Any]:
-        """One episode: `{"reward": ..., column: value, ...}`. Any exception fails the rollout, and its text is the reason."""
+        """Run one episode: `{"reward": ..., column: value, ...}`. Any exception fails the rollout, with its text as the reason."""
         ...
 
     def tasks(self) -> Iterator[dict[str, Any]]:
-        """Rows of the data that the environment brings.
+        """Rows of the environment's own data.
 
         Raises:
-            ConfigError: it brings none.
+            ConfigError: the environment has no data.
         """
         ...
 
     async def aclose(self) -> None:
-        """End what the episodes shared."""
+        """Close the resources that the episodes shared."""
         ...
 
 
 class EnvironmentAgent(FunctionAgent):
-    """Runs an environment as the function of an agent: same loop, time limit, errors, reading of results."""
+    """Runs an environment like an agent's function: with the same loop, time limit, errors and results."""
 
     def __init__(self, environment: EnvironmentAdapter, section: AgentSection, *, max_concurrent: int) -> None:
         super().__init__(environment.run, section.model_copy(update={"arguments": {}}), max_concurrent=max_concurrent)
@@ -72,10 +72,10 @@ class EnvironmentAgent(FunctionAgent):
 
 
 def load_environment_agent(section: AgentSection, *, max_concurrent: int) -> EnvironmentAgent:
-    """Make the environment that the section names; nothing of it is started yet.
+    """Build the environment that the section names, without starting anything.
 
     Raises:
-        ConfigError: its library is not installed, there is no such environment, or it does not take its arguments.
+        ConfigError: its library is not installed, the environment does not exist, or does not accept its arguments.
     """
     assert section.environment is not None
     try:
@@ -89,13 +89,13 @@ def tasks(environment: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     """Rows for `data.train.type: generator`; `arguments` are those of `rollout.agent.arguments`.
 
     Raises:
-        ConfigError: as `load_environment_agent`, or the environment has no tasks of its own.
+        ConfigError: as in `load_environment_agent`, or the environment has no tasks of its own.
     """
     return make_environment(environment, arguments).tasks()
 
 
 def make_environment(reference: str, arguments: Mapping[str, Any]) -> EnvironmentAdapter:
-    """`verifiers:NAME` or `openenv:URL`.
+    """Build the environment of `verifiers:NAME` or `openenv:URL`.
 
     Raises:
         ConfigError: see `load_environment_agent`.
@@ -104,7 +104,7 @@ def make_environment(reference: str, arguments: Mapping[str, Any]) -> Environmen
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"it {needs(library)}")
     make_working_directory_importable()
-    # here: the libraries take seconds to import
+    # imported here, because the libraries take seconds to import
     if library == "openenv":
         from grpo_async.agents.environments.openenv_client import OpenEnvEnvironment
 

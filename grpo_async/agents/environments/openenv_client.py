@@ -1,10 +1,10 @@
-"""Environments of the library OpenEnv, whose server is already there.
+"""Environments of the library OpenEnv, whose server is already running.
 
     reset(columns of the row) -> observation -> model -> action -> step -> observation, reward -> ... until it is done
 
-An environment that offers tools by MCP offers them to the model. Any other takes actions of one form: the model is offered one
-tool with that form's fields. (For actions that are the text of the answer there is `verifiers:openenv`.) The reward is the sum of
-the steps' rewards, as TRL and verifiers take it.
+An environment that offers MCP tools offers them to the model. Any other has one form of action: the model is offered one
+tool with that form's fields. (For actions that are the answer's text, use `verifiers:openenv`.) The reward is the sum of
+the steps' rewards, as in TRL and verifiers.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from grpo_async.config.base import Count, Seconds, StrictModel, read_arguments
 from grpo_async.errors import ConfigError
 
 _OWN_FIELDS = ("done", "reward", "metadata")
-"""Of every observation."""
+"""Fields of every observation."""
 _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
-"""Titles of the schema of actions where an environment has tools."""
+"""Titles of the action schema of an environment that has tools."""
 
 
 class OpenEnvOptions(StrictModel):
     """`rollout.agent.arguments` of an environment of OpenEnv."""
 
     tool: str = "act"
-    """Name of the tool whose arguments are an action, where the environment has no tools of its own."""
+    """Name of the tool whose arguments are an action, if the environment has no tools of its own."""
     max_steps: Count = 100
     """Number of steps after which an episode ends, done or not."""
     message_timeout_s: Seconds = 60.0
-    """Of one reset or step."""
+    """Time limit of one reset or step."""
 
 
 class OpenEnvEnvironment:
     """See the module's docstring; implements agents.environments.EnvironmentAdapter.
 
     Args:
-        url: of the server.
+        url: URL of the server.
         arguments: see `OpenEnvOptions`.
 
     Raises:
-        ConfigError: there is no such argument.
+        ConfigError: an argument is unknown.
     """
 
     def __init__(self, url: str, arguments: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class OpenEnvEnvironment:
             episode = _Episode(environment, client, self._actions, self._options)
             try:
                 await episode.play(row)
-            except RuntimeError as error:  # the client's, for errors of the server
+            except RuntimeError as error:  # the client raises it for errors of the server
                 hint = (
                     "; let its application have more sessions (max_concurrent_envs), or lower rollout.agent.max_concurrent"
                     if "CAPACITY" in str(error)
@@ -87,7 +87,7 @@ class OpenEnvEnvironment:
         return {REWARD: episode.reward, "steps": episode.num_steps, "done": episode.is_done}
 
     async def aclose(self) -> None:
-        """Nothing is shared."""
+        """Does nothing: episodes share nothing."""
 
     async def _read_actions(self) -> Mapping[str, Any]:
         """The schema of the environment's actions."""
@@ -151,8 +151,8 @@ class _Episode:
         ]
 
     async def _call(self, function: Any) -> str:
-        """The result of a tool call; also what is wrong with the call, which costs no step."""
-        arguments = json.loads(function.arguments)  # an object: the endpoint makes no calls of others
+        """The result of a tool call, or what is wrong with the call; an invalid call costs no step."""
+        arguments = json.loads(function.arguments)  # always an object: the endpoint makes no other calls
         if self.is_done:
             return "error: the episode is over"
         if self._has_own_tools:
@@ -162,10 +162,10 @@ class _Episode:
         return await self._step(arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> str:
-        """The observation as text. The model sees why the server refused an action; that ends nothing."""
+        """The observation as text. If the server refuses an action, the model sees the reason, and the episode continues."""
         try:
             result = await self._environment.step(action)
-        except RuntimeError as error:  # what the client raises for the server's own errors
+        except RuntimeError as error:  # the client raises it for the server's errors
             self.num_steps += 1
             return f"error: {error}"
         self.num_steps += 1
@@ -175,7 +175,7 @@ class _Episode:
 
 
 def _text(observation: Mapping[str, Any]) -> str:
-    """{"result": "42", "done": false, "reward": 0} -> `42`; of several their JSON; of a tool of MCP its data, or the error."""
+    """{"result": "42", "done": false, "reward": 0} -> `42`; several fields as JSON; an MCP tool's data, or its error."""
     fields = {name: value for name, value in observation.items() if name not in _OWN_FIELDS and value is not None}
     if "tool_name" in fields:
         if "error" in fields:
@@ -189,8 +189,8 @@ def _text(observation: Mapping[str, Any]) -> str:
 
 
 def _with_text(prompt: Any, text: str) -> list[dict[str, Any]]:
-    """The row's prompt as messages, with the first observation at the end of the last user message; without one it is a user
-    message by itself. A blank line comes before it, unlike in `rollout.conversation.with_environment_text`: a user's own
+    """The row's prompt as messages, with the first observation appended to the last user message; if there is none, it becomes a
+    user message by itself. A blank line precedes it, unlike in `rollout.conversation.with_environment_text`: a user's own
     environment knows its prompts, a server does not."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
     if text:

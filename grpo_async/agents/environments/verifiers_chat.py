@@ -1,7 +1,7 @@
-"""A harness of verifiers that chats in this process: the library's own programs take a new interpreter for every turn.
+"""A harness of verifiers that chats in this process: the library's own harnesses start a new Python process for every turn.
 
-It sends the conversation through the rollout's endpoint, runs the tools of the task's tool servers that the model calls, and is
-over when an answer calls none, or when nothing of the rollout's budget is left.
+It sends the conversation through the rollout's endpoint and runs the tools of the task's tool servers that the model calls. It
+ends when an answer calls no tool, or when the rollout's budget is used up.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from verifiers.v1.trace import Trace
 
 from grpo_async.agents.function import OpenAiClients
 
-__all__ = ["ChatHarness"]  # where the library looks for the harness of a module
+__all__ = ["ChatHarness"]  # the library finds a module's harness here
 
 _ID = "grpo_async_chat"
-sys.modules.setdefault(_ID, sys.modules[__name__])  # the library imports a harness by its id, and takes no dots in it
-_CLIENTS = OpenAiClients(timeout_s=86_400.0)  # whoever runs the rollout has the limit
+sys.modules.setdefault(_ID, sys.modules[__name__])  # the library imports a harness by its id, which may have no dots
+_CLIENTS = OpenAiClients(timeout_s=86_400.0)  # the rollout has its own time limit
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -69,7 +69,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 except BadRequestError as error:
                     if "rollout_budget_exhausted" not in str(error):
                         raise
-                    trace.stop("max_output_tokens")  # the task scores what there is
+                    trace.stop("max_output_tokens")  # the task scores the conversation so far
                     break
                 message = completion.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
@@ -82,7 +82,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
 
 async def _result_of(function: Any, places: Any, connections: Any) -> Any:
-    """What the model sees of its call; what is wrong with the call, too."""
+    """The text that the model sees for its call, including errors in the call."""
     if function.name not in places:
         return f"error: there is no tool {function.name!r}; there are {sorted(places)}"
     try:

@@ -1,15 +1,15 @@
-"""Environments of the library verifiers (0.4): tasksets with their rewards, metrics, tools and users, and those of several agents.
+"""Environments of the library verifiers (0.4): tasksets with their rewards, metrics, tools and users, also with several agents.
 
     row's task -> Env.run_episode -> Episode(traces) -> reward, and each reward and metric of the task as a column
 
 An agent that names no `model`, `client` or `harness` of its own is the policy, and runs in the chat loop of `verifiers_chat` in
-this process, on this machine: the library's own defaults would start a process for each turn, in a sandbox of a cloud, and give
-the model a shell. `rollout.agent.arguments` are the library's own settings of an environment (`EnvConfig`): `taskset`, the agents
-(`agent` where there is one), `id`, `retries`.
+this process: the library's own defaults would start a process for each turn, in a cloud sandbox, and give the model
+a shell. `rollout.agent.arguments` are the library's own environment settings (`EnvConfig`): `taskset`, the agents
+(`agent` if there is only one), `id`, `retries`.
 
-The library calls a model through a server of its own in between, which has one client for all rollouts; `_SessionKeys` makes each
-agent call with a key of its rollout's session: one that is not `trainable` (a judge, a simulated user) with the key whose calls are
-not trained.
+The library calls a model through its own intermediate server, which has one client for all rollouts. `_SessionKeys` makes each
+agent call with a key of its rollout's session: an agent that is not `trainable` (a judge, a simulated user) uses the key whose
+calls are not trained.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from grpo_async.errors import ConfigError
 from grpo_async.utils.validation import problems_of
 
 TASK = "task"
-"""Column with the data of the row's task, as `tasks` makes it."""
+"""The column with a task's data, as `tasks` makes it."""
 _THEIR_DEFAULT = "bash"
 _NO_VARIABLE = "GRPO_ASYNC_AGENT_KEY"
-"""Where the library would look for a key; never set."""
+"""The variable in which the library would look for a key; never set."""
 _client: ContextVar[AgentClient] = ContextVar("client of the rollout's session")
 
 
@@ -50,10 +50,10 @@ class VerifiersEnvironment:
 
     Args:
         name: id of a taskset: a module that exports one, or one that the library ships.
-        arguments: of its `EnvConfig`, without the taskset's id.
+        arguments: fields of its `EnvConfig`, without the taskset's id.
 
     Raises:
-        ConfigError: there is no such taskset, or it does not take the arguments.
+        ConfigError: the taskset does not exist, or does not accept the arguments.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class VerifiersEnvironment:
             raise ConfigError(f"verifiers cannot load the taskset {name!r}: {error}") from error
         self._serving = AsyncExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = asyncio.Lock()  # of that loop
+        self._starting = asyncio.Lock()  # belongs to that loop
         self._is_serving = False
 
     def tasks(self) -> Iterator[dict[str, Any]]:
@@ -113,7 +113,7 @@ class VerifiersEnvironment:
         return kind(kind.data_type().model_validate(row[TASK]), taskset.config.task)
 
     async def _start(self) -> None:
-        """Start what all episodes share; again where an event loop was given up with what ran on it."""
+        """Start what all episodes share; start it again if its event loop was abandoned."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._starting, self._is_serving = loop, asyncio.Lock(), False
@@ -135,7 +135,7 @@ class _SessionKeys(Interception):
         self._inner = inner
 
     async def start(self) -> None:
-        """Whoever made `inner` starts and stops it."""
+        """Does nothing: whoever made `inner` starts and stops it."""
 
     @asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[Any]:
@@ -149,11 +149,11 @@ class _SessionKeys(Interception):
 
 
 def _with_our_defaults(config: vf.EnvConfig, name: str) -> vf.EnvConfig:
-    """The config with our chat loop for every agent that would get the library's default harness, and its runtime on this machine
-    where the agent names none: by default the library takes a sandbox of a cloud.
+    """The config with our chat loop for every agent that would get the library's default harness, and with its runtime on this
+    machine if the agent names none: the library's default is a cloud sandbox.
 
     Raises:
-        ConfigError: an agent wants a sandbox of that cloud, and there is no key for it.
+        ConfigError: an agent wants a cloud sandbox, and there is no key for it.
     """
     chats = default_agent_harness(name).id == _THEIR_DEFAULT
     agents = {}
@@ -171,7 +171,7 @@ def _with_our_defaults(config: vf.EnvConfig, name: str) -> vf.EnvConfig:
 
 
 def _result(traces: list[Any]) -> dict[str, Any]:
-    """The mean reward of the policy's traces; each single reward and metric as a column, those of several agents as AGENT_NAME.
+    """The mean reward of the policy's traces; each reward and metric also as a column, named AGENT_NAME with several agents.
 
     {"correct": 1.0 x 2, "short": 0.5} and the metric num_turns 3 -> {"reward": 2.5, "correct": 1.0, "short": 0.5, "num_turns": 3.0}
     """
@@ -182,5 +182,5 @@ def _result(traces: list[Any]) -> dict[str, Any]:
         prefix = f"{trace.agent.name}_" if len(traces) > 1 and trace.agent is not None else ""
         scores = {name: reward and reward.score for name, reward in trace.rewards.items()}
         columns |= {f"{prefix}{name}": value for name, value in {**scores, **trace.metrics}.items()}
-    columns.pop(REWARD, None)  # a reward of that name is in the sum
+    columns.pop(REWARD, None)  # a reward of that name is already in the sum
     return {**columns, REWARD: sum(trace.reward for trace in traces) / len(traces)}

@@ -1,13 +1,13 @@
-"""Continuous batching over a Hugging Face causal language model. Knows nothing of HTTP; one thread calls it.
+"""Continuous batching over a Hugging Face causal language model. It knows nothing of HTTP; a single thread calls it.
 
 A step = fill the slots that need it (new requests; every request after new weights), then one decode over all rows.
 Filling leaves a sequence's last token to the decode, so all sampling happens in one place. Every change (admission,
-abort, weights, version) happens between two steps: each token is of exactly the weights whose version it carries.
-Computed prompts are shared among sequences that the same weights fill, never across an update.
+abort, weights, version) happens between two steps: each token comes from exactly the weights whose version it carries.
+Prompts that were computed with the same weights are shared among sequences, but never across an update.
 Running rows are dense: when one ends, the last row moves into its slot.
 
-Tokens and logprobs of a request do not depend on what else is in flight, to the last bit: a matrix product of few rows, and
-attention over another length, would round in another way, so a forward has at least _MIN_ROWS rows and lengths are rounded up
+Tokens and logprobs of a request do not depend on what else is in flight, to the last bit. A matrix product of few rows, or
+attention over another length, would round differently, so a forward has at least _MIN_ROWS rows and lengths are rounded up
 (measured on CPUs with float32; a GPU's libraries choose their kernels by other rules).
 """
 
@@ -33,17 +33,17 @@ from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 from grpo_async.servers.requests import NOT_FINITE, EngineOutput, TokenStream
 
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
-_MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
+_MIN_ROWS = 16  # for fewer rows, BLAS libraries use kernels that add in another order
 _LENGTH_STEP = 32  # attention is computed over a multiple of this many positions
-_ADMIT_EVERY_STEPS = 4  # a prefill costs about a decode whatever its size, so a busy engine collects requests for one
-_STOP_MARGIN = 64  # tokens before those that a stop string can have
-_SCORED_ROWS = 256  # of logits at a time: 150 MB in float32 with a vocabulary of 150 000
-_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # nats; rounding stays far below
+_ADMIT_EVERY_STEPS = 4  # a prefill of any size costs about a decode, so a busy engine batches requests
+_STOP_MARGIN = 64  # tokens decoded before the longest possible stop string
+_SCORED_ROWS = 256  # rows of logits at a time: 150 MB in float32 with a vocabulary of 150 000
+_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # nats; rounding errors are far smaller
 
 
 class RunningSequence:
-    """State of one request. `tokens` is prompt + sampled; `decode` makes text of tokens for its stop strings; `stream` is where its
-    outputs go, which the engine leaves to its caller."""
+    """State of one request. `tokens` is prompt + sampled; `decode` converts tokens to text for its stop strings; `stream` is where
+    the engine's caller sends its outputs."""
 
     def __init__(
         self,
@@ -62,12 +62,13 @@ class RunningSequence:
         self.decode = decode
         self.prompt_key = tuple(request.token_ids[:-1])
         self.slot = -1  # -1: waiting or over
-        # which weights (SlotEngine counts them) computed the keys and values of the prompt that are in the slot; None: none yet
+        # number of the weights (counted by SlotEngine) with which the slot's keys and values of the prompt were computed; None: not
+        # yet
         self.filled_by: int | None = None
 
     @property
     def cache_key(self) -> tuple[int, ...]:
-        """Sequences of equal key that the same weights fill have equal keys and values for tokens[:-1]."""
+        """Sequences with equal keys that the same weights fill have equal keys and values for tokens[:-1]."""
         return self.prompt_key if len(self.tokens) == self.prompt_len else tuple(self.tokens[:-1])
 
     def append(self, token: int, logprob: float) -> EngineOutput:
@@ -83,8 +84,8 @@ class RunningSequence:
         return output
 
     def _stop_string(self) -> str:
-        """The one that the last token has completed; "" if none. A string has at most as many tokens as bytes; more are decoded, so
-        that the text does not begin in the middle of a letter."""
+        """The stop string that the last token has completed; "" if none. A string has at most as many tokens as bytes; more are
+        decoded, so that the text does not begin inside a multi-byte character."""
         assert self.decode is not None
         num_bytes = max(len(each.encode("utf-8", "surrogatepass")) for each in self.request.stop)
         text = self.decode(self.tokens[max(self.prompt_len, len(self.tokens) - num_bytes - _STOP_MARGIN) :])
@@ -93,7 +94,7 @@ class RunningSequence:
 
 
 class SlotEngine:
-    """Generates for up to `num_slots` sequences at once; more wait in order of arrival.
+    """Generates for up to `num_slots` sequences at once; further ones wait in order of arrival.
 
     Args:
         model: causal language model in eval mode with sdpa attention, on its device.
@@ -115,7 +116,7 @@ class SlotEngine:
         )
         self.policy_version = 0
         self._cache = SlotCache(model, num_slots=max(num_slots, _MIN_ROWS), max_len=max_model_len)
-        self._weights_number = 0  # of the weights that serve; versions may come again, this does not
+        self._weights_number = 0  # number of the served weights; versions may repeat, this does not
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # index = slot
         self._outbox: list[tuple[RunningSequence, EngineOutput]] = []
@@ -148,7 +149,7 @@ class SlotEngine:
         }
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log p(token_ids[i + 1] | those before it) at temperature 1 by the weights that serve. [len(token_ids) - 1]"""
+        """log p(token_ids[i + 1] | those before it) at temperature 1 under the served weights. [len(token_ids) - 1]"""
         return score_tokens(self._model, token_ids)
 
     def add(self, sequence: RunningSequence) -> None:
@@ -156,7 +157,7 @@ class SlotEngine:
         self._waiting.append(sequence)
 
     def abort(self, sequence: RunningSequence) -> None:
-        """End a sequence with reason "abort" and free its slot. Does nothing when it is over already."""
+        """End a sequence with reason "abort" and free its slot. Does nothing if it has already ended."""
         if sequence.slot < 0 and sequence not in self._waiting:
             return
         self._outbox.append((sequence, EngineOutput(finish_reason=FinishReason.ABORT)))
@@ -179,28 +180,29 @@ class SlotEngine:
         self._waiting.clear()
 
     def take_outputs(self) -> list[tuple[RunningSequence, EngineOutput]]:
-        """Outputs since the last call, in order. Take them before `finish_update`: they are of the weights that served."""
+        """Outputs since the last call, in order. Take them before `finish_update`: they belong to the weights that served until
+        then."""
         outputs, self._outbox = self._outbox, []
         return outputs
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Served parameters by name; tied ones once, so lm_head is absent where it is the embedding."""
+        """Served parameters by name; tied ones once, so lm_head is absent if it is tied to the embedding."""
         return dict(self._model.named_parameters())
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite parameters in place, as they come. `finish_update` has to follow before the next step."""
+        """Overwrite parameters in place, as they come. `finish_update` must follow before the next step."""
         parameters = self.parameters()
         for name, tensor in weights:
             parameters[name].copy_(tensor)
 
     @torch.inference_mode()
     def finish_update(self, *, policy_version: int, keep_cache: bool = False) -> None:
-        """The weights are new ones: every later token carries `policy_version`.
+        """The weights are new: every later token carries `policy_version`.
 
         Args:
-            keep_cache: running sequences continue over the keys and values they have; else they are refilled with the new
-                weights before their next token. What has no slot yet starts on the new weights either way.
+            keep_cache: running sequences continue with their keys and values; otherwise they are refilled with the new
+                weights before their next token. Sequences without a slot start on the new weights either way.
         """
         self.policy_version = policy_version
         self._weights_number += 1
@@ -239,7 +241,7 @@ class SlotEngine:
 
     def _fill(self, missing: Sequence[RunningSequence]) -> None:
         """Compute keys and values of tokens[:-1], once for sequences that share them (the completions of one group)."""
-        # not from rows that went on over keys and values of older weights
+        # not from rows that continued with keys and values of older weights
         computed = {row.prompt_key: row.slot for row in self._running if row.filled_by == self._weights_number}
         to_compute: dict[tuple[int, ...], RunningSequence] = {}
         copies: list[tuple[RunningSequence, tuple[int, ...]]] = []
@@ -247,7 +249,7 @@ class SlotEngine:
             sequence.filled_by = self._weights_number
             key = sequence.cache_key
             if not key:
-                continue  # a prompt of one token: the decode does it all
+                continue  # the decode alone handles a prompt of one token
             if key in computed or key in to_compute:
                 copies.append((sequence, key))
             else:
@@ -262,7 +264,7 @@ class SlotEngine:
     def _prefill(self, sequences: Sequence[RunningSequence]) -> None:
         contexts = [sequence.tokens[:-1] for sequence in sequences]
         longest = self._round_up(max(map(len, contexts)))
-        # Padding stands on the right, where causal attention cannot see it, so no mask is needed.
+        # Padding is on the right, where causal attention cannot see it, so no mask is needed.
         padded = [context + [0] * (longest - len(context)) for context in contexts]  # at least _MIN_ROWS tokens in all
         input_ids = torch.tensor(padded, device=self.device)  # [rows, longest]
         self._cache.prefill([sequence.slot for sequence in sequences], longest)
@@ -271,7 +273,7 @@ class SlotEngine:
             position_ids=self._all_positions[:longest].unsqueeze(0).expand(len(sequences), -1),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,  # nobody reads them
+            logits_to_keep=1,  # the logits are not used
         )
 
     def _decode(self) -> None:
@@ -298,7 +300,7 @@ class SlotEngine:
         self._append_tokens(tokens.tolist(), logprobs.tolist())
 
     def _append_tokens(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Give every row its token, and free the slots of rows that ended."""
+        """Give every row its token, and free the slots of ended rows."""
         ended = []
         for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             output = sequence.append(token, logprob) if math.isfinite(logprob) else EngineOutput(error=NOT_FINITE)
@@ -330,7 +332,7 @@ class SlotEngine:
     def _rebuild_rows(self) -> None:
         rows = self._running
         lengths = [len(sequence.tokens) for sequence in rows]
-        # what fills up to _MIN_ROWS writes to position 0 of slots that nobody has
+        # the rows that fill up to _MIN_ROWS write to position 0 of unused slots
         filling = [0] * (_MIN_ROWS - len(rows))
         self._tokens = torch.tensor([*(sequence.tokens[-1] for sequence in rows), *filling], device=self.device)
         self._positions = torch.tensor([*(length - 1 for length in lengths), *filling], device=self.device)
@@ -345,7 +347,7 @@ class SlotEngine:
 
 
 def _cut_by_length(sequences: Iterable[RunningSequence]) -> Iterator[list[RunningSequence]]:
-    """Runs of similar length of at most _PREFILL_TOKENS tokens with padding.
+    """Runs of sequences of similar length, each of at most _PREFILL_TOKENS tokens with padding.
 
     Worked example with a limit of 100 tokens and lengths 50, 10, 48, 9 -> [50, 48], [10, 9].
     """
@@ -360,7 +362,7 @@ def _cut_by_length(sequences: Iterable[RunningSequence]) -> Iterator[list[Runnin
 
 
 def compute_logits_in_float32(model: Any) -> None:
-    """`model.head_dtype: float32`, as vLLM has it: weights and states keep their dtype, and are multiplied and added in float32."""
+    """Implement `model.head_dtype: float32` as vLLM does: weights and states keep their dtype, the product is in float32."""
     head = model.get_output_embeddings()
 
     def forward(states: torch.Tensor) -> torch.Tensor:
@@ -372,8 +374,8 @@ def compute_logits_in_float32(model: Any) -> None:
 
 @torch.inference_mode()
 def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
-    """log softmax(logits) at temperature 1, natural log: entry i is of token_ids[i + 1] given those before it. In pieces, so
-    that few rows of logits exist at a time.
+    """log softmax(logits) at temperature 1, natural log: entry i is the score of token_ids[i + 1] given those before it. Computed
+    in pieces, so that few rows of logits exist at a time.
 
     Args:
         model: causal language model in eval mode.
@@ -384,7 +386,7 @@ def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
     """
     tokens = torch.tensor(token_ids, device=model.device)
     positions = torch.arange(len(tokens), device=model.device)
-    cache = DynamicCache()  # its own: the slots belong to the running sequences
+    cache = DynamicCache()  # a separate cache: the slots belong to the running sequences
     scores: list[float] = []
     for start in range(0, len(tokens) - 1, _SCORED_ROWS):
         end = min(start + _SCORED_ROWS, len(tokens) - 1)
@@ -402,13 +404,13 @@ def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def check_against_model(engine: SlotEngine, model: Any) -> None:
-    """Generate greedily and compare logprobs with those of a plain forward. Leaves the engine as it was, and warm.
+    """Generate greedily and compare logprobs with those of a plain forward. Leaves the engine as it was, but warmed up.
 
-    The engine hands the model its own cache, mask and positions. An architecture that uses them in an unusual way could answer
-    plausible nonsense; this shows it before anything is served.
+    The engine gives the model its own cache, mask and positions. An architecture that uses them in an unusual way could return
+    plausible nonsense; this check finds that before anything is served.
 
     Raises:
-        ConfigError: the model does not work with this engine.
+        ConfigError: this engine does not compute the model correctly.
     """
     for length in (2, 5):  # ragged, so that padding matters
         if length + 2 > engine.max_model_len:
@@ -424,7 +426,7 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
     try:
         while engine.num_active:
             engine.step()
-    except Exception as error:  # whatever the architecture's own code makes of a cache that it does not know
+    except Exception as error:  # the architecture's code may raise anything for an unknown cache
         raise ConfigError(
             f"model.path: {model.config.model_type} does not run on the embedded engine ({type(error).__name__}: {error}); "
             "use `inference.engine: vllm`"
@@ -441,7 +443,7 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
 
 
 def _difference(model: Any, tokens: Sequence[int], last: Sequence[float]) -> float:
-    """Largest difference between the log-probabilities `last`, of the last of `tokens`, and those of a plain forward."""
+    """Largest difference between the log-probabilities `last`, those of the last of `tokens`, and those of a plain forward."""
     if not all(map(math.isfinite, last)):
         return math.nan
     ids = torch.tensor([tokens], device=model.device)

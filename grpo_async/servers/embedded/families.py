@@ -1,7 +1,7 @@
-"""Which models the embedded engine can serve and take pushed weights for; docs/models.md has the same as a table.
+"""Decides which models the embedded engine can serve and push weights to; docs/models.md has the same as a table.
 
-Decided by config.json alone, so that the launcher can ask before anything is started. What is not known here is found by the
-engine's self-check, when it has loaded the model.
+The decision uses config.json alone, so that the launcher can make it before anything is started. Problems that this misses are
+found by the engine's self-check, after it has loaded the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None
         max_model_len: longest sequence, in tokens.
 
     Raises:
-        ConfigError: the engine would compute something else than the model, or could not take its weights.
+        ConfigError: the engine would compute the model wrongly, or could not load its weights.
     """
     name = str(config.get("model_type", "this model"))
     others = ", ".join(other_layers(config))
@@ -57,14 +57,14 @@ def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a layer with a sliding window sees; None where no layer has one."""
+    """Number of tokens that a layer with a sliding window sees; None if no layer has one."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     slides = "sliding_attention" in kinds if kinds else config.get("use_sliding_window", True)
     return window if slides and isinstance(window, int) and window > 0 else None
 
 
 def _other_weights(config: Mapping[str, Any]) -> str:
-    """What of the weights, or of what is cached of them, the engine does not know."""
+    """The property of the weights, or of their cached values, that the engine does not support; "" if none."""
     if any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS):
         return "is a mixture of experts, whose weights cannot be pushed to it"
     return "keeps compressed keys and values" if config.get("kv_lora_rank") else ""

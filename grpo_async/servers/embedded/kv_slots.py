@@ -1,9 +1,9 @@
 """The key/value memory of the running sequences: one slot = one row of a preallocated, right-padded buffer.
 
-Stands behind transformers' Cache interface, so the model's own attention reads and writes it. Two modes, chosen before
+Implements transformers' Cache interface, so the model's own attention reads and writes it. There are two modes, chosen before
 each forward: `prefill` writes whole rows and attends within the forward only; `decode` writes one position of each of
-the first N rows and attends to a view of them, cut at the longest, so that a step costs what the lengths are and copies
-nothing. On a CPU the memory comes zeroed and untouched, so a large `max_len` costs address space, not RAM.
+the first N rows and attends to a view of them, cut at the longest, so that a step costs what the lengths require and copies
+nothing. On a CPU the memory is zeroed and untouched, so a large `max_len` costs address space, not RAM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim].
 
     Raises:
-        ConfigError: the model attends in a way that the cache does not know, or not so far.
+        ConfigError: the model's attention is unsupported, or its maximum length is exceeded.
     """
 
     def __init__(self, model: Any, *, num_slots: int, max_len: int) -> None:
@@ -48,7 +48,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._entries: torch.Tensor | None = None
         self._num_rows = 0
         self._view_len = 0
-        self._used_rows = self._used_len = 0  # corner of what was ever written
+        self._used_rows = self._used_len = 0  # rows and positions ever written
 
     def prefill(self, slots: Sequence[int], length: int) -> None:
         """The next forward fills positions [0, length) of the rows `slots`."""
@@ -68,7 +68,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model's attention. [num_rows, num_kv_heads, num_new, head_dim] -> what to attend to."""
+        """Called by the model's attention. [num_rows, num_kv_heads, num_new, head_dim] -> the keys and values to attend to."""
         if self._slots is not None:
             num_new = key_states.shape[2]
             self._keys[layer_idx][self._slots, :num_new] = key_states.transpose(1, 2)
@@ -86,10 +86,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._buffer[:, :, targets, :length] = self._buffer[:, :, sources, :length]
 
     def clear(self, keep: Sequence[int] = ()) -> None:
-        """Zero what was used: a masked entry still enters attention as 0 x value, so a NaN in it would spread for good.
+        """Zero all used entries: a masked entry still enters attention as 0 x value, so a NaN in it would spread forever.
 
         Args:
-            keep: how many positions of each of the first rows stay as they are.
+            keep: for each of the first rows, how many positions to keep.
         """
         for row, length in enumerate(keep):
             self._buffer[:, :, row, length : self._used_len] = 0
@@ -106,7 +106,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0  # asked in prefill only: decode brings its own mask
+        return query_length, 0  # called in prefill only: decode has its own mask
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

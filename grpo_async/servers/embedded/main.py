@@ -31,13 +31,13 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
     """Serve `config.model` on `config.inference.host`:`port` until the process is asked to end.
 
     Raises:
-        ConfigError: host, port, certificate, device or model cannot be served.
+        ConfigError: host, port, certificate, device or model is unusable.
         SystemExit: with 1, after the engine failed.
     """
     die_with_launcher()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=config.inference.embedded.device == "cuda")
-    # before the model is loaded: a taken port or a wrong certificate shows at once
+    # before the model is loaded, so that a taken port or a wrong certificate shows at once
     inference = config.inference
     check_certificate(inference)
     listener = bind_listener(inference.host, port)
@@ -92,7 +92,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
             attn_implementation="sdpa",
             trust_remote_code=config.model.trust_remote_code,
         )
-    except Exception as error:  # whatever transformers makes of a broken file, or of a family that it does not know
+    except Exception as error:  # transformers may raise anything for a broken file or an unknown family
         raise ConfigError(
             f"model.path: {config.model.path} cannot be loaded by the embedded engine: {type(error).__name__}: {error}\n"
             "copy the model again if a file is broken; set inference.engine: vllm if this engine does not support its family"
@@ -109,7 +109,7 @@ def check_certificate(inference: InferenceSection) -> None:
     """Load the certificate of `inference.tls` and its key, if there is one.
 
     Raises:
-        ConfigError: a file is missing, unreadable or no certificate or key, the key has a password, or they do not fit.
+        ConfigError: a file is missing, unreadable or not a certificate or key, the key has a password, or they do not match.
     """
     tls = inference.tls
     if tls is None or tls.certificate is None or tls.key is None:
@@ -124,7 +124,7 @@ def check_certificate(inference: InferenceSection) -> None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Bind, without listening yet: until the model is loaded, clients are refused instead of kept waiting.
+    """Bind without listening yet: until the model is loaded, clients are refused instead of kept waiting.
 
     Raises:
         ConfigError: the address cannot be bound, or is not loopback and there is no token.

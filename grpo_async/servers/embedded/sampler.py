@@ -1,9 +1,9 @@
 """Draws the next token of every running row with one vectorized pass.
 
-A row's random number is a hash of (seed, position) and the token is found on the cumulative distribution, so tokens
+A row's random number is a hash of (seed, position), and it selects the token on the cumulative distribution. So tokens
 depend on seed, context and weights only, never on what else is in flight; a request that is continued after a lost
-connection continues as if it had not been cut. Logprobs are of the distribution that was sampled from:
-log_softmax(logits / temperature), after penalty and filters; of the unscaled logits, after the penalty, where temperature is 0.
+connection samples the same tokens. Logprobs are those of the distribution that was sampled from:
+log_softmax(logits / temperature), after penalty and filters; for temperature 0, of the unscaled logits after the penalty.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def uniforms(states: Uint64s, positions: Uint64s) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Sampling settings of the running rows. A field is None where no row uses it, which skips its work."""
+    """Sampling settings of the running rows. A field is None if no row uses it, so that its work is skipped."""
 
     states: Uint64s  # [n]
     temperature: torch.Tensor | None  # [n, 1]; 1 in greedy rows
     greedy: torch.Tensor | None  # [n] bool
     sampled: bool  # some row is not greedy
     top_k: torch.Tensor | None  # [n, 1]; vocabulary size where off
-    top_p: torch.Tensor | None  # [n, 1] double, as the sums that it is compared with
+    top_p: torch.Tensor | None  # [n, 1] double, like the sums that it is compared with
     min_p: torch.Tensor | None  # [n, 1]
     penalty: torch.Tensor | None = None  # [n, 1]; 1 in rows without one
     seen: torch.Tensor | None = None  # [n, vocab] bool, tokens of prompt and output in rows with a penalty
@@ -66,7 +66,7 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device,
     ) -> SamplingBatch:
-        """Collect the settings of one request per row; prompt and output of the row are `tokens`. Greedy rows take no part in
+        """Collect the settings of one request per row; `tokens` are the row's prompt and output. Greedy rows are excluded from
         scaling and filtering."""
         greedy = [request.temperature == 0.0 for request in requests]
 
@@ -99,7 +99,7 @@ class SamplingBatch:
         )
 
     def note(self, tokens: torch.Tensor) -> None:
-        """The next token of each row. [n]"""
+        """Add the next token of each row. [n]"""
         if self.seen is not None:
             self.seen.scatter_(1, tokens.unsqueeze(1), True)
 
@@ -125,7 +125,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tu
     logprobs = logits.log_softmax(-1)
     tokens: torch.Tensor | None = None
     if batch.sampled:
-        # In double precision: in single, the sum over a large vocabulary would move the borders between tokens.
+        # In double precision: in single precision, the sum over a large vocabulary would shift the boundaries between tokens.
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         numbers = torch.from_numpy(uniforms(batch.states, positions)).to(logits.device).unsqueeze(1)
         # First entry above the number: a token of probability 0 adds nothing to the sum and is never the first.
@@ -139,7 +139,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tu
 
 
 def filter_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """-inf where a filter removes a token, in vLLM's order: min_p, then top_k, then top_p over what is left.
+    """Set removed tokens to -inf, in vLLM's order: min_p, then top_k, then top_p over what is left.
 
     min_p keeps p >= min_p * max(p); top_k the k largest; top_p the fewest most likely tokens with sum >= top_p.
     [n, vocab] -> [n, vocab]

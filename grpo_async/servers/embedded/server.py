@@ -1,7 +1,7 @@
 """The embedded engine behind the HTTP application: a thread that owns the engine, and the event loop's side of it.
 
-Everything that concerns the engine is a command, which the thread runs between two steps, also joining a weight group and loading
-an update: both wait for the trainer, for as long as their deadlines allow.
+All access to the engine is by commands, which the thread runs between two steps. That includes joining a weight group and loading
+an update: both wait for the trainer, up to their deadlines.
 When the engine raises, every request gets an error line, later commands fail with the cause, and `on_failure` is called.
 """
 
@@ -40,7 +40,7 @@ from grpo_async.weights.receiver import WeightReceiver
 logger = logging.getLogger(__name__)
 
 _MIN_TEMPERATURE = 1e-4
-_STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
+_STOP_TIMEOUT_S = 2.0  # time for open responses to end after SIGTERM
 
 Result = TypeVar("Result")
 
@@ -49,11 +49,11 @@ class EmbeddedEngine(Engine):
     """The embedded engine as the HTTP application sees it, and the daemon thread that runs it.
 
     Args:
-        engine: handed over; only the thread touches it from `start` on.
+        engine: the engine; only the thread uses it from `start` on.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
-        tokenizer_options: of the model's, such as `revision`.
+        tokenizer_options: options for loading the model's tokenizer, such as `revision`.
         on_failure: called in the event loop after the engine failed and every request got the error.
-        timeout_s: for the engine to finish its step, after which an answer is 503.
+        timeout_s: time for the engine to finish its step, after which the answer is 503.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EmbeddedEngine(Engine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._failure: str | None = None  # why no further command will run; set once
-        # these belong to the thread
+        # only the thread uses these
         self._is_stopping = self._is_paused = self._keeps_cache = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -87,7 +87,7 @@ class EmbeddedEngine(Engine):
         self._thread.start()
 
     async def stop(self, *, timeout_s: float) -> None:
-        """End every request with reason "abort", and the thread; takes `timeout_s` at most."""
+        """End every request with reason "abort", and the thread, within `timeout_s`."""
         self.requests.gate.break_down("the server is shutting down")
 
         def end() -> None:
@@ -106,13 +106,13 @@ class EmbeddedEngine(Engine):
         return self._engine.policy_version
 
     def stats(self) -> dict[str, Any]:
-        """Answers at once, without waiting for the engine's current step."""
+        """Returns at once, without waiting for the engine's current step."""
         return self._engine.stats()
 
     # ---- the thread ----
 
     def _run(self) -> None:
-        """Waits for: commands, where there is nothing to generate. Unblocked by: `_call`."""
+        """The thread's loop. Waits for commands when there is nothing to generate. Unblocked by `_call`."""
         try:
             while not self._is_stopping:
                 can_step = self._engine.num_active > 0 and not self._is_paused
@@ -155,8 +155,8 @@ class EmbeddedEngine(Engine):
     # ---- commands, from the event loop ----
 
     def _call(self, command: Callable[[], Result]) -> Future[Result]:
-        """Run `command` in the thread, before the engine's next step. What it raises ends the engine, which it may have left half
-        changed; but not a GrpoAsyncError, which is about the trainer.
+        """Run `command` in the thread, before the engine's next step. An exception ends the engine, which may be left half changed;
+        except a GrpoAsyncError, which concerns the trainer.
 
         Raises (in the future):
             EngineDeadError: the thread has ended.
@@ -176,7 +176,7 @@ class EmbeddedEngine(Engine):
                     raise
 
         self._commands.put(run)
-        if self._failure is not None:  # the thread may have looked for the last time
+        if self._failure is not None:  # the thread may have read its last command
             self._run_commands_left()
         return future
 
@@ -184,7 +184,7 @@ class EmbeddedEngine(Engine):
         """Run `command` and wait for it.
 
         Raises:
-            DeadlineError: the engine did not get to it in time.
+            DeadlineError: the engine did not run it in time.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -200,7 +200,7 @@ class EmbeddedEngine(Engine):
     # ---- requests ----
 
     async def prepare_stop_strings(self) -> None:
-        """Loads the tokenizer. Raises HTTPException: 400, there is none."""
+        """Load the tokenizer. Raises HTTPException (400) if there is none."""
         from transformers import AutoTokenizer  # slow import
 
         if self._tokenizer is not None:
@@ -209,7 +209,7 @@ class EmbeddedEngine(Engine):
             self._tokenizer = await asyncio.to_thread(
                 AutoTokenizer.from_pretrained, self.description.model, **self._tokenizer_options
             )
-        except Exception as error:  # whatever transformers makes of a folder without a tokenizer
+        except Exception as error:  # transformers may raise anything for a folder without a tokenizer
             raise HTTPException(400, f"stop: the model's tokenizer cannot be loaded: {error}") from error
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -231,7 +231,7 @@ class EmbeddedEngine(Engine):
         sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, stream=stream, decode=self._decode)
 
         def fail_if_lost(added: Future[None]) -> None:
-            """The engine ended before it took the request, so nobody else will answer."""
+            """The engine ended before it took the request, so end the stream here."""
             if (error := added.exception()) is not None:
                 self._in_loop(self._receive, [(sequence, EngineOutput(error=str(error)))], self.policy_version)
 
@@ -244,7 +244,7 @@ class EmbeddedEngine(Engine):
                 self._call(lambda: self._engine.abort(sequence))
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        # One command, so no update comes between the scores and their version. Also while paused: nothing is generated.
+        # One command, so that no update comes between the scores and their version. Also works while paused: nothing is generated.
         scores, version = await self._command(lambda: (self._engine.score(token_ids), self._engine.policy_version))
         return ScoreAnswer(logprobs=scores, policy_version=version)
 
@@ -275,7 +275,7 @@ class EmbeddedEngine(Engine):
         return ServedParameters(shapes=self._shapes, base_digest=digest)
 
     async def join_weight_group(self, info: WeightInitInfo) -> None:
-        await asyncio.wrap_future(self._call(lambda: self._receiver.join(info)))  # which has its own deadline
+        await asyncio.wrap_future(self._call(lambda: self._receiver.join(info)))  # `join` has its own deadline
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
         def load() -> None:
@@ -320,5 +320,5 @@ class EmbeddedServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.has_failed = self._engine.failure is not None
-        await self._engine.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
+        await self._engine.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open responses, for which uvicorn then waits
         await super().shutdown(sockets)  # within timeout_graceful_shutdown

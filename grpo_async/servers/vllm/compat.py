@@ -1,6 +1,6 @@
-"""What we import from vLLM, and calls that need explaining, for the versions of `command`. Imported in vLLM's processes only.
+"""Our imports from vLLM, and calls that need explaining, for the versions in `command`. Imported only in vLLM's processes.
 
-Each function says which behavior of vLLM it relies on; a new vLLM version is supported when this file and patches.py fit it.
+Each function says on which behavior of vLLM it relies; a new vLLM version is supported if this file and patches.py fit it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ logger = init_logger("vllm.grpo_async")
 
 __all__ = ["EngineDeadError", "VLLMClientError"]
 
-# What came with which release. The only differences between those versions that this module meets.
+# Names that differ between releases. There are no other differences between supported versions in this module.
 _RELEASE = release(vllm.__version__)
 if _RELEASE >= (0, 27):
     from vllm.exceptions import VLLMClientError
 else:
-    VLLMClientError = ValueError  # of a wrong request
+    VLLMClientError = ValueError  # the error for a wrong request
 
 
 # ---- workers ----
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class (`--worker-extension-cls`); its methods are called by collective_rpc, one at a time. They hold
-    up the engine core, which generates nothing while weights are exchanged.
+    """Mixed into vLLM's worker class (`--worker-extension-cls`); collective_rpc calls its methods, one at a time. They block
+    the engine core, which generates nothing while weights are exchanged.
 
-    Errors of the trainer or the group are returned: vLLM's executor, when one worker of several raises, takes the answers of the
-    others for those of later calls.
+    Errors of the trainer or the group are returned, not raised: if one of several workers raises, vLLM's executor takes the
+    other workers' answers for those of later calls.
     """
 
     device: torch.device
@@ -65,7 +65,7 @@ class WorkerExtension:
     _weight_receiver: WeightReceiver
 
     def join_weight_group(self, init_info: dict[str, Any]) -> str:
-        """See `WeightReceiver.join`; "", or why this worker is in no group."""
+        """Join, see `WeightReceiver.join`. Returns "", or why this worker is in no group."""
         try:
             self.get_weight_receiver().join(WeightInitInfo.model_validate(init_info))
         except GrpoAsyncError as error:
@@ -73,8 +73,8 @@ class WorkerExtension:
         return ""
 
     def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
-        """Load an update as it arrives; "", or why it broke off. A worker that cannot load what has arrived ends itself, whatever
-        the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
+        """Load an update as it arrives. Returns "", or why it broke off. A worker that cannot load parameters that arrived ends
+        itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
         began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
         receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
         weights = receiver.receive_weights(info, BaseWeights(str(model_config.model)))
@@ -102,10 +102,10 @@ class WorkerExtension:
 
 
 def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Replace the model's weights in place, as they come, in vLLM's own way to reload a checkpoint (layerwise reload): it loads a
-    layer when it has all of it, repacks it for the kernels, and copies it to where it was, so that CUDA graphs see it. Each worker
-    takes what it needs of whole tensors (tensor, pipeline and expert parallelism). When `weights` raises, the model has its form
-    again, with parts of two versions."""
+    """Replace the model's weights in place, as they come, by vLLM's own reload of a checkpoint (layerwise reload): it loads a
+    layer when it has all of its tensors, repacks it for the kernels, and copies it to its old place, so that CUDA graphs see it.
+    Each worker takes its part of whole tensors (tensor, pipeline and expert parallelism). If `weights` raises, the model is usable
+    again, but with parts of two versions."""
     with torch.no_grad(), _quiet_about_layers_without_parameters(model):
         initialize_layerwise_reload(model)
         try:
@@ -120,7 +120,7 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
 
 @contextmanager
 def _quiet_about_layers_without_parameters(model: Any) -> Iterator[None]:
-    """The reload warns of every layer that gets nothing, also of those that only have their own tables (rotary embeddings)."""
+    """Silence the reload's warnings about layers without parameters, such as those that only have tables (rotary embeddings)."""
     without = {type(module).__name__ for module in model.modules() if not module._parameters}
     reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
 
@@ -135,8 +135,8 @@ def _quiet_about_layers_without_parameters(model: Any) -> Iterator[None]:
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """A tied head shares the parameter of the embeddings but, on CPU, computes with its own packed copy. The reload
-    renews the parameter; without this the head would keep the old weights (Llama; Qwen from 0.28)."""
+    """Repack tied heads. A tied head shares the parameter of the embeddings but, on CPU, computes with its own packed copy. The
+    reload renews only the parameter, so the head would keep the old weights (Llama; Qwen from 0.28)."""
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and uses[id(module.weight)] > 1:
@@ -144,12 +144,12 @@ def _repack_tied_heads(model: Any) -> None:
 
 
 def _repack_experts(model: Any) -> None:
-    """On a CPU vLLM, from 0.28 on, packs fused experts for its kernel when they are loaded first, and not when they are loaded
-    again."""
+    """Repack fused experts. On a CPU, vLLM from 0.28 on packs them for its kernel at the first load, but not at a
+    reload."""
     for module in model.modules():
         kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts: Any = getattr(kernel, "fused_experts", None)
-        if hasattr(experts, "isa"):  # those of a CPU
+        if hasattr(experts, "isa"):  # only experts on a CPU have it
             experts.process_weights_after_loading(module)
 
 
@@ -158,11 +158,11 @@ def _repack_experts(model: Any) -> None:
 
 Deliver = Callable[[EngineOutput], None]
 Abort = Callable[[], Awaitable[None]]
-"""Takes a request out of the engine."""
+"""Removes a request from the engine."""
 
 
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
-    """Start generating. `deliver` is called from the engine's output task, once per batch of tokens and in order, until the last.
+    """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last.
 
     Raises:
         VLLMClientError: the request is wrong. EngineDeadError: the engine is gone.
@@ -174,17 +174,17 @@ async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abo
 async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> Abort:
     """Start scoring: `deliver` gets one output, the tokens after the first with their scores.
 
-    The last token is not part of the prompt but asked for by its id, so that max_model_len tokens fit. vLLM does not read
-    its prefix cache for prompt logprobs; a salt that nobody shares keeps it from being read for others.
+    The last token is not part of the prompt but requested by its id, so that max_model_len tokens fit. vLLM does not read
+    its prefix cache for prompt logprobs; a salt that nobody shares keeps other requests from reading this one's entries.
 
     Raises:
-        VLLMClientError, EngineDeadError: as `submit`.
+        VLLMClientError, EngineDeadError: as in `submit`.
     """
     last = token_ids[-1]
     params = SamplingParams(
         max_tokens=1,
         temperature=1.0,
-        prompt_logprobs=0,  # of the prompt's own tokens only
+        prompt_logprobs=0,  # only for the prompt's own tokens
         logprob_token_ids=[last],
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -196,8 +196,8 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
 
 async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> Abort:
     queue = await engine.add_request(request_id, prompt, params)
-    # From here the output task calls us instead of filling the queue, so each token is seen at the moment it arrives,
-    # whatever the HTTP client does. What came before this line waits in the queue.
+    # From here on the output task calls us instead of filling the queue, so each token is seen when it arrives,
+    # whatever the HTTP client does. Earlier outputs are still in the queue.
     early = queue.output
     queue.put = put
     if early is not None:
@@ -206,10 +206,10 @@ async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: C
 
 
 def _sampling_params(request: GenerateRequest) -> Any:
-    """Without the request's seed. vLLM would make a generator from it when the request arrives, so one that is continued (after an
-    abort, a failure or a resume) would get the noise of its first tokens again, and sample from another distribution than the
-    policy's. Generators of requests also make its sampler loop over them in Python, and on a CPU end the server ("CPU Generator
-    does not use offset"). `--seed` seeds the one stream that all requests draw from."""
+    """The parameters, without the request's seed. vLLM would create a generator from the seed on arrival, so a continued request
+    (after an abort, a failure or a resume) would get the noise of its first tokens again, and sample from another distribution than
+    the policy's. Per-request generators also make its sampler loop over them in Python, and on a CPU they end the server ("CPU
+    Generator does not use offset"). `--seed` seeds the one stream from which all requests draw."""
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -225,7 +225,7 @@ def _sampling_params(request: GenerateRequest) -> Any:
         stop=list(request.stop),
         include_stop_str_in_output=True,
         detokenize=bool(request.stop),
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # only for the sampled token
         output_kind=RequestOutputKind.DELTA,
     )
 
@@ -235,7 +235,7 @@ def _generated(output: Any) -> EngineOutput:
         return _failed(output)
     (completion,) = output.outputs
     token_ids = list(completion.token_ids)
-    entries = (completion.logprobs or [])[: len(token_ids)]  # an end without tokens repeats older logprobs
+    entries = (completion.logprobs or [])[: len(token_ids)]  # a last output without tokens repeats older logprobs
     return EngineOutput(
         token_ids=token_ids,
         logprobs=[entry[token].logprob for token, entry in zip(token_ids, entries, strict=False) if token in entry],
@@ -261,8 +261,8 @@ def _failed(output: Any) -> EngineOutput:
 
 
 async def ask_workers(engine: Any, method: str, argument: dict[str, Any]) -> list[str]:
-    """What `method` of the worker extension answers, of the workers of every engine core. (With data parallelism
-    `AsyncLLM.collective_rpc` asks them all too, and returns the answers of the first core's workers only.)"""
+    """The answers of all workers of every engine core to `method` of the worker extension. (With data parallelism,
+    `AsyncLLM.collective_rpc` asks all of them, but returns only the answers of the first core's workers.)"""
     client = engine.engine_core
     answers = await asyncio.gather(
         *(
@@ -274,21 +274,21 @@ async def ask_workers(engine: Any, method: str, argument: dict[str, Any]) -> lis
 
 
 class _NewestStatistics(AggregateStatLoggerBase):  # type: ignore[misc]  # not typed here
-    """One of vLLM's loggers of statistics, for all engine cores."""
+    """A statistics logger of vLLM, for all engine cores."""
 
     def __init__(self) -> None:
         self.of_core: dict[int, Any] = {}
 
     def record(self, scheduler_stats: Any, *others: Any, engine_idx: int = 0, **named: Any) -> None:
-        if scheduler_stats is not None:  # not with every step
+        if scheduler_stats is not None:  # some steps have none
             self.of_core[engine_idx] = scheduler_stats
 
     def log_engine_initialized(self) -> None: ...
 
 
 def watch_statistics(engine: Any) -> dict[int, Any]:
-    """The newest SchedulerStats of each engine core, by its number (more than one: data parallelism); kept up to date from now on.
-    Stays empty where none are taken (`--disable-log-stats`)."""
+    """The newest SchedulerStats of each engine core, by its number (several with data parallelism); updated from now on.
+    Stays empty if vLLM takes none (`--disable-log-stats`)."""
     newest = _NewestStatistics()
     if engine.logger_manager is not None:
         engine.logger_manager.stat_loggers.append(newest)
@@ -296,13 +296,13 @@ def watch_statistics(engine: Any) -> dict[int, Any]:
 
 
 def describe(engine: Any) -> ServerInfo:
-    """What does not change while the server runs; counters are left at 0."""
+    """The part of the server's info that never changes; counters stay 0."""
     config = engine.vllm_config
     return ServerInfo(
         engine="vllm",
         model=str(config.model_config.model),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
-        # 0.25 takes it from models that pool only, and says the weights' dtype of others
+        # 0.25 reads it only from pooling models, and reports the weights' dtype for others
         head_dtype=str(config.model_config.head_dtype).removeprefix("torch."),
         max_model_len=config.model_config.max_model_len,
         vocab_size=int(config.model_config.get_vocab_size()),
@@ -313,8 +313,8 @@ def describe(engine: Any) -> ServerInfo:
 
 
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
-    """What an update has to bring: what is in the files that the model was loaded from. Nothing is known of a model that was loaded
-    from none (`--load-format dummy`), or from others than safetensors.
+    """The parameters that an update must contain: those in the files from which the model was loaded. Unknown if it was loaded
+    from none (`--load-format dummy`), or from files other than safetensors.
 
     Raises:
         UpdateRefusedError: the server quantizes.
@@ -337,12 +337,12 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
 
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
-    """Frozen between two tokens when this returns, and every token sampled until then is on its way to this process. Without
+    """When this returns, generation is frozen between two tokens, and every sampled token is on its way to this process. Without
     `keep_cache`, requests that continue recompute their context. (vLLM's documentation of clear_cache is wrong for mode=keep.)
 
-    This is AsyncLLM.pause_generation without its sleep of 20 ms at the end, which waits for tokens that this process already has;
-    `patches.wait_until_handed_out` waits for those. And without the refusal of new requests with which 0.33 begins mode=abort: ours
-    wait at the gate."""
+    This is AsyncLLM.pause_generation without its final sleep of 20 ms, which waits for tokens that this process already has;
+    `patches.wait_until_handed_out` waits for those. It also lacks the refusal of new requests with which 0.33 begins mode=abort:
+    ours wait at the gate."""
     if not keep_cache:
         await engine.renderer.clear_mm_cache_async()
     await engine.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=not keep_cache)

@@ -1,7 +1,7 @@
-"""vLLM's engine client (AsyncLLM) behind the HTTP application: requests, scores, pauses, sleep, weight updates, and the first
-requests of a server. Straight on the client, without vLLM's OpenAI layer and its own control routes.
+"""vLLM's engine client (AsyncLLM) behind the HTTP application: requests, scores, pauses, sleep, weight updates, and the warmup
+of a server. It uses the client directly, without vLLM's OpenAI layer and its own control routes.
 
-Runs in the event loop of the API server. What asks the engine core waits as long as that lives, which heartbeats watch.
+It runs in the event loop of the API server. Requests to the engine core wait as long as it lives, which heartbeats check.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger("vllm.grpo_async")
 
 _DEAD = "the engine is dead; see the server's log"
 _HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
-_NUM_AT_ONCE = 4  # of the warmup
+_NUM_AT_ONCE = 4  # concurrent requests of the warmup
 _FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
 
 
 class VllmEngine(Engine):
-    """`client` is vLLM's AsyncLLM, which nobody else pauses or updates."""
+    """An engine on `client`, vLLM's AsyncLLM, which nobody else may pause or update."""
 
     def __init__(self, client: Any) -> None:
         super().__init__(compat.describe(client))
@@ -49,7 +49,7 @@ class VllmEngine(Engine):
         self._num_updates = 0
         self._served: ServedParameters | None = None
         self._statistics = compat.watch_statistics(client)
-        # the number of updates and not the version, which may come again (a trainer that went back to a checkpoint)
+        # the number of updates and not the version, which may repeat (a trainer that went back to a checkpoint)
         patches.salt_requests(client, lambda: str(self._num_updates))
         patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
 
@@ -62,8 +62,8 @@ class VllmEngine(Engine):
         return self._version
 
     def stats(self) -> dict[str, Any]:
-        """An engine whose last requests are aborted makes no further step and says no more, so its statistics count only while
-        something is in it, also what users' code sends through vLLM's own routes. The fullest core is the first to be full."""
+        """An engine whose last requests are aborted makes no further step and reports nothing more, so its statistics count only
+        while it has requests, including those of vLLM's own routes. `kv_usage` is that of the fullest core."""
         every = list(self._statistics.values())
         is_idle = not self.requests.num_active and not self._client.output_processor.has_unfinished_requests()
         found: dict[str, Any] = {}
@@ -71,7 +71,7 @@ class VllmEngine(Engine):
             found["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
         if not is_idle:
             found["running_requests"] = sum(stats.num_running_reqs for stats in every)
-            # releases after the first keep some of those that wait in their own queue
+            # releases after the first keep some of the waiting requests in a separate queue
             found["waiting_requests"] = sum(
                 stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0) for stats in every
             )
@@ -86,13 +86,13 @@ class VllmEngine(Engine):
             yield stream.next_chunk
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        """A pause that aborts what is in flight, or new weights, make it start over: it is of one version."""
+        """Score. A pause that aborts requests, or new weights, make it start over, so that the scores are of one version."""
         while True:
             await self.requests.gate.wait()
             num_updates, stream = self._num_updates, TokenStream()
             submit = partial(compat.submit_score, self._client, token_ids)
             async with self._entered(stream, submit, is_generated=False):
-                scored = await stream.next_chunk()  # the engine's answer or end, or the client's disconnect
+                scored = await stream.next_chunk()  # ends with the engine's answer or end, or the client's disconnect
             if scored.error is not None:
                 raise HTTPException(500, scored.error) if self.failure is None else EngineDeadError(_DEAD)
             if scored.finish_reason is not FinishReason.ABORT and num_updates == self._num_updates:
@@ -106,7 +106,7 @@ class VllmEngine(Engine):
         *,
         is_generated: bool = True,
     ) -> AsyncIterator[None]:
-        """A request is in the engine from here until the engine has ended it, or until the block is left."""
+        """A context in which a request is in the engine, until the engine has ended it or the block is left."""
         abort = None
 
         def deliver(output: EngineOutput) -> None:
@@ -127,17 +127,17 @@ class VllmEngine(Engine):
                 await abort()
 
     async def warm_up(self) -> None:
-        """The first requests of a server, made by itself before others may come: alone, several at once, with filters, and scored.
+        """Make the first requests of a server before others may come: one alone, several at once, with filters, and a score.
 
         vLLM compiles at the first request of a kind, on a machine without its caches for minutes, in which the engine answers
-        nobody: heartbeats would take it for one that hangs, and each restart would compile again. Raises what the engine does.
+        nothing: heartbeats would consider it hung, and each restart would compile again. Raises the engine's errors.
         """
         began = time.monotonic()
         await self._generate_once("alone")
         await asyncio.gather(*(self._generate_once(f"among {number}") for number in range(_NUM_AT_ONCE)))
         await asyncio.gather(*(self._generate_once(f"filtered {number}", **_FILTERS) for number in range(_NUM_AT_ONCE)))
         await self.score([0, 0, 0])
-        # what is counted begins with the first request from outside
+        # counters begin with the first request from outside
         self.requests = RequestTracker()
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
@@ -167,7 +167,7 @@ class VllmEngine(Engine):
         return bool(await self._client.is_paused())
 
     async def sleep(self) -> None:
-        """Weights move to host memory, the cache goes, requests in flight freeze."""
+        """Move weights to host memory, drop the cache, and freeze requests in flight."""
         if not self._client.vllm_config.model_config.enable_sleep_mode:
             await super().sleep()
         self._is_asleep = True
@@ -202,8 +202,8 @@ class VllmEngine(Engine):
         await super().check_update(info)
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
-        """One call of the engine core: no step runs between its first and its last parameter. A worker that fails for a reason of
-        its own ends, and the server with it."""
+        """Load an update in one call of the engine core: no step runs between its first and its last parameter. A worker that fails
+        for a reason of its own ends, and the server with it."""
         await self._on_workers("load_pushed_weights", info)
 
     async def finish_update(self, version: int) -> None:
@@ -217,7 +217,7 @@ class VllmEngine(Engine):
         self._num_updates += 1
 
     async def _on_workers(self, method: str, info: WeightInitInfo | WeightUpdateInfo) -> None:
-        """Raises UpdateFailedError with what the workers answer."""
+        """Call the workers; raise UpdateFailedError with the errors they return."""
         answers = await compat.ask_workers(self._client, method, info.model_dump())
         if problems := [answer for answer in answers if answer]:
             raise UpdateFailedError(shortlist(problems))

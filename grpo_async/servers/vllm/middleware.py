@@ -1,6 +1,6 @@
-"""ASGI middleware in front of vLLM's own app (`--middleware`): asks for the token, serves `inference.api`, passes on
-the rest. Our routes of the same names take the place of vLLM's: a policy version must change at an exact point of the token stream.
-What vLLM's own routes generate is held while the server is paused, too, and salted by policy version."""
+"""ASGI middleware in front of vLLM's own app (`--middleware`): requires the token, serves `inference.api`, and passes on
+the rest. Our routes replace vLLM's routes of the same name: a policy version must change at an exact point of the token stream.
+Requests to vLLM's own generating routes are also held while the server is paused, and salted by policy version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.grpo_async")
 
 
 class RolloutMiddleware:
-    """One per API server process; vLLM constructs it with its app."""
+    """The middleware; one per API server process. vLLM constructs it with its app."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -33,18 +33,18 @@ class RolloutMiddleware:
         if scope["type"] == "http" and scope["path"] in self._paths:
             return await self._ours(scope, receive, send)
         if scope["type"] == "websocket" or scope["method"] == "POST":  # it may generate
-            with suppress(EngineDeadError):  # vLLM's own app says it in its own way
+            with suppress(EngineDeadError):  # vLLM's own app reports it in its own way
                 await self._engine.requests.gate.wait()
         return await self._app(scope, receive, send)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The server listens when this has said that the start is complete. vLLM's engine client is there by now."""
+        """Warm up at the ASGI startup event: the server listens only afterward. vLLM's engine client exists by then."""
         self._engine = VllmEngine(scope["app"].state.engine_client)
         try:
             await self._engine.warm_up()
         except Exception as error:
             logger.exception("the first requests failed: stopping this server")
-            await receive()  # waits: lifespan.startup, which is there
+            await receive()  # returns at once with lifespan.startup
             return await send({"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"})
         self._ours = RolloutApp(self._engine).app
         self._paths = {route.path for route in self._ours.routes if isinstance(route, Route)}

@@ -1,9 +1,9 @@
-"""Everything that is changed in vLLM, torch and uvicorn while they run; each change with its reason and the versions it was made
+"""All runtime patches of vLLM, torch and uvicorn, each with its reason and the versions it was made
 for.
 
-`plugin` makes those of a whole process, `middleware` those of its engine. All of them fit the versions of vLLM that `command`
-names, and those of torch and uvicorn that pyproject.toml names. tests/vllm fails where one no longer has any effect,
-scripts/check_vllm_versions.py where vLLM has changed what is used here. No supported version has a hook in their place.
+`plugin` applies those of a whole process, `middleware` those of its engine. All of them fit the versions of vLLM in `command`,
+and those of torch and uvicorn in pyproject.toml. tests/vllm fails if one no longer has any effect,
+scripts/check_vllm_versions.py if vLLM has changed something that is used here. No supported version has a hook instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_async.utils.network import listening_store
 
 
 def limit_silent_connections() -> None:
-    """In the API server: vLLM's own arguments do not choose uvicorn's protocol."""
+    """Use our protocol in the API server: vLLM's own arguments do not choose uvicorn's protocol."""
     import uvicorn.config
 
     uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.guard:GuardedProtocol"
@@ -34,8 +34,8 @@ def limit_silent_connections() -> None:
 
 
 def bind_rendezvous_to_its_own_address() -> None:
-    """Make torch's tcp:// rendezvous listen on the address it was given; on its own it listens on every interface, where anybody
-    may read and write the store. One process alone meets nobody, and listens nowhere. (`import torch.distributed.rendezvous` as an
+    """Make torch's tcp:// rendezvous listen on the address it was given; by default it listens on every interface, where anybody
+    may read and write the store. A group of one process does not listen at all. (`import torch.distributed.rendezvous` as an
     attribute gives the function.)"""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._create_c10d_store = _create_store_on_its_own_address
@@ -55,16 +55,16 @@ def _create_store_on_its_own_address(
 
 
 def ask_for_amx() -> None:
-    """Ask Linux for the tiles that vLLM's kernels for bfloat16 use, where the CPU has them: without that the first step ends the
+    """Ask Linux for the AMX tiles that vLLM's bfloat16 kernels use, if the CPU has them: otherwise the first step ends the
     process by SIGILL. (Up to 0.27 vLLM needs no help.)"""
     torch.cpu._init_amx()
 
 
 # ---- vLLM, API server: AsyncMPClient.get_output_async ----
 #
-# AsyncLLM has one task that loops over: get one batch of outputs from the engine core's client, hand every token in it to its
-# request. So when that task asks for the next batch while the client's queue is empty, all earlier tokens are handed out.
-# (The spans of weight versions that vLLM has from 0.32 on come with a request's last output: too late for one that streams.)
+# AsyncLLM has one task that loops: get one batch of outputs from the engine core's client, then hand every token in it to its
+# request. So if that task asks for the next batch while the client's queue is empty, all earlier tokens have been handed out.
+# (The spans of weight versions that vLLM has from 0.32 on come with a request's last output, too late for streaming.)
 
 _ASKED = "_grpo_async_asked"
 
@@ -72,7 +72,7 @@ GetOutput = Callable[[Any], Awaitable[Any]]
 
 
 def mark_asking(get_output: GetOutput) -> GetOutput:
-    """Wrap a client class's `get_output_async` so that the client remembers when it is being asked."""
+    """Wrap a client class's `get_output_async` so that the client remembers when it is being called."""
 
     @wraps(get_output)
     async def get_output_async(client: Any) -> Any:
@@ -86,10 +86,10 @@ def mark_asking(get_output: GetOutput) -> GetOutput:
 
 
 async def wait_until_handed_out(client: Any, *, timeout_s: float) -> None:
-    """Return when every batch that is in the client's queue now is handled.
+    """Return when every batch that is now in the client's queue has been handled.
 
     Raises:
-        TimeoutError: not within `timeout_s`.
+        TimeoutError: not handled within `timeout_s`.
     """
     asked: asyncio.Event | None = client.__dict__.get(_ASKED)
     if asked is None:  # the task has never run: nothing was ever requested
@@ -112,8 +112,8 @@ def mark_handled_outputs() -> None:
 
 
 def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
-    """Make every request, also those of vLLM's own routes, carry `salt()` of the moment in which it is sent to the engine
-    core. A salt that it has already is kept behind ours."""
+    """Make every request, including those of vLLM's own routes, carry the `salt()` of the moment in which it is sent to the engine
+    core. An existing salt is appended to ours."""
     client = engine.engine_core
     send = client.add_request_async
 

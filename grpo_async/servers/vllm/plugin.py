@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def _die_with_vllm_parent() -> None:
-    """Engine core and workers end with the process that started them; vLLM alone leaves them running after a SIGKILL."""
+    """End engine core and workers with the process that started them; vLLM alone leaves them running after a SIGKILL."""
     parent = multiprocessing.parent_process()
     if parent is None:  # the API server; serve-vllm tied it to its own parent before the exec
         return
