@@ -1,13 +1,13 @@
-"""One instance of an environment, as a rollout uses it: reset, tools, is_done, get_reward; and what is known of its class.
+"""One instance of an environment, as a rollout uses it: reset, tools, is_done, get_reward; and the description of its class.
 
 Calls of one instance never overlap. Plain methods run in the instance's own thread, async ones on the event loop, each with
-the environment's time limit. A cancelled caller does not interrupt a call: what is cut off in the middle (a request whose
+the environment's time limit. A cancelled caller does not interrupt a call: an interrupted one (a request whose
 answer was not read) would spoil the next rollout. After a timeout the instance is `broken`: every further call is refused,
-and its pool throws it away.
+and its pool discards it.
 
-`EnvironmentKind` is checked once, by one instance, the probe, and shared by all. Only methods are looked at, and only through the
-class: a property or attribute of an instance is never touched, for reading it may do anything. Tools are the public methods but the
-reserved ones; static methods are helpers, as in TRL.
+`EnvironmentKind` is checked once, on a first instance (the probe), and shared by all. Only methods are inspected, and only through
+the class: a property or attribute of an instance is never read, because reading it may do anything. Tools are the public methods
+except reserved ones; static methods are helpers, as in TRL.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class EnvironmentKind:
     environment_class: type
     specs: Mapping[str, ToolSpec]  # by the method's name
     reset_parameters: Parameters  # which columns `reset` takes
-    methods: frozenset[str]  # which of is_done, get_reward and close there are
-    selected_by_column: bool  # the column `environment` chose it; then it is not the environment's to see
+    methods: frozenset[str]  # which of is_done, get_reward and close exist
+    selected_by_column: bool  # the column `environment` chose it; then the environment does not get that column
     notes: tuple[str, ...] = ()
     warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
@@ -71,7 +71,7 @@ def examine(
     """Check a new instance of an environment.
 
     Raises:
-        UnusableError: all that is wrong with it.
+        UnusableError: lists everything that is wrong with it.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -128,11 +128,11 @@ def _public_methods(probe: Any) -> list[str]:
 
 
 def _is_method(probe: Any, name: str) -> bool:
-    """Whether reading it gives a bound method: functions, class methods, and what decorators make of them (lru_cache)."""
+    """Whether the attribute is a bound method: functions, class methods, and decorated ones (lru_cache)."""
     attribute = inspect.getattr_static(type(probe), name)
     if inspect.isfunction(attribute) or isinstance(attribute, classmethod):
         return True
-    # A property can be read but not called, so nothing that computes a value gets past this.
+    # A property can be read but not called, so no computed value passes this check.
     binds = (
         callable(attribute) and hasattr(type(attribute), "__get__") and not isinstance(attribute, (staticmethod, type))
     )
@@ -140,14 +140,15 @@ def _is_method(probe: Any, name: str) -> bool:
 
 
 def _has_method(probe: Any, name: str) -> bool:
-    """Looked up without running a property; anything callable will do."""
+    """Whether the method exists, without running a property; any callable counts."""
     found = inspect.getattr_static(probe, name, None)
     return callable(found) or isinstance(found, (staticmethod, classmethod))
 
 
 MAX_RESET_CHARS = 1_000_000
-"""Maximum length of the text that `reset` returns. Far above every context, and far below what takes minutes to tokenize."""
-COLUMN = "environment"  # of the data: which environment a row uses
+"""Maximum length of the text that `reset` returns: far above every context, and far below a length that takes minutes to
+tokenize."""
+COLUMN = "environment"  # column of the data that names a row's environment
 
 
 class EnvironmentCallError(GrpoAsyncError):
@@ -164,12 +165,12 @@ class EnvironmentCallError(GrpoAsyncError):
 
 
 class Environment:
-    """Calls one instance.
+    """Calls the methods of one instance.
 
     Args:
         instance: the user's object.
-        kind: what is known of its class.
-        thread: where it was constructed.
+        kind: the description of its class.
+        thread: the thread in which it was constructed.
     """
 
     def __init__(self, instance: Any, kind: EnvironmentKind, thread: InstanceThread) -> None:
@@ -181,7 +182,7 @@ class Environment:
         self._caller = Caller(thread, kind.timeout_s, loop=ASYNC_LOOP)
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
         self._running: asyncio.Task[Any] | None = None
-        self._lock = asyncio.Lock()  # held as long as a call runs
+        self._lock = asyncio.Lock()  # held while a call runs
         tool_lock = (
             asyncio.Lock()
         )  # waited for before a tool's time counts; a call that was given up still holds `_lock`
@@ -193,12 +194,12 @@ class Environment:
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begin an episode; returns the text that is added to the prompt.
 
-        `row` are the row's columns and its `prompt`, of which `reset` gets a copy of its own: all of them if it takes
-        **kwargs, else those that it names. The column `environment` is left out where it chose the environment.
+        `row` has the row's columns and its `prompt`, of which `reset` gets its own copy: all of them if it takes
+        **kwargs, otherwise those that it names. The column `environment` is left out if it chose the environment.
 
         Raises:
-            EnvironmentCallError: the row lacks a column; or `reset` raised, took too long or returned something else than
-                text, and then the instance is broken.
+            EnvironmentCallError: the row lacks a column; or `reset` raised, took too long or did not return text, and
+                then the instance is broken.
         """
         if self.kind.selected_by_column:
             row = {name: value for name, value in row.items() if name != COLUMN}
@@ -215,7 +216,7 @@ class Environment:
         try:
             return await self._call("reset", UserCall(self.instance.reset, arguments, _reset_text))
         except EnvironmentCallError as error:
-            self.broken = self.broken or error.problem  # half reset: nobody knows in which state
+            self.broken = self.broken or error.problem  # partly reset, so its state is unknown
             raise
 
     async def is_done(self) -> bool:
@@ -230,7 +231,7 @@ class Environment:
         return await self._call("is_done", UserCall(self._is_done, finish=bool))
 
     async def get_reward(self) -> float | None:
-        """What the environment says of the episode; None = no reward, or no `get_reward`.
+        """The environment's reward of the episode; None = no reward, or no `get_reward`.
 
         Raises:
             EnvironmentCallError: `get_reward` raised, took too long, or returned no finite number.
@@ -240,30 +241,30 @@ class Environment:
         return await self._call("get_reward", UserCall(self.instance.get_reward, finish=_reward))
 
     async def run(self, call: UserCall[Result]) -> Result:
-        """Run one call of the instance, after those that already run; this makes the instance the caller of its tools.
+        """Run one call of the instance, after earlier calls; with this method the instance is the caller of its tools.
 
         Raises:
-            CallError: it raised, or took too long: then the instance is broken.
-            EnvironmentCallError: the instance was broken before.
+            CallError: the call raised, or took too long; then the instance is broken.
+            EnvironmentCallError: the instance was already broken.
         """
-        await self._lock.acquire()  # the call before has a limit; cancelled here, nothing was started
+        await self._lock.acquire()  # the previous call has a limit; if cancelled here, nothing was started
         if self.broken is not None:
             self._lock.release()
             self._refuse_if_broken()
-        # A task of its own: it goes on where the caller is cancelled. Event loops hold their tasks weakly.
+        # A separate task continues if the caller is cancelled. Event loops hold only weak references to tasks.
         task = self._running = asyncio.create_task(self._run(call))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting anymore
         task.add_done_callback(lambda _: self._lock.release())
         return await asyncio.shield(task)  # the call has a limit
 
     async def wait_idle(self) -> None:
-        """Wait for the call that runs, if any; its own time limit bounds this."""
+        """Wait for the running call, if any; its own time limit bounds this."""
         if self._running is not None:
             await asyncio.wait({self._running}, timeout=self.kind.timeout_s + 1.0)
 
     @property
     def is_idle(self) -> bool:
-        """No call runs."""
+        """Whether no call is running."""
         return self._running is None or self._running.done()
 
     async def aclose(self) -> None:
@@ -274,8 +275,8 @@ class Environment:
             logger.warning("environment `%s`: `close` took longer than %g s", self.kind.name, self.kind.timeout_s)
 
     def discard(self) -> Future[None]:
-        """End the instance without waiting: `close` runs behind a call that hangs in the instance's thread, and the future is done
-        when the thread is free and `close` has come to an end, which has the time limit of every call if it is async."""
+        """End the instance without waiting: `close` runs after a call that hangs in the instance's thread. The future is done when
+        the thread is free and `close` has ended, which has the time limit of every call if it is async."""
         self.broken = self.broken or "it was closed"
         freed = self._thread.post(self._close_in_thread)
         self._thread.stop()
@@ -318,7 +319,7 @@ class Environment:
                 hint = f"raise `{self.kind.setting}.timeout_s` if this is expected"
                 self.broken = f"`{method}` {error.problem}; {hint}"
             raise
-        except asyncio.CancelledError:  # the loop ends
+        except asyncio.CancelledError:  # the event loop is ending
             self.broken = self.broken or "a call was cut off"
             raise
 
@@ -328,7 +329,7 @@ class Environment:
 
 
 class _BadResultError(Exception):
-    """A method returned something unusable; the text says what, and what it must be."""
+    """A method returned something unusable; the text says what, and what is expected."""
 
 
 def _reset_text(raw: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Turns the `environments` section of a config into pools; all problems in one ConfigError, with their paths.
 
-One instance of each is made to look at, and kept as the first of its pool.
+One instance of each is made for inspection, and kept as the first of its pool.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from grpo_async.utils.text import did_you_mean
 
 
 class Environments:
-    """The configured environments, and which one a row uses.
+    """The configured environments, and the choice of one for each row.
 
     Args:
-        pools: by their names in the config.
+        pools: the pools, by their names in the config.
         extra_schemas: schemas of the tools that every rollout has.
     """
 
@@ -42,19 +42,19 @@ class Environments:
 
     @property
     def all_have_rewards(self) -> bool:
-        """Every environment has a `get_reward`, so no reward function is needed."""
+        """Whether every environment has a `get_reward`, so that no reward function is needed."""
         return bool(self.pools) and all(pool.kind.reward_name is not None for pool in self.pools.values())
 
     @property
     def notes(self) -> list[str]:
-        """What the user may want to know at startup."""
+        """Notes for the user at startup."""
         return [note for pool in self.pools.values() for note in pool.kind.notes]
 
     def for_row(self, columns: Mapping[str, Any]) -> EnvironmentPool:
-        """The pool that the column `environment` names; without that column the only one there is.
+        """The pool that the column `environment` names; without that column, the only pool.
 
         Raises:
-            ConfigError: the column is missing or names none of them.
+            ConfigError: the column is missing or does not name an environment.
         """
         problem = self._row_problem(columns)
         if problem is not None:
@@ -62,11 +62,11 @@ class Environments:
         return self.pools[columns[COLUMN]] if COLUMN in columns else next(iter(self.pools.values()))
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Tools that the model may call in this row's rollouts: those of every rollout and the environment's."""
+        """Tools that the model may call in this row's rollouts: those of every rollout, and the environment's."""
         return self.for_row(columns).schemas if self.pools else list(self._extra_schemas)
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What is wrong with these rows (columns and `prompt`), one sentence for each kind of problem and its first row."""
+        """Problems of these rows (columns and `prompt`): one sentence for each kind of problem, with its first row."""
         first: dict[str, int] = {}
         for index, row in enumerate(rows):
             problem = self._row_problem(row)
@@ -102,10 +102,10 @@ class Environments:
 
 
 def load_environments(sections: Mapping[str, EnvironmentSection], extra_tools: Sequence[Tool] = ()) -> Environments:
-    """Import every environment and look at one instance of each. Waits for their construction.
+    """Import every environment and inspect one instance of each. Waits for their construction.
 
     Raises:
-        ConfigError: some cannot be found, imported, constructed or used; one line for each problem.
+        ConfigError: some environment cannot be found, imported, constructed or used; the message has a line for each problem.
     """
     pools: dict[str, EnvironmentPool] = {}
     problems: list[str] = []
@@ -152,7 +152,7 @@ def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -
 
 
 def _contradicting_weights(kinds: Sequence[EnvironmentKind]) -> list[str]:
-    """One class is one reward with one weight, also under two names."""
+    """A class is one reward with one weight, even under two names."""
     return [
         f"environments: {one.name} and {other.name} are both {one.reward_name}, which is one reward, but their `reward_weight` "
         "differ; give them the same"

@@ -1,11 +1,11 @@
-"""The instances of one environment: made when first needed, reset often, at most `max_instances` at once.
+"""The instances of one environment: made when first needed, reset often, at most `max_instances` at a time.
 
-    async with pool.lease(8) as environments:     # all 8 at once, in the order of asking
+    async with pool.lease(8) as environments:     # all 8 at once, in the order of requests
         ...                                       # however this ends, all 8 go back
 
-A lease takes all it needs or waits, so two leases cannot each hold half. An instance that is broken is thrown away. One whose
+A lease takes all of its instances at once or waits, so two leases cannot each hold half. A broken instance is discarded. One whose
 call still runs when its lease ends (the rollout was cancelled) comes back when the call ends, within its time limit.
-Leased on one event loop, that of the rollouts.
+Instances are leased on one event loop, that of the rollouts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from grpo_async.envs.environment import Environment, EnvironmentCallError, Envir
 from grpo_async.user_code.calls import Raised, UserCall
 from grpo_async.user_code.threads import InstanceThread
 
-# Threads cannot be killed; each of these holds a connection and a stack. An environment that keeps hanging is better said
-# to be broken than left to fill the machine.
+# Threads cannot be killed, and each one holds a connection and a stack. It is better to report that an environment keeps
+# hanging than to fill the machine.
 MAX_STUCK = 16
 
 
 class Construction:
-    """An instance on its way: made in the thread in which it will live, off the event loop, for it may connect to a server. Once
-    `future` is done, or nobody waits for it any longer, `finish` gives the instance.
+    """An instance under construction, in the thread in which it will live, off the event loop, because it may connect to a server.
+    When `future` is done, or nobody waits for it any longer, `finish` returns the instance.
 
     Args:
-        name: of the environment.
+        name: name of the environment.
         factory: class or function.
         section: its arguments and time limit.
     """
@@ -45,10 +45,10 @@ class Construction:
         self.future: Future[Raised | None] = self.thread.post(call.attempt)
 
     def finish(self) -> Any:
-        """What the factory made.
+        """The object that the factory made.
 
         Raises:
-            EnvironmentCallError: the factory raised, or has not come to an end yet.
+            EnvironmentCallError: the factory raised, or has not ended yet.
         """
         if not self.future.done():
             raise EnvironmentCallError(
@@ -63,7 +63,7 @@ class Construction:
         return self._made[0]
 
     def give_up(self) -> Future[Any]:
-        """Close what was made, or is still going to be, and end the thread. Does not wait; the future is done then."""
+        """Close the instance, now or when it exists, and end the thread. Does not wait; the returned future is done then."""
         closed = self.thread.post(UserCall(self._close_made).attempt)
         self.thread.stop()
         return closed
@@ -76,11 +76,11 @@ class Construction:
 
 
 class EnvironmentPool:
-    """Instances of one kind.
+    """Instances of one environment.
 
     Args:
-        kind: what is known of the environment.
-        probe: an instance that is there already.
+        kind: the description of the environment.
+        probe: an existing instance.
         extra_schemas: schemas of the tools that every rollout has.
     """
 
@@ -90,8 +90,8 @@ class EnvironmentPool:
         self.kind = kind
         self.schemas = [*extra_schemas, *(spec.schema for spec in kind.specs.values())]
         self._free = [probe]
-        self._num_taken = 0  # leased, or on their way back
-        self._lease_lock = asyncio.Lock()  # of the leases that wait
+        self._num_taken = 0  # leased, or not back yet
+        self._lease_lock = asyncio.Lock()  # held by the lease that waits
         self._freed = asyncio.Event()
         self._returning: set[asyncio.Task[None]] = set()
         self._discarded: list[Future[Any]] = []
@@ -103,14 +103,14 @@ class EnvironmentPool:
 
     @property
     def num_stuck(self) -> int:
-        """Instances that were thrown away and whose thread still runs."""
+        """Number of discarded instances whose thread still runs."""
         self._discarded = [freed for freed in self._discarded if not freed.done()]
         return len(self._discarded)
 
     @asynccontextmanager
     async def lease(self, count: int) -> AsyncIterator[list[Environment]]:
-        """`count` instances, to be reset by the caller. The wait for others to give theirs back is bounded by what they do with
-        them.
+        """`count` instances, which the caller must reset. The wait for other leases is bounded by the time limits of their
+        rollouts.
 
         Raises:
             EnvironmentCallError: an instance could not be made.
@@ -125,7 +125,7 @@ class EnvironmentPool:
             self._give_back(environments, count)
 
     async def aclose(self) -> None:
-        """End all instances; those on lease end when they come back. Bounded by the environment's time limit."""
+        """End all instances; leased ones end when they come back. Bounded by the environment's time limit."""
         self._closed = True
         if self._returning:
             await asyncio.wait(set(self._returning), timeout=self.kind.timeout_s + 1.0)
@@ -133,7 +133,7 @@ class EnvironmentPool:
         await asyncio.gather(*(environment.aclose() for environment in free))
 
     def discard_free(self) -> None:
-        """End the instances that nobody holds, without waiting and without an event loop."""
+        """End the instances that are not leased, without waiting and without an event loop."""
         self._closed = True
         free, self._free = self._free, []
         self._discarded.extend(environment.discard() for environment in free)
@@ -146,20 +146,20 @@ class EnvironmentPool:
             )
         if self._closed:
             raise EnvironmentCallError(self.name, "its pool was closed")
-        async with self._lease_lock:  # the first first: a later, smaller request does not overtake
+        async with self._lease_lock:  # first come, first served: a later, smaller request does not overtake
             while limit is not None and self._num_taken + count > limit:
                 self._freed.clear()
-                await self._freed.wait()  # until rollouts end, which have limits
+                await self._freed.wait()  # until rollouts end, which have time limits
             self._num_taken += count
 
     async def _fill(self, environments: list[Environment], count: int) -> None:
-        """Append `count` instances to `environments`, each as soon as it is there, so that none is lost where this fails or is
+        """Append `count` instances to `environments`, each as soon as it exists, so that none is lost if this fails or is
         cancelled."""
         while self._free and len(environments) < count:
             environments.append(self._free.pop())
         missing = count - len(environments)
         if missing:
-            # Cancelled, gather too ends only after all of them.
+            # Even if cancelled, gather ends only after all of them.
             made = await asyncio.gather(*(self._add_new(environments) for _ in range(missing)), return_exceptions=True)
             for raised in made:
                 if raised is not None:
@@ -185,11 +185,11 @@ class EnvironmentPool:
                     f"its factory made a {type(instance).__name__}, after a {kind.environment_class.__name__}; all instances "
                     "must be of one class, for they have the same tools",
                 )
-        except BaseException:  # also when cancelled: what is still made must be closed
+        except BaseException:  # also when cancelled: an instance that is still being made must be closed
             self._discarded.append(construction.give_up())
             raise
         finally:
-            waiter.cancel()  # without effect on one that is done
+            waiter.cancel()  # no effect if it is done
         return Environment(instance, kind, construction.thread)
 
     def _give_back(self, environments: Sequence[Environment], count: int) -> None:
@@ -206,7 +206,7 @@ class EnvironmentPool:
     async def _put_back_when_idle(self, environment: Environment) -> None:
         try:
             await environment.wait_idle()
-        finally:  # also when the loop ends
+        finally:  # also when the event loop ends
             self._put_back(environment)
 
     def _put_back(self, environment: Environment) -> None:

@@ -2,7 +2,7 @@
 
     config section -> load_rewards -> RewardFunction.score(...) -> RewardOutcome
 
-Where the function runs, and what ends a call that takes too long: `grpo_async.user_code.calls`.
+`grpo_async.user_code.calls` decides where the function runs and how a call that takes too long is ended.
 
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
 text:number_match, format:think_format, length:soft_overlong, code:code_tests,

@@ -1,10 +1,10 @@
-"""One call of a reward function: which arguments it gets, which results it may return, and the errors of rewards. The same code
+"""One call of a reward function: its arguments, its valid results, and the errors of rewards. The same code
 runs on the event loop, in a thread and in a worker process.
 
-Offered as keywords, as in TRL: `prompts`, `completions`, `completion_ids`, every column, the section's `arguments`,
-`trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`, and, where the run has environments, `environments`:
+Arguments are passed as keywords, as in TRL: `prompts`, `completions`, `completion_ids`, every column, the section's `arguments`,
+`trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`, and, if the run has environments, `environments`:
 the user's own instances, one per completion. A function gets those that its signature names, or all of them if it takes
-**kwargs. On a clash of names ours win over `arguments`, and `arguments` over columns.
+**kwargs. If names clash, ours win over `arguments`, and `arguments` over columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALIASES = {"completions_ids": "completion_ids"}
 
 
 def shared_slots(what: Hashable, count: int) -> asyncio.Semaphore:
-    """For so much of something at once, over all calls of all rewards on the running loop."""
+    """A semaphore for `count` users of `what`, shared by all calls of all rewards on the running loop."""
     return _slots.setdefault(asyncio.get_running_loop(), {}).setdefault((what, count), asyncio.Semaphore(count))
 
 
@@ -59,7 +59,7 @@ class RewardError(GrpoAsyncError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What a reward function may ask about the progress of the run."""
+    """What a reward function may read about the progress of the run."""
 
     global_step: int = 0  # optimizer steps done
     max_steps: int = 0  # optimizer steps of the run
@@ -89,7 +89,7 @@ class RewardRequest:
     environments: Sequence[Any] | None = None
 
     def call(self, function: RewardCallable) -> UserCall[RewardOutcome]:
-        """The call of `function` that this asks for; TypeError where the signature cannot be read."""
+        """The call of `function` with these arguments; TypeError if its signature cannot be read."""
         extra_columns: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
 
@@ -119,7 +119,7 @@ class RewardRequest:
         offered: dict[str, Any] = {
             **{column: list(values) for column, values in self.columns.items()},
             **self.arguments,
-            # Fresh outer lists: a function that pops from them does not disturb the other functions.
+            # New outer lists: a function that pops from them must not affect the other functions.
             "prompts": list(self.prompts),
             "completions": list(self.completions),
             "completion_ids": list(self.completion_ids),
@@ -137,7 +137,7 @@ class RewardRequest:
 
 
 def read_parameters(function: RewardCallable) -> Parameters:
-    """What `function` takes; TypeError says why it cannot be called with keywords only."""
+    """The parameters of `function`; TypeError says why it cannot be called with keywords only."""
     try:
         parameters = Parameters.of(function)
     except ValueError as error:

@@ -1,11 +1,11 @@
-"""`check-reward`: one reward function on completions whose worth is known.
+"""`check-reward`: tries one reward function on completions whose quality is known.
 
-Every candidate of a row is scored alone, which shows what raises or hangs; then all of a row in one call, as a group in
+Every candidate of a row is scored alone, which shows what raises or hangs; then all of a row in one call, like a group in
 training, which shows scores that depend on chance or on the other completions.
 
 Worked example, gold "72": the right answer is tried as `72`, `\\boxed{72}`, `<answer>72</answer>` and as a code block, each with
 and without thinking before it, and the best score counts: 1.0. "83", a wrong answer of the same shape, gets 0.0 in all these forms.
-Garbage that gets 0.3 is paid 30 % of what the right answer gets, a warning; 0.95 on more than a quarter of the rows is an error.
+Garbage that gets 0.3, or 30 % of the right answer's score, is a warning; 0.95 on more than a quarter of the rows is an error.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from grpo_async.rewards.text import last_boxed
 
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")
 GOLD, WRONG, LONG = "right answer", "wrong answer", "very long"
-_PAID, _PAID_LIKE_GOLD = 0.1, 0.9  # fractions of what the right answer gets, above the lowest score of the row
-_BY_CHANCE = 0.25  # of the rows: up to here garbage may be right by luck
-_ROUNDING = 1e-3  # of the range of scores: smaller differences are those of batches of a reward model
-_MAX_LOST = 4  # calls that cost a process; then the rest is not tried
+_PAID, _PAID_LIKE_GOLD = 0.1, 0.9  # fractions of the right answer's score, above the lowest score of the row
+_BY_CHANCE = 0.25  # fraction of the rows in which garbage may be right by chance
+_ROUNDING = 1e-3  # of the range of scores: batching alone changes a reward model's scores by less
+_MAX_LOST = 4  # calls that cost a process; after that the rest is not tried
 
 Rows = Mapping[int, float]
-"""Score by row: of the forms of an answer the best one counts."""
+"""Score by row; of the forms of an answer, the best score counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardReport:
-    """What came out for one reward function. Times are seconds of a call with one completion."""
+    """The results for one reward function. Times are seconds of a call with one completion."""
 
     name: str
     runs_in: str
     num_calls: int
     num_failed: int
-    scores: Mapping[str, Mapping[str, float]]  # of each kind of completion the lowest, mean and highest, over the rows
+    scores: Mapping[str, Mapping[str, float]]  # by kind of completion: lowest, mean and highest over the rows
     median_s: float
     longest_s: float
     findings: Sequence[Finding]  # the worst first
@@ -54,7 +54,7 @@ class RewardReport:
 
 
 def gold_of(prompt: Prompt, gold_column: str | None) -> str | None:
-    """The right answer of a row as text: of `gold_column`, else of the first usual column that holds a text or number."""
+    """The right answer of a row as text, from `gold_column` or else the first usual column that holds a text or number."""
     for name in GOLD_COLUMNS if gold_column is None else (gold_column,):
         value = prompt.columns.get(name)
         if isinstance(value, (str, int, float)) and str(value).strip():
@@ -63,10 +63,10 @@ def gold_of(prompt: Prompt, gold_column: str | None) -> str | None:
 
 
 def candidates(prompt: Prompt, gold: str | None) -> list[tuple[str, str]]:
-    """(kind, text) of the completions that are tried for a row."""
+    """(kind, text) of the completions to try for a row."""
     found = []
     if gold is not None:
-        final = last_boxed(gold) or gold.rpartition("####")[2].strip() or gold  # of a whole solution
+        final = last_boxed(gold) or gold.rpartition("####")[2].strip() or gold  # extracted from a whole solution
         for answer in dict.fromkeys([gold, final]):
             found += [(GOLD, text) for text in _forms(answer)]
         if (wrong := _same_shape(final)) != final:
@@ -89,7 +89,7 @@ def _forms(answer: str) -> list[str]:
 
 
 def _same_shape(text: str) -> str:
-    """Other letters and digits: "72 km" -> "83 ln"; without any the text itself."""
+    """Replace letters and digits: "72 km" -> "83 ln"; a text without any is returned unchanged."""
     digits, letters = "0123456789", "abcdefghijklmnopqrstuvwxyz"
     shifted = "1234567891", letters[1:] + letters[0]
     return text.translate(str.maketrans(digits + letters + letters.upper(), "".join(shifted) + shifted[1].upper()))
@@ -97,11 +97,11 @@ def _same_shape(text: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What was seen of one function. A `value` is a score, None (not applicable), or the text of an error."""
+    """Observations of one function. A `value` is a score, None (not applicable), or the text of an error."""
 
     values: list[tuple[int, str, float | str | None]] = field(default_factory=list)  # (row, kind, value)
-    seconds: list[float] = field(default_factory=list)  # of these calls
-    changing: set[int] = field(default_factory=set)  # rows with a score that is another one in the next call
+    seconds: list[float] = field(default_factory=list)  # durations of these calls
+    changing: set[int] = field(default_factory=set)  # rows with a score that differs in the next call
     group_errors: dict[str, list[int]] = field(default_factory=dict)  # where each completion is fine alone -> rows
     num_lost: int = 0  # calls that took too long or ended their process
 
@@ -112,7 +112,7 @@ def check_reward(
     """Check one reward function on some rows.
 
     Args:
-        reward: the function; in a worker process, which can be killed, the check ends in bounded time whatever it does.
+        reward: the function; in a worker process, which can be killed, the check always ends in bounded time.
         prompts: rows; at least one.
         runs_in: where it runs in training: event loop, thread, process.
         gold_column: the column of right answers; None = the first of the usual names that a row has.
@@ -174,7 +174,7 @@ def _range(values: Sequence[float]) -> float:
 
 
 def report(seen: Seen, *, name: str, runs_in: str, asks_for_gold: bool) -> RewardReport:
-    """Scores and findings of what was seen of the function `name`, which runs in `runs_in` (event loop, thread, process)."""
+    """Scores and findings from the observations of the function `name`, which runs in `runs_in` (event loop, thread, process)."""
     best: dict[str, dict[int, float]] = defaultdict(dict)  # by kind
     for row, kind, value in seen.values:
         if isinstance(value, float):
@@ -196,7 +196,7 @@ def report(seen: Seen, *, name: str, runs_in: str, asks_for_gold: bool) -> Rewar
 
 
 def _faults(seen: Seen, runs_in: str) -> Iterator[Finding]:
-    """What goes wrong whatever the scores are worth."""
+    """Findings that do not depend on the quality of the scores."""
     by_error: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for row, kind, value in seen.values:
         if isinstance(value, str):
@@ -224,7 +224,7 @@ def _faults(seen: Seen, runs_in: str) -> Iterator[Finding]:
 
 
 def _values(seen: Seen, best: Mapping[str, Rows], asks_for_gold: bool) -> Iterator[Finding]:
-    """What the scores are worth."""
+    """Findings about the quality of the scores."""
     scored = [value for *_, value in seen.values if not isinstance(value, str)]
     numbers = [value for value in scored if value is not None]
     if not numbers:
@@ -256,7 +256,7 @@ def _values(seen: Seen, best: Mapping[str, Rows], asks_for_gold: bool) -> Iterat
 
 
 def _comparisons(golds: Mapping[int, float], best: Mapping[str, Rows], tolerance: float) -> Iterator[Finding]:
-    """Right answers that do not get the most, and other completions that get something."""
+    """Right answers that do not get the highest score, and other completions that get a good one."""
     others = {kind: rows for kind, rows in best.items() if kind not in (GOLD, LONG)}
     floors = {row: min(rows[row] for rows in best.values() if row in rows) for row in golds}
     unrewarded = []

@@ -1,4 +1,4 @@
-"""Code, judged by the row's tests in the sandbox.
+"""Judges code by the row's tests in the sandbox.
 
     column `tests` of a row                                           datasets
     ["assert add(1, 2) == 3", ...]                                    MBPP `test_list`
@@ -6,14 +6,14 @@
     [{"input": "1 2", "output": "3"}, ...]                            LiveCodeBench
     {"inputs": [...], "outputs": [...], "fn_name": optional}          APPS, TACO `input_output`, as JSON text too
 
-Rename your column to `tests` with `data.train.columns`. Two processes that share nothing take part, each in a sandbox of
-its own: one has the completion's code, the other the tests, and plain data crosses (see `code_peer`), so the code cannot see
-the expected results, patch what compares them, or write the verdict. To print the result, to exit early or to exit with code 0
+Rename your column to `tests` with `data.train.columns`. Two processes that share nothing take part, each in a separate
+sandbox: one has the completion's code, the other the tests, and they exchange plain data (see `code_peer`). So the code cannot see
+the expected results, patch the comparison, or write the verdict. Printing the result, exiting early or exiting with code 0
 gains nothing.
 
-With an `entry_point`, the tests get that name (or `Solution`) from the code and nothing else: helpers that they need belong into
-`setup`. What only the code could decide (whether two objects of its classes are equal, say) is refused: such a test has not
-passed, and the log says so once.
+With an `entry_point`, the tests get that name (or `Solution`) from the code and nothing else: helpers that they need belong in
+`setup`. Anything that only the code could decide (such as whether two objects of its classes are equal) is refused: such a test has
+not passed, and the log says so once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def _compiled(name: str) -> bytes:
-    """A module of ours as its interpreter would have cached it: to compile it takes longer than the rest of its start."""
+    """Compiled bytecode of one of our modules: compiling it takes longer than the rest of the start."""
     path = Path(__file__).with_name(f"{name}.py")
     code = compile(path.read_bytes(), path.name, "exec", dont_inherit=True, optimize=0)
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
@@ -61,12 +61,12 @@ for name in ("grpo_async", "grpo_async.rewards"):
 from grpo_async.rewards.code_examiner import {main}
 {main}({descriptor})
 """
-_TOLERANCE = 1e-6  # of numbers in the output of programs
-_EXAMINER_SPARE_S = 10.0  # it waits for the candidate, and has to tell the verdict after the candidate was ended
+_TOLERANCE = 1e-6  # for numbers in the output of programs
+_EXAMINER_SPARE_S = 10.0  # time for the examiner to report the verdict after the candidate has ended
 
 
 def prepare_worker() -> None:
-    """Called once in each worker process: to find out what the sandbox can enforce here is not part of a call."""
+    """Called once in each worker process, so that finding out what the sandbox can enforce is not part of a call."""
     startup_notes()
 
 
@@ -86,37 +86,37 @@ async def code_tests(
     require: Iterable[str] = REQUIRED,
     **_: Any,
 ) -> list[float | None]:
-    """The fraction of the row's tests that the completion's code passes; None where the row has no tests.
+    """The fraction of the row's tests that the completion's code passes; None if the row has no tests.
 
-    The code is the last fenced block of the final assistant message, or all of the message when it has none.
-    Once the code has hung or ended, the tests that were still to come have failed: order them as you want them to count.
-    The reward's `timeout_s` holds for all completions of a call: choose it above completions x wall_s / max_parallel.
+    The code is the last fenced block of the final assistant message, or the whole message if it has none.
+    Once the code has hung or ended, the remaining tests have failed, so put the most important tests first.
+    The reward's `timeout_s` covers all completions of a call: set it above completions x wall_s / max_parallel.
 
     Example: 2 asserts of which 1 holds -> 0.5, or 0.0 with `all_or_nothing`.
 
     Args:
         completions: plain text or messages.
         tests: tests of each row; see the table above.
-        entry_point: name of the function that `check` gets, or that calls go to (a method of `Solution` too).
+        entry_point: name of the function that `check` gets, or that is called (may be a method of `Solution`).
         setup: code that runs before the tests, in their process (MBPP's `test_setup_code`, `test_imports`).
         all_or_nothing: 1.0 when all tests pass, else 0.0.
-        max_tests: the first N tests of a row only (not of scripts).
-        wall_s: seconds for all tests of a completion; for each run where the tests are inputs and outputs.
-        cpu_s: CPU seconds, as `wall_s`.
+        max_tests: use only the first N tests of a row (not for scripts).
+        wall_s: seconds for all tests of a completion, or for each run if the tests are inputs and outputs.
+        cpu_s: CPU seconds, counted like `wall_s`.
         memory_mb: memory of the code, in MiB.
         max_parallel: completions judged at once, over all calls; null = half the CPUs.
         with_site_packages: whether the code may import the packages of this environment.
-        require: what the sandbox must enforce on this machine; [] = whatever it can.
+        require: restrictions that the sandbox must enforce; [] = those that it can.
 
     Raises:
-        SandboxError: the sandbox failed. Never a score.
+        SandboxError: the sandbox failed; this never becomes a score.
         ValueError: a row's tests cannot be read.
     """
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb)
     judge = await asyncio.to_thread(
         _Judge, limits, require=tuple(require), with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
     )
-    # Runs that starve each other miss their time limits.
+    # Concurrent runs that starve each other would miss their time limits.
     slots = shared_slots("code_tests", max_parallel or max(1, usable_cpus() // 2))
 
     async def score(index: int, completion: Any) -> float | None:
@@ -128,7 +128,7 @@ async def code_tests(
             return None
         if row.kind is not RowKind.SCRIPT:
             row = dataclasses.replace(row, tests=row.tests[:max_tests])
-        async with slots:  # for runs that have limits
+        async with slots:  # runs have time limits
             return await judge.score(code_in(final_text(completion)), row)
 
     return await all_of(score(index, completion) for index, completion in enumerate(completions))
@@ -164,7 +164,7 @@ class _Judge:
         return passed, len(row.tests)
 
     async def _examine(self, code: str, row: RowTests) -> tuple[int, int]:
-        """Run the two processes; the candidate's end of the channel closes with it, so the examiner never waits for it in vain."""
+        """Run the two processes. The candidate's end of the channel closes with it, so the examiner never waits for it forever."""
         ours, theirs = socket.socketpair()
 
         async def run_candidate() -> None:
@@ -179,26 +179,26 @@ class _Judge:
                 main = _MAIN.format(main="run_examiner", descriptor=ours.fileno())
                 result = await self._examiner.run(
                     main, stdin=json.dumps(_work(row)), files=_MODULES, pass_descriptors=[ours.fileno()]
-                )  # its sandbox has wall_s
+                )  # the sandbox enforces wall_s
             finally:
                 candidate.cancel()
                 await asyncio.wait({candidate})
-                theirs.close()  # it may not have begun
+                theirs.close()  # the candidate may not have begun
             if not candidate.cancelled():
-                candidate.result()  # raises what the sandbox raised
+                candidate.result()  # raises the sandbox's error
         if not result.stdout:
             raise SandboxError(f"the process of the tests did not start: {result.status}. {result.stderr[-500:]}")
         return _verdict(result.stdout)
 
 
 def _verdict(lines: str) -> tuple[int, int]:
-    """Passed and all tests, from the examiner's lines."""
+    """Number of passed tests and of all tests, from the examiner's lines."""
     passed, total = 0, 1
     for text in lines.splitlines():
         try:
             line = json.loads(text)
         except ValueError:
-            break  # cut short: the examiner was ended
+            break  # incomplete: the examiner was killed
         if line[0] == "total":
             total = line[1]
             continue
@@ -208,7 +208,7 @@ def _verdict(lines: str) -> tuple[int, int]:
     return passed, total
 
 
-@functools.cache  # once for each
+@functools.cache  # each reason is logged once
 def _say_refused(why: str) -> None:
     logger.warning("code_tests: a test was refused, which counts as failed: %s", why)
 
@@ -227,7 +227,7 @@ def _work(row: RowTests) -> dict[str, Any]:
 
 
 def is_same_output(given: str, wanted: str) -> bool:
-    """Line by line; whitespace and empty lines at the end do not count, nor how a number with a point or exponent is written.
+    """Compare line by line, ignoring trailing whitespace and empty lines, and the notation of numbers with a point or exponent.
 
     Example: "0.50\\n" and "0.5" -> True; "1 2" and "1\\n2" -> False.
     """
@@ -241,7 +241,7 @@ def _is_same_word(given: str, wanted: str) -> bool:
     if given == wanted:
         return True
     if not any(mark in wanted.lower() for mark in ".e"):
-        return False  # whole numbers and words are exact
+        return False  # whole numbers and words must match exactly
     try:
         return math.isclose(float(given), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     except ValueError:

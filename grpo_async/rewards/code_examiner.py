@@ -1,4 +1,4 @@
-"""The main functions of the two processes of a test run; see `code_peer` for what they say to each other."""
+"""The main functions of the two processes of a test run; `code_peer` has their protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TESTS_MODULE = "tests_of_the_row"
 CANDIDATE_MODULE = "candidate"
 CHECK_CALL = "_check_call"
-"""What a test calls that `code_rows` makes of arguments and the expected result: _check_call('add', '[[1, 2], 3]')."""
+"""Name of the check in tests that `code_rows` makes from arguments and expected results: _check_call('add', '[[1, 2], 3]')."""
 _FUNCTION: type[Any] = type(lambda: None)
 
 
@@ -47,13 +47,13 @@ def run_candidate(descriptor: int) -> None:
 
 
 def run_examiner(descriptor: int) -> None:
-    """Main function of the examiner's process: reads the work from stdin, where no other process finds it, and writes JSON lines to
-    stdout: ["total", number of tests], again where a script has defined its own, and [test number, passed, why it was refused] for
-    each test. Those that it does not name have failed.
+    """Main function of the examiner's process. It reads the work from stdin, where no other process finds it, and writes JSON lines
+    to stdout: ["total", number of tests], again if a script has defined its own, and [test number, passed, why it was refused] for
+    each test. Tests without a line have failed.
     """
     work = read_json(sys.stdin.read())
     verdicts = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the tests print is not a verdict
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the tests' output must not mix with the verdict
 
     def tell(*line: Any) -> None:
         verdicts.write("[" + ",".join([encode(item, repr) for item in line]) + "]\n")
@@ -62,7 +62,7 @@ def run_examiner(descriptor: int) -> None:
     tell("total", len(work["tests"]))
     try:
         _examine(Candidate(Channel(descriptor), may_be_nan=work["may_be_nan"]), work, tell)
-    finally:  # whatever the row's own code raised
+    finally:  # even if the row's own code raised
         os._exit(0)
 
 
@@ -74,8 +74,8 @@ def _examine(peer: Candidate, work: dict[str, Any], tell: Callable[..., None]) -
         (script,) = work["tests"]
         passed, refused = _try(peer, lambda: _run_script(script, names, work["entry_point"]))
         steps = _tests_defined_by(names)
-        if not passed or not steps:  # the script was the test
-            never = "" if peer.num_asked > 1 else "the tests never used the code"  # the first was `load`
+        if not passed or not steps:  # the script itself was the test
+            never = "" if peer.num_asked > 1 else "the tests never used the code"  # the first call was `load`
             tell(0, passed and not never, refused or never)
             return
         tell("total", len(steps))
@@ -84,7 +84,7 @@ def _examine(peer: Candidate, work: dict[str, Any], tell: Callable[..., None]) -
 
 
 def _load(peer: Candidate, work: dict[str, Any]) -> dict[str, Any]:
-    """The tests' global names: those of the candidate that they ask for, modules, then what the row's setup defines."""
+    """The tests' global names: the candidate's names that they use, modules, then the names that the row's setup defines."""
     wanted = work["names"]
     theirs = peer.ask("call", 0, (wanted,))
     if type(theirs) is not dict or not any(name in theirs for name in wanted):
@@ -94,7 +94,7 @@ def _load(peer: Candidate, work: dict[str, Any]) -> dict[str, Any]:
         try:
             own = __import__(module)
         except ImportError:
-            continue  # a NameError of the tests that use it
+            continue  # tests that use it get a NameError
         names[name] = getattr(own, attribute) if attribute else own
     names.update({name: theirs[name] for name in wanted if name in theirs})
     names[CHECK_CALL] = lambda entry_point, case: _check_call(_named(names, entry_point), *read_json(case))
@@ -103,19 +103,19 @@ def _load(peer: Candidate, work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try(peer: Candidate, step: Callable[[], Any]) -> tuple[bool, str]:
-    """Whether the step passes, and why it was refused."""
+    """Whether the step passes, and why it was refused, if it was."""
     peer.faults.clear()
     passed = True
     try:
         _finish(step())
     except PeerGone:
         raise
-    except BaseException:  # noqa: BLE001 - the test has failed, whatever it is
+    except BaseException:  # noqa: BLE001 - any exception fails the test
         passed = False
     if peer.is_gone:
-        raise PeerGone  # a bare `except` of the tests had caught it
+        raise PeerGone  # a bare `except` in the tests had caught it
     refused = [f"{type(fault).__name__}: {fault}" for fault in peer.faults[:1] if isinstance(fault, RefusedError)]
-    return passed and not peer.faults, "".join(refused)  # whatever the tests caught
+    return passed and not peer.faults, "".join(refused)  # even if the tests caught the error
 
 
 def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
@@ -123,7 +123,7 @@ def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def _finish(result: Any) -> None:
-    """An async test is run; a generator would have tested nothing."""
+    """Run an async test; refuse a generator, which would have tested nothing."""
     kind = type(result)
     if kind is Handle:
         return
@@ -169,7 +169,7 @@ def _run_method(kind: type, name: str) -> Any:
 
 
 def _run_case(case: Any) -> None:
-    """One that was skipped, or was expected to fail, has tested nothing."""
+    """Run a unittest case; a skipped or expected failure has tested nothing."""
     import unittest
 
     result = unittest.TestResult()
@@ -182,19 +182,19 @@ def _run_case(case: Any) -> None:
 
 def _check_call(function: Any, arguments: list[Any], wanted: Any) -> None:
     given = _plain(function(*arguments))
-    # Some datasets wrap the one result in a list.
+    # Some datasets wrap the single result in a list.
     assert given == wanted or (isinstance(wanted, list) and len(wanted) == 1 and given == wanted[0]), f"got {given!r}"
 
 
 def _named(names: dict[str, Any], entry_point: str) -> Any:
-    """The function; one of an instance of `Solution` where that is how it is written."""
+    """The function, or the method of an instance of `Solution` if the code is written that way."""
     if entry_point not in names and "Solution" in names:
         return getattr(names["Solution"](), entry_point)
     return names[entry_point]
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no tuples."""
+    """Convert tuples to lists, because JSON has no tuples."""
     if type(value) in (list, tuple):
         return [_plain(item) for item in value]
     if type(value) is dict:

@@ -1,24 +1,24 @@
-"""The two ends of a test run, each in a sandbox of its own, joined by a socket. Nothing here runs in the trainer's process.
+"""The two ends of a test run, each in its own sandbox, joined by a socket. Nothing here runs in the trainer's process.
 
     examiner: the row's tests                       candidate: the model's code
       f(3)      -- call f, 3 ------------------->     runs f(3)
                 <- value 9 ----------------------
-      9 == 9 is found here, and reported to the owner
+      9 == 9 is decided here, and reported to the owner
 
-What crosses is plain data, rebuilt by the receiver: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
-frozenset, dict, range, Decimal, Fraction, what `collections` and `datetime` have, all of the exact type; numpy's arrays and scalars
-as lists and numbers. Everything else of the candidate (its functions, its classes and their instances) stays where it is, and the
-tests get a `Handle`. Through a handle they call, read and set attributes, iterate, and ask for text, length and truth: each gives
-plain data in the end, which the examiner compares. Refused, which means that the test has not passed:
+They exchange plain data, rebuilt by the receiver: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
+frozenset, dict, range, Decimal, Fraction, the types of `collections` and `datetime`, all of the exact type; numpy's arrays and
+scalars as lists and numbers. Everything else of the candidate (its functions, its classes and their instances) stays where it is,
+and the tests get a `Handle`. Through a handle they can call, read and set attributes, iterate, and get text, length and truth: each
+gives plain data in the end, which the examiner compares. Two things are refused, which means that the test has not passed:
 
     to compare or calculate with a handle: the candidate would see the expected value and decide
-    to hand it a function or an object of the tests: it would lead to the tests' globals
+    to pass it a function or an object of the tests: it would lead to the tests' globals
 
-Arguments that the code changed in place come back when it returned None, as functions that work in place do; else a function
-could empty what the expected result is computed from. When the candidate's process ends, every test that has not passed has
-failed: no exit code, output or patched builtin of the candidate counts.
+Arguments that the code changed in place are sent back if it returned None, as in-place functions do; otherwise a function
+could empty the data from which the expected result is computed. When the candidate's process ends, every test that has not passed
+has failed: no exit code, output or patched builtin of the candidate counts.
 
-Imports next to nothing: this is the startup time of every run.
+This module imports as little as possible, because it adds to the startup time of every run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 MAX_MESSAGE_BYTES = 1 << 24
-MAX_DEPTH = 200  # of nested data
+MAX_DEPTH = 200  # maximum nesting of data
 MAX_INT_BITS = 1 << 20
 _EXACT_IN_JSON = 1 << 53
 _BUILTINS = vars(sys.modules["builtins"])
@@ -46,15 +46,15 @@ class PeerGone(BaseException):
 
 
 class RemoteError(Exception):
-    """An exception of the candidate that has no class here."""
+    """An exception of the candidate whose class does not exist here."""
 
 
 class RefusedError(TypeError):
-    """The test asks for something that only the candidate could decide, or would give itself away."""
+    """The test asks for something that only the candidate could decide, or that would reveal the test to it."""
 
 
 class _Json:
-    """What the scanner asks its owner for."""
+    """The settings that the scanner reads from its owner."""
 
     strict = False
     object_hook = object_pairs_hook = None
@@ -69,7 +69,7 @@ _scan: Any = make_scanner(_Json)  # type: ignore[arg-type]
 
 
 def read_json(text: str) -> Any:
-    """ValueError where it is none."""
+    """Parse JSON; ValueError if the text is not JSON."""
     try:
         value, end = _scan(text, 0)
     except StopIteration as error:
@@ -108,7 +108,7 @@ class Channel:
 
 # ------------------------------------------------------------------------------------------------------------ data
 
-_MODULE_OF = {  # of the kinds that are no builtins
+_MODULE_OF = {  # modules of the kinds that are not builtins
     **dict.fromkeys(("deque", "OrderedDict", "defaultdict", "Counter"), "collections"),
     **dict.fromkeys(("date", "timedelta", "datetime"), "datetime"),
     "Decimal": "decimal",
@@ -129,8 +129,8 @@ _KINDS = frozenset((*_ITEM_KINDS, *_PAIR_KINDS, *_TEXT_KINDS, *_FIELDS_OF))
 
 
 def encode(value: Any, show: Callable[[Any], str], depth: int = 0) -> str:
-    """As JSON, where lists begin with the name of their kind; `show` gives the text of what is not data. Only exact types are data:
-    a subclass may have a mind of its own. [1, (2.5, "a")] -> ["list",1,["tuple",2.5,"a"]]"""
+    """Encode as JSON, where lists begin with the name of their kind; `show` encodes values that are not data. Only exact types are
+    data: a subclass may behave differently. [1, (2.5, "a")] -> ["list",1,["tuple",2.5,"a"]]"""
     kind = type(value)
     if kind is str:
         return _text(value)
@@ -151,8 +151,8 @@ def encode(value: Any, show: Callable[[Any], str], depth: int = 0) -> str:
 
 
 def decode(value: Any, find: Callable[[list[Any]], Any], may_be_nan: bool = True, depth: int = 0) -> Any:
-    """The opposite, of what somebody who is not to be trusted sent; `find` takes what `show` made. Raises something where it is
-    nothing that `encode` makes."""
+    """Decode data from an untrusted sender, the inverse of `encode`; `find` takes what `show` made. Raises if the value is not
+    an output of `encode`."""
     if type(value) is not list:
         _must(type(value) is not dict)
         return value
@@ -181,13 +181,13 @@ def decode(value: Any, find: Callable[[list[Any]], Any], may_be_nan: bool = True
 
 
 def _must(is_so: bool) -> None:
-    """Not an assertion: this is not an invariant of ours."""
+    """Raise ValueError if false. Not an assertion: the data is not ours."""
     if not is_so:
         raise ValueError("this is no data of `encode`, or NaN, which the tests do not mention")
 
 
 def _parts(value: Any, kind: type) -> Sequence[Any] | None:
-    """What the value is made of, if it is data: {"a": 1} -> ["a", 1]."""
+    """The parts of the value if it is data: {"a": 1} -> ["a", 1]."""
     name = kind.__name__
     if type(name) is not str or name not in _KINDS or getattr(value, "tzinfo", None) is not None:
         return None
@@ -205,7 +205,7 @@ def _parts(value: Any, kind: type) -> Sequence[Any] | None:
 def text_of(error: BaseException) -> str:
     try:
         return str(error)[:500]
-    except Exception:  # noqa: BLE001 - whatever a class of the candidate does
+    except Exception:  # noqa: BLE001 - a class of the candidate may raise anything
         return ""
 
 
@@ -213,7 +213,7 @@ def text_of(error: BaseException) -> str:
 
 
 def serve(channel: Channel, load: Callable[[list[str]], dict[str, Any]]) -> None:
-    """Do what the examiner asks until it is gone. `load` is the object number 0."""
+    """Serve the examiner's requests until it is gone. `load` is object number 0."""
     shown: list[Any] = [load]
     numbers: dict[int, int] = {}  # id of a shown object, which `shown` keeps alive -> its number
 
@@ -229,7 +229,7 @@ def serve(channel: Channel, load: Callable[[list[str]], dict[str, Any]]) -> None
     def find(reference: list[Any]) -> Any:
         return shown[reference[1]]
 
-    while True:  # PeerGone ends it
+    while True:  # ends by PeerGone
         name, number, arguments, keywords = channel.receive()
         try:
             values = [decode(item, find) for item in arguments]
@@ -246,8 +246,8 @@ def serve(channel: Channel, load: Callable[[list[str]], dict[str, Any]]) -> None
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    """What `name` does with an object and further arguments: a call, entry to and exit from its block, a builtin, or a function
-    of `operator`."""
+    """The operation that `name` means on an object and further arguments: a call, entering and leaving its block, a builtin, or a
+    function of `operator`."""
     if name == "call":
         return lambda target, *arguments, **keywords: target(*arguments, **keywords)
     if name in ("enter", "exit"):
@@ -262,7 +262,7 @@ def _operation(name: str) -> Callable[..., Any]:
 
 
 class Handle:
-    """An object of the candidate, as the tests have it."""
+    """An object of the candidate, as the tests see it."""
 
     __slots__ = ("_candidate", "_number")
 
@@ -289,7 +289,7 @@ class Handle:
         return True if other is None else _refuse(self, "!=")
 
     def __exit__(self, *error: object) -> None:
-        """The candidate learns of no error, and never silences one."""
+        """The candidate never sees an error, and never suppresses one."""
         _ask(self, "exit", None, None, None)
 
 
@@ -321,19 +321,19 @@ for _name in ["lt", "le", "gt", "ge", "hash", *(side + name for name in _CALCULA
 
 
 class Candidate:
-    """The candidate's process, which is not to be trusted.
+    """The candidate's process, which is not trusted.
 
     Args:
-        channel: to and from it.
-        may_be_nan: whether a NaN can be a right result. It is neither above nor below any limit, so it slips through
-            `if abs(x - y) > limit: fail`; where the tests do not speak of it, it is a failure.
+        channel: the channel to it.
+        may_be_nan: whether a NaN can be a right result. It is neither above nor below any limit, so it would pass
+            `if abs(x - y) > limit: fail`; if the tests do not mention NaN, it is a failure.
     """
 
     def __init__(self, channel: Channel, *, may_be_nan: bool) -> None:
         self._channel = channel
         self._may_be_nan = may_be_nan
-        self._exceptions: dict[int, type[BaseException]] = {}  # number over there -> class made here
-        self.faults: list[Exception] = []  # of the test that runs: it has failed, whatever it catches
+        self._exceptions: dict[int, type[BaseException]] = {}  # number at the candidate -> class made here
+        self.faults: list[Exception] = []  # errors of the running test, which has then failed, whatever it catches
         self.num_asked = 0
 
     @property
@@ -347,7 +347,7 @@ class Candidate:
         arguments: Sequence[Any] = (),
         keywords: dict[str, Any] | None = None,
     ) -> Any:
-        """Have it do something; returns its result or raises its exception."""
+        """Make the candidate do something; returns its result or raises its exception."""
         self.num_asked += 1
         given = ",".join([encode(item, self._show) for item in arguments])
         by_name = ",".join([f"[{_text(key)},{encode(item, self._show)}]" for key, item in (keywords or {}).items()])
@@ -360,7 +360,7 @@ class Candidate:
             now = [self._read(item) for item in second] if kind == "value" else [self._read(second)]
             if kind == "error":
                 value = self._exception(value, now[0], is_next=operation == "next")
-        except Exception as error:  # whatever somebody who is not to be trusted sends
+        except Exception as error:  # an untrusted sender may send anything
             problem = f"the tested code gave something that is not data ({type(error).__name__})"
             raise self.failed(ValueError(problem)) from error
         if kind == "error":
@@ -370,7 +370,7 @@ class Candidate:
         return value
 
     def failed(self, error: Exception) -> Exception:
-        """Have the test that runs fail, even if it catches the error."""
+        """Make the running test fail, even if it catches the error."""
         self.faults.append(error)
         return error
 
@@ -388,7 +388,7 @@ class Candidate:
             return Handle(self, number)
         name, base_name = rest
         base: Any = _BUILTINS.get(base_name)
-        # Never a way out of the process: SystemExit and KeyboardInterrupt of the candidate are failures like others.
+        # Never a way out of the process: the candidate's SystemExit and KeyboardInterrupt are ordinary failures.
         is_error = isinstance(base, type) and issubclass(base, Exception)
         if is_error and name == base_name:
             return base
@@ -399,21 +399,21 @@ class Candidate:
         return decode(value, self._find, self._may_be_nan)
 
     def _exception(self, made: Any, said: Any, *, is_next: bool) -> BaseException:
-        """StopIteration is the end of an iterator, and nothing that a call may raise: within `map` or `all` of the tests it would
-        end their loop over the cases."""
+        """Rebuild an exception. StopIteration ends an iterator, so a call may not raise it: within `map` or `all` in the tests it
+        would end their loop over the cases."""
         _must(isinstance(made, type) and issubclass(made, Exception))
         if issubclass(made, StopIteration) and not (is_next and made is StopIteration):
             made = RemoteError
         try:
             error: BaseException = made.__new__(made, said)
-        except TypeError:  # some want more than a text
+        except TypeError:  # some exceptions need more arguments than a text
             error = RemoteError.__new__(RemoteError, said)
         error.args = (said,)
         return error
 
 
 def _update(given: Any, now: Any) -> None:
-    """Make a changed argument of a call what it is at the other end now."""
+    """Update an argument that the candidate changed in place."""
     if type(given) is not type(now):
         return
     if isinstance(given, list | bytearray):

@@ -1,4 +1,4 @@
-"""Reads a row's tests, in the forms that datasets have them, and finds the code in a completion."""
+"""Reads a row's tests, in the forms that datasets use, and finds the code in a completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re
 
 
 class RowKind(StrEnum):
-    """What `RowTests.tests` holds, and so how they are run."""
+    """The kind of `RowTests.tests`, and so how they are run."""
 
     ASSERTS = (
         "asserts"  # statements, each a test. MBPP's `test_list`: "assert add(1, 2) == 3"; or calls of the entry point
@@ -43,23 +43,23 @@ class RowTests:
 
     @property
     def sources(self) -> list[str]:
-        """Setup and tests, without the calls that are made here of arguments and expected results."""
+        """Setup and tests, without the calls that are generated from arguments and expected results."""
         return [self.setup, *(test for test in self.tests if not test.startswith(CHECK_CALL))]
 
 
 @functools.lru_cache(maxsize=256)  # all completions of a group have the same tests
 def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, tuple[str, str]]]:
-    """Global names that the tests use and do not define: those from the code, and by name those of the process of the tests, with
-    module and attribute of it or "". Decided by the tests alone: the code cannot give itself a name that compares.
+    """Global names that the tests use and do not define: those that come from the code, and a map of those that come from the
+    tests' process to module and attribute (or ""). The tests alone decide this, so the code cannot provide a name that compares.
 
-    With an entry point, that alone is the code's. Without one all are but builtins, modules, and what the standard library
-    has under that name; of those, one that the tests use alone is the code's too.
+    With an entry point, only that comes from the code. Without one, all come from it except builtins, modules, and names that the
+    standard library has. If that leaves none, a single builtin or name of the standard library comes from the code, too.
 
     Example: "assert math.isclose(area(1), 2)" -> ["area"], {"math": ("math", "")};
     "assert gcd(4, 6) == 2" -> ["gcd"], {}, although `math` has one.
 
     Raises:
-        ValueError: which of several builtins the code defines is not clear.
+        ValueError: it is not clear which of several builtins the code defines.
     """
     free = {name for name in _free_names(text) if not name.startswith("__")}
     modules = _used_as_modules(text) & free
@@ -79,7 +79,7 @@ def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, t
 
 
 def _free_names(text: str) -> set[str]:
-    """Global names that are read and never given a value."""
+    """Global names that are read but never assigned."""
     used, given = set(), set()
     for table, symbol in _symbols(symtable.symtable(text, "tests", "exec")):
         if table.get_type() == "module" or symbol.is_global():
@@ -98,7 +98,7 @@ def _symbols(table: symtable.SymbolTable) -> Iterator[tuple[symtable.SymbolTable
 
 
 def _used_as_modules(text: str) -> set[str]:
-    """Names of known modules that stand before a dot, and nowhere else."""
+    """Names of known modules that are only used before a dot."""
     nodes = list(ast.walk(ast.parse(text)))
     before_dot = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
     alone = {node.id for node in nodes if isinstance(node, ast.Name) and node not in before_dot}
@@ -111,13 +111,13 @@ _ALIASES = {"np": "numpy", "pd": "pandas"}
 
 @functools.cache
 def _helpers() -> dict[str, str]:
-    """What tests may have from the code's own `from math import isclose`: {"isclose": "math", ...}."""
+    """Names that tests may use although only the code imports them (`from math import isclose`): {"isclose": "math", ...}."""
     modules = ("math", "collections", "itertools", "functools", "decimal", "fractions", "datetime")
     return {name: module for module in modules for name in dir(importlib.import_module(module)) if name[0] != "_"}
 
 
 def code_in(text: str) -> str:
-    """The last fenced code block after any thinking; all of the text when there is none.
+    """The last fenced code block after any thinking; the whole text if there is none.
 
     Example: "Try:\\n```python\\nx = 1\\n```\\nDone." -> "x = 1\\n".
     """
@@ -130,10 +130,10 @@ def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests
     """The tests of one row; None if it has none.
 
     Raises:
-        ValueError: they are in no form that is known, or cannot be parsed.
+        ValueError: the tests are in no known form, or cannot be parsed.
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
-        tests = _json_or(tests)  # a script may begin with a bracket too
+        tests = _json_or(tests)  # a script may also begin with a bracket
     if not tests:
         return None
     function = tests.get("fn_name") if isinstance(tests, Mapping) else None
@@ -157,7 +157,7 @@ def _read(tests: Any, name: str | None) -> tuple[RowKind, list[Any]]:
         return RowKind.ASSERTS, list(tests)
     if isinstance(tests, Sequence) and all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in tests):
         kinds = {str(test.get("testtype") or "stdin") for test in tests}
-        if kinds == {"functional"}:  # LiveCodeBench: one argument a line, as JSON
+        if kinds == {"functional"}:  # LiveCodeBench: one argument per line, as JSON
             if name is None:
                 raise ValueError("tests that call a function need its name in the column `entry_point`")
             lines = [[line for line in str(test["input"]).splitlines() if line.strip()] for test in tests]
@@ -172,7 +172,7 @@ def _read(tests: Any, name: str | None) -> tuple[RowKind, list[Any]]:
 
 
 def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None) -> tuple[RowKind, list[Any]]:
-    """Programs; with the name of a function calls of it, whose inputs are lists of arguments."""
+    """Programs, or with a function's name calls of it, whose inputs are lists of arguments."""
     if len(inputs) != len(outputs):
         raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; there must be one for each")
     pairs = zip(inputs, outputs, strict=True)
@@ -201,7 +201,7 @@ def _only_defines_check(tree: ast.Module) -> bool:
 
 
 def _json_or(value: Any) -> Any:
-    """Datasets keep nested values as JSON text; what is none stays as it is."""
+    """Parse JSON text, as datasets store nested values; any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

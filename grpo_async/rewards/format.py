@@ -11,7 +11,7 @@ from grpo_async.rewards.text import final_text
 
 def think_format(completions: Sequence[Any], *, opened_by_template: bool = False, **_: Any) -> list[float | None]:
     """1.0 if a completion is `<think>`, some thinking, `</think>`, an answer: each tag once, neither part empty. The tags of
-    Mistral's models, `[THINK]` and `[/THINK]`, do as well.
+    Mistral's models, `[THINK]` and `[/THINK]`, are also accepted.
 
     Args:
         completions: plain text or messages.

@@ -1,7 +1,7 @@
-"""A reward function with its name, weight, place to run and time limit, and how the config's `rewards` become such functions.
+"""A reward function with its name, weight, place to run and time limit, and how the config's `rewards` are loaded.
 
-`outcome = await reward.score(...)` gives a RewardOutcome: `.values` ([num_completions] of float or None), and what the
-function logged with `log_extra` and `log_metric`: `.extra_columns` and `.metrics`. Whatever goes wrong in the function
+`outcome = await reward.score(...)` returns a RewardOutcome: `.values` ([num_completions] of float or None), and what the
+function logged with `log_extra` and `log_metric`: `.extra_columns` and `.metrics`. Any failure in the function
 is a RewardError that names it, with the original error chained. `close()` ends its worker processes.
 """
 
@@ -36,8 +36,8 @@ from grpo_async.utils.text import duplicates
 class RewardFunction:
     """Calls one reward function.
 
-    An async function runs on an event loop of its own, so that one that blocks holds nobody else; a plain one in a thread;
-    `run_in="process"` puts either into worker processes, which are killed on timeout.
+    An async function runs on a separate event loop, so that it can block without delaying others; a plain one in a thread;
+    `run_in="process"` runs either in worker processes, which are killed on timeout.
 
     Args:
         function: callable with TRL's signature `f(prompts, completions, completion_ids, **columns)`.
@@ -48,7 +48,7 @@ class RewardFunction:
         timeout_s: time limit of one call, in seconds.
         reference: `module:attribute` of the function; needed for `run_in="process"`.
         setting: dotted path of its section in the config, for errors.
-        loop: where an async function runs; None = one of its own. `close` ends it.
+        loop: event loop of an async function; None = a new one. `close` ends it.
 
     Raises:
         TypeError: the function cannot be called as a reward.
@@ -101,18 +101,18 @@ class RewardFunction:
         return self._caller.timeout_s
 
     def has_parameter(self, name: str) -> bool:
-        """Whether the signature has a parameter of this name (**kwargs does not count)."""
+        """Whether the signature has a parameter with this name (**kwargs does not count)."""
         return name in self._parameters.names
 
     @property
     def needs_environments(self) -> bool:
-        """Whether the function cannot do without `environments`."""
+        """Whether the function requires `environments`."""
         return ENVIRONMENTS in self._parameters.required
 
     def missing_inputs(
         self, columns: Iterable[str], *, has_environments: bool = False, source: str = "data.train"
     ) -> str | None:
-        """What is missing and what to do about it, as the end of a sentence that begins with the function's name; None if
+        """What is missing and how to fix it, as the end of a sentence that begins with the function's name; None if
         nothing is: "needs the column(s) ['answer'], but the data has ['solution']; rename with ..."."""
         columns = sorted(columns)
         offered = OFFERED if has_environments else ALWAYS_OFFERED
@@ -138,10 +138,10 @@ class RewardFunction:
     ) -> RewardOutcome:
         """Score completions; every list has one entry per completion, columns included.
 
-        `environments` are the user's own instances, None where the run has none. They are live objects, so functions in
+        `environments` are the user's own instances, None if the run has none. They are live objects, so functions in
         worker processes do not get them.
 
-        The call has `timeout_s` once it runs; before that it may wait for earlier calls, which have the same limit.
+        `timeout_s` counts once the call runs; before that it may wait for earlier calls, which have the same limit.
 
         Raises:
             RewardError: the function raised, took too long, died with its process, or returned something unusable.
@@ -186,16 +186,16 @@ class RewardFunction:
 def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     """Import and check every reward function. Starts no process or thread.
 
-    A function may have two attributes. `check_arguments(arguments)` gets the section's `arguments`, of which one without a
-    default may be missing, and raises ValueError("NAME: what is wrong"): a typing error then stops the start and not every group.
-    With `is_loaded_first = True` it always runs in one worker process, whose first call, without completions, loads something
-    large and has the time that a worker has to start in place of the section's `timeout_s`.
+    A function may have two attributes. `check_arguments(arguments)` gets the section's `arguments`, in which one without a
+    default may be missing, and raises ValueError("NAME: what is wrong"): a typo then stops the start, instead of failing every
+    group. With `is_loaded_first = True` it always runs in one worker process, whose first call, without completions, loads
+    something large, with the time limit of a worker's start instead of the section's `timeout_s`.
 
     Raises:
-        ConfigError: some cannot be found, imported or called as a reward; the message has one line for each.
+        ConfigError: some function cannot be found, imported or called as a reward; the message has a line for each.
     """
     rewards: list[RewardFunction] = []
-    loop = UserLoop("async rewards")  # one for all: an HTTP client or a lock that two of them share belongs to one loop
+    loop = UserLoop("async rewards")  # one loop for all: an HTTP client or lock that two functions share belongs to one
     problems: list[str] = []
     for index, section in enumerate(sections):
         try:
@@ -213,7 +213,7 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
 
 
 def load_reward(section: RewardSection, path: str, *, loop: UserLoop | None = None) -> RewardFunction:
-    """Import and check one; `path` is that of its section (`rewards.0`), for errors. The others: see RewardFunction."""
+    """Import and check one reward; `path` is that of its section (`rewards.0`), for errors. See RewardFunction for `loop`."""
     where = f"{path}.function: {section.reference}"
     function = resolve_function(section.reference, where)
     try:

@@ -1,17 +1,17 @@
-"""A reward model behind HTTP: your own server with a small JSON protocol, or one that vLLM serves.
+"""A reward model behind HTTP: your own server with a small JSON protocol, or vLLM.
 
     rewards:
       - function: grpo_async.rewards.http:remote_reward
         timeout_s: 120
         arguments: {url: "http://judge:8000/classify", format: classify, token_env: JUDGE_TOKEN}
 
-The completions of a call are cut into requests of `batch_size`:
+The completions of a call are divided into requests of `batch_size`:
 
     json       {"prompts": [...], "completions": [...], "columns": {...}}  ->  {"rewards": [0.5, null]}
     classify   {"input": [text, ...]} or {"messages": [...]}               ->  {"data": [{"index": 0, "probs": [0.9]}]}
 
-The second is that of vLLM for models served with `--runner pooling` that have one output. vLLM takes one conversation in a
-request; plain text goes in batches.
+The second format is that of vLLM for models served with `--runner pooling` that have one output. vLLM takes one conversation per
+request, but plain text in batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from grpo_async.utils.strict_json import arguments_text
 from grpo_async.utils.text import clipped
 
 _RETRY = RetryPolicy(max_retries=3)
-_MAX_WAIT_S = 60.0  # that a server can ask for with Retry-After
+_MAX_WAIT_S = 60.0  # longest Retry-After of a server that is followed
 
 
 class RemoteRewardError(GrpoAsyncError):
@@ -92,10 +92,10 @@ def _check(arguments: Mapping[str, Any]) -> None:
 async def remote_reward(
     prompts: Sequence[Any], completions: Sequence[Any], *, url: str, **others: Any
 ) -> list[float | None]:
-    """Scores from a server. The section's `timeout_s` bounds the whole call, retries included.
+    """Get scores from a server. The section's `timeout_s` bounds the whole call, retries included.
 
-    Connection errors, answers >= 500 and 429 (too many requests) are tried again, 3 times, and no sooner than the server's
-    Retry-After says; any other answer is final.
+    Connection errors, and answers >= 500 or 429 (too many requests), are retried 3 times, and not before the server's
+    Retry-After; any other answer is final.
 
     Args:
         prompts: plain text or messages.
@@ -104,7 +104,7 @@ async def remote_reward(
         **others: the other settings, and the columns of the data.
 
     Raises:
-        RemoteRewardError: the server cannot be reached, refuses, or answers with something unusable.
+        RemoteRewardError: the server cannot be reached, refuses, or sends an unusable answer.
     """
     others.pop(ENVIRONMENTS, None)
     given = {name: others.pop(name) for name in RemoteSettings.model_fields if name in others}
@@ -128,7 +128,7 @@ async def remote_reward(
     async def scores(first: int) -> list[float | None]:
         part = slice(first, first + size)
         body = _body(settings, prompts[part], completions[part], {name: each[part] for name, each in columns.items()})
-        async with slot:  # the call has timeout_s
+        async with slot:  # limited by the call's timeout_s
             answer = await _answer(client, url, body)
         try:
             return _read_scores(answer, settings.format, len(completions[part]))
@@ -138,9 +138,9 @@ async def remote_reward(
 
     async with httpx.AsyncClient(
         headers=headers,
-        timeout=httpx.Timeout(None, connect=10.0),  # the call has timeout_s
+        timeout=httpx.Timeout(None, connect=10.0),  # limited by the call's timeout_s
         verify=_ssl_context(),
-        trust_env=False,  # a proxy variable must not see prompts and tokens
+        trust_env=False,  # a proxy from the environment must not see prompts and tokens
     ) as client:
         parts = await all_of(scores(first) for first in range(0, len(completions), size))
     return [score for part in parts for score in part]
@@ -151,7 +151,7 @@ _ssl_context = cache(ssl.create_default_context)
 
 
 async def _answer(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
-    """The JSON of an answer of 200 to 299."""
+    """The JSON of an answer with status 200 to 299."""
     for attempt in range(_RETRY.max_retries + 1):
         wait_s = _RETRY.delay_s(attempt)
         try:
@@ -192,7 +192,7 @@ def _body(
             before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             body["messages"] = list(map(_openai, [*before, *completion]))
     try:
-        # A model can sample an unpaired surrogate; it has no UTF-8, so it travels as an escape.
+        # A model can sample an unpaired surrogate; it has no UTF-8 form, so it is sent as an escape.
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise RemoteRewardError(
@@ -201,14 +201,14 @@ def _body(
 
 
 def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as OpenAI's API takes it: there the arguments of a tool call are JSON text."""
+    """A message in the form of OpenAI's API, where the arguments of a tool call are JSON text."""
     given = message.get("tool_calls") or ()
     calls = [{**call, "function": {**call["function"], "arguments": arguments_text(call)}} for call in given]
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _read_scores(answer: Any, kind: str, count: int) -> list[float | None]:
-    """The scores in an answer (parsed JSON), [count]; ValueError where it has another shape."""
+    """The scores in an answer (parsed JSON), [count]; ValueError if it has another shape."""
     name = "rewards" if kind == "json" else "data"
     found = answer.get(name) if isinstance(answer, dict) else None
     if not isinstance(found, list) or len(found) != count:

@@ -1,11 +1,11 @@
 r"""Mathematical answers, compared symbolically by math-verify (extra `math`).
 
-Meant for `run_in: process`: math-verify limits its time with signals, which work in the main thread of a process only.
-In a thread it runs without that limit, and only the reward's own `timeout_s` holds.
+Intended for `run_in: process`: math-verify limits its time with signals, which work only in the main thread of a process.
+In a thread it runs without that limit, and only the reward's own `timeout_s` applies.
 
-A guard keeps expressions from sympy that would keep it busy forever: `\boxed{9^{9^{9^{9}}}}`, `99999999!`, a set of 3000. Such a
-power is one C call: it holds the GIL, so that no time limit inside the process ends it, and a policy needs one sample of
-it. What the guard refuses is compared as text only. Sizes are estimated in decimal digits:
+A guard keeps expressions from sympy that would take forever: `\boxed{9^{9^{9^{9}}}}`, `99999999!`, a set of 3000. Such a
+power is one C call: it holds the GIL, so that no time limit inside the process ends it, and one sample of a policy is
+enough. Refused expressions are compared as text only. Sizes are estimated in decimal digits:
 digits(b^e) = log10(b) x |e|; 9^9^9: 0.95 x 387420489, refused; 2^2^3: 0.3 x 8 = 2.4.
 """
 
@@ -25,12 +25,12 @@ from grpo_async.utils.extras import needs
 if importlib.util.find_spec("math_verify") is None:
     raise ModuleNotFoundError(
         f"math_answer {needs('math_verify')}", name="math_verify"
-    )  # at import, so that it is a config error and not the failure of every group
+    )  # at import, so that it is a config error instead of failing every group
 
 _EXPRESSION_TIMEOUT_S = 5
 _MAX_TEXT = 1500  # characters of one answer
 _MAX_DIGITS = 5000.0
-_MAX_DEPTH = 60  # of braces; the LaTeX parser's time grows much faster than this
+_MAX_DEPTH = 60  # nesting of braces; the LaTeX parser's time grows much faster than linearly
 # Possessive (`++`) and anchored, so that a text of 200k digits is read once and not 200k times.
 _POWERS = re.compile(
     r"(?<![0-9.])[0-9]++(?:\.[0-9]++)?(?:\s*+(?:\^|\*\*)\s*+[({]?\s*+-?[0-9]++(?:\.[0-9]++)?\s*+[)}]?)++"
@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
 def prepare_worker() -> None:
-    """Called once in each worker process: importing sympy takes seconds, which are not part of a call."""
+    """Called once in each worker process, because importing sympy takes seconds, which must not be part of a call."""
     import math_verify
 
     math_verify.parse("$1$")  # builds its regular expressions
@@ -56,7 +56,7 @@ def math_answer(
     require_boxed: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    r"""1.0 if the final answer equals the gold one mathematically, else 0.0; None where the gold cannot be read.
+    r"""1.0 if the final answer equals the gold one mathematically, otherwise 0.0; None if the gold answer cannot be read.
 
     The final answer is the content of the last \boxed{} after any thinking; without one, what math-verify finds in the
     text. The gold is the `answer` column, or else `solution`: its last \boxed{}, or what follows `####`, or all of it.
@@ -66,7 +66,7 @@ def math_answer(
     Args:
         completions: plain text or messages.
         answer: gold answers.
-        solution: gold answers where the data has no `answer`; a whole solution with a \boxed{} will do.
+        solution: gold answers if the data has no `answer`; may be whole solutions with a \boxed{}.
         require_boxed: an answer outside \boxed{} counts as wrong.
     """
     golds = answer if answer is not None else solution
@@ -89,7 +89,7 @@ def _score(text: str, gold: str, require_boxed: bool) -> float | None:
 
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing limit at every call in a thread
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # in a thread it warns of the missing limit at every call
     timeout_s = _EXPRESSION_TIMEOUT_S if threading.current_thread() is threading.main_thread() else 0
     # no_fallback: text that is not mathematics would otherwise come back as a string that nothing equals
     wanted = math_verify.parse(rf"$\boxed{{{gold}}}$", fallback_mode="no_fallback", parsing_timeout=timeout_s)
@@ -115,7 +115,7 @@ def _bare(gold: str) -> str:
 
 
 def _unwrapped_text(text: str) -> str:
-    r"""r"\text{Yes}" -> "Yes"; anything else as it is."""
+    r"""r"\text{Yes}" -> "Yes"; anything else is returned unchanged."""
     stripped = text.strip()
     for command in (r"\text{", r"\textbf{", r"\mathrm{"):
         if stripped.startswith(command) and stripped.endswith("}") and stripped.count("{") == 1:
@@ -128,7 +128,7 @@ def _unwrapped_text(text: str) -> str:
 
 def _is_small_text(text: str) -> bool:
     """Whether no chain of powers (`9^9^9`, `9**9**9`), exponent, factorial or binomial in `text` is enormous, and its braces are
-    not too deep: math-verify evaluates those already while it reads them.
+    not nested too deeply: math-verify already evaluates those while it parses them.
     """
     if _LARGE_EXPONENT.search(text) or _BINOMIAL_OF_MANY.search(text) or _depth(text) > _MAX_DEPTH:
         return False
@@ -148,7 +148,7 @@ def _is_small_text(text: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting of braces; those that are never closed count too."""
+    """Deepest nesting of braces; braces that are never closed count, too."""
     depth = deepest = 0
     for character in text:
         if character == "{":

@@ -1,12 +1,12 @@
-"""A reward model by its name: a sequence classifier with one output, in one process next to the trainer.
+"""A reward model by name: a sequence classifier with one output, in one process next to the trainer.
 
     rewards:
       - model: my-org/my-reward-model
         arguments: {device: "cuda:7", batch_size: 16}
 
-It reads what TRL gives a model in `reward_funcs`: messages through the chat template of the model's own tokenizer, plain text as
-prompt + completion, no special tokens added. Its one logit is the reward. For models that take a GPU of their own, or several,
-let vLLM serve them: `http`.
+It gets the same input as a model in TRL's `reward_funcs`: messages through the chat template of the model's own tokenizer, plain
+text as prompt + completion, without added special tokens. Its only logit is the reward. For models that need one or more GPUs of
+their own, let vLLM serve them: `http`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from grpo_async.errors import ConfigError, GrpoAsyncError
 
 
 class RewardModelError(GrpoAsyncError):
-    """A reward model cannot be loaded, or is not one."""
+    """A reward model cannot be loaded, or is not a reward model."""
 
 
 class RewardModelSettings(StrictModel, strict=True):
-    """`model` of the section and its `arguments`."""
+    """`model` and `arguments` of the section."""
 
     model: str
     """A folder, or a name on the hub."""
@@ -55,10 +55,10 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 
 def startup_notes(settings: Mapping[str, Any]) -> list[str]:
-    """What is known before it is loaded.
+    """Notes that are known before the model is loaded.
 
     Raises:
-        ConfigError: the folder holds no model with one output.
+        ConfigError: the folder does not hold a model with one output.
     """
     chosen = read_arguments(RewardModelSettings, settings)
     name, where = chosen.model, f"on {chosen.device}, in a process of its own"
@@ -83,11 +83,11 @@ def model_reward(prompts: Sequence[Any], completions: Sequence[Any], *, settings
     """The model's output for each completion.
 
     Args:
-        prompts, completions: plain text or messages. Without any, the model is loaded and nothing else done.
-        settings: of RewardModelSettings.
+        prompts, completions: plain text or messages. If they are empty, the model is only loaded.
+        settings: fields of RewardModelSettings.
 
     Raises:
-        RewardModelError: it cannot be loaded.
+        RewardModelError: the model cannot be loaded.
     """
     scorer = _scorer(read_arguments(RewardModelSettings, settings).model_dump_json())
     return scorer.score(prompts, completions)
@@ -126,7 +126,7 @@ class _Scorer:
             )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        # such a model reads its output at the last token that is not padding
+        # these models read their output at the last token that is not padding
         model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         wants_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
         self._device = torch.device("cuda" if wants_gpu else "cpu")
@@ -134,7 +134,7 @@ class _Scorer:
         self._settings = settings
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """[num_completions]; in batches of texts of about the same length."""
+        """Scores of the completions, computed in batches of texts of similar length. [num_completions]"""
         import torch
 
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]

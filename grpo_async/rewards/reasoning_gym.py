@@ -1,10 +1,10 @@
 """The scorers of reasoning-gym's tasks, guarded (extra `reasoning-gym`); for data of `type: reasoning_gym`.
 
-What they do with text without an answer, over all 106 tasks: one pays 1.0 to any text, some raise, about thirty pay 0.01 to 0.5,
-and nine evaluate the text as Python. Here an exception pays 0, a score that text without an answer would get as well pays 0, and
-what is evaluated (by `eval`, or by sympy's `parse_expr`, which calls it: any code, with the rights of the run) must be a list or a
-formula. Meant for `run_in: process`: importing the library takes seconds, and only the main
-thread of a process can stop a scorer that computes forever; elsewhere only the reward's own `timeout_s` holds.
+What the scorers do with text without an answer, over all 106 tasks: one gives 1.0 to any text, some raise, about thirty give 0.01
+to 0.5, and nine evaluate the text as Python. Here an exception scores 0, and so does an answer whose score text without an answer
+would also get. Text that is evaluated (by `eval`, or by sympy's `parse_expr`, which calls it: any code, with the rights of the run)
+must be a list or a formula. Intended for `run_in: process`: importing the library takes seconds, and only in the main
+thread of a process can a scorer that computes forever be stopped; elsewhere only the reward's own `timeout_s` applies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_async.utils.warn_once import WarnOnce
 if importlib.util.find_spec("reasoning_gym") is None:
     raise ModuleNotFoundError(
         f"task_score {needs('reasoning_gym')}", name="reasoning_gym"
-    )  # at import, so that it is a config error and not the failure of every group
+    )  # at import, so that it is a config error instead of failing every group
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ _MAX_INTEGER, _MAX_EXPONENT = 10**15, 100  # 9**9**9 would compute until the tim
 
 
 def is_harmless(text: str) -> bool:
-    """Whether evaluating the text does no more than build lists, text, numbers and formulas of elementary functions, or raises.
+    """Whether evaluating the text can only build lists, text, numbers and formulas of elementary functions, or raise.
 
-    "[[0, 1], [1, 0]]", "x**2/2 + sin(x) + C" and "0 1" (no Python) are harmless; "[0] * 10**9", "print()" and "x.diff" are not, nor
-    is "f()!", which sympy rewrites before it evaluates it.
+    "[[0, 1], [1, 0]]", "x**2/2 + sin(x) + C" and "0 1" (not Python) are harmless; "[0] * 10**9", "print()" and "x.diff" are not,
+    nor is "f()!", which sympy rewrites before it evaluates it.
     """
     try:
         nodes = list(
@@ -84,7 +84,7 @@ def _is_harmless(node: ast.AST, has_items: bool) -> bool:
             and ast.Pow not in map(type, base)
         )
     if isinstance(node, _PRODUCTS):
-        return not has_items  # a list or text many times over
+        return not has_items  # a list or text repeated many times
     return isinstance(node, (*_PARTS, *_COLLECTIONS))
 
 
@@ -112,11 +112,11 @@ AnswerFrom = Literal["after_thinking", "boxed", "tag"]
 
 
 class _OutOfTimeError(Exception):
-    """The scorer used up its time."""
+    """The scorer exceeded its time limit."""
 
 
 def prepare_worker() -> None:
-    """Called once in each worker process: the import takes seconds, which are not part of a call."""
+    """Called once in each worker process, because the import takes seconds, which must not be part of a call."""
     import reasoning_gym  # noqa: F401
 
 
@@ -129,15 +129,15 @@ def task_score(
     binarize: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    r"""What the row's task pays for the answer, from 0.0 to 1.0.
+    r"""The score that the row's task gives the answer, from 0.0 to 1.0.
 
     Example: the task `gcd` with the answer 6: "<think>...</think> 6" -> 1.0, "12" -> 0.0, "it is 6" -> 0.14 (the library pays
     1 character of 7), with `binarize` 0.0, with `answer_from: boxed` and r"it is \boxed{6}" 1.0.
 
     Args:
         completions: plain text or messages.
-        task: the column of that name.
-        task_data: the column of that name.
+        task: the column `task`.
+        task_data: the column `task_data`.
         answer_from: after_thinking: all text after `</think>`. boxed: the last \boxed{} of it. tag: the last
             <answer>...</answer> of it. A completion without box or tag gets 0.0.
         binarize: 1.0 for the full score and 0.0 for anything less.
@@ -164,7 +164,7 @@ class _Scorer:
         self._paid_for_nothing = max(self._score(text, quiet=True) for text in _NO_ANSWERS)
 
     def pay(self, answer: str) -> float:
-        """From 0 to 1. Code that the scorer would run pays nothing; the known answer may always be read."""
+        """The score, from 0 to 1. Code that the scorer would run scores 0; the known answer may always be evaluated."""
         is_safe = self._task not in EVALUATED or answer == self._entry["answer"] or is_harmless(answer)
         if len(answer) > _MAX_ANSWER_CHARS or not is_safe:
             return 0.0
@@ -172,13 +172,13 @@ class _Scorer:
         return score if score > self._paid_for_nothing else 0.0
 
     def _score(self, answer: str, *, quiet: bool = False) -> float:
-        """0 where the scorer raised, ran out of time or returned no finite number."""
+        """The scorer's result; 0 if it raised, ran out of time or returned no finite number."""
         try:
             with _time_limit():
                 score = float(self._score_answer(answer, self._entry))
             if not math.isfinite(score):
                 raise ValueError(f"it returned {score}")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises: the answer cannot be read
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any exception means that the answer cannot be read
             kind = (self._task, type(error).__name__)
             if not quiet:
                 text = "the scorer of %s failed (%s: %s): such answers get 0, which is logged once"
@@ -189,7 +189,7 @@ class _Scorer:
 
 @functools.lru_cache(maxsize=256)
 def _scorer_of(task: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """The scorer belongs to a dataset of the task: some look at its config. Seed and size decide about new rows only."""
+    """The task's scorer. It belongs to a dataset of the task, since some look at its config; seed and size only affect new rows."""
     import reasoning_gym
 
     dataset = reasoning_gym.create_dataset(task, seed=0, size=1, **ast.literal_eval(config))
@@ -208,7 +208,7 @@ def _answer(text: str, answer_from: AnswerFrom) -> str | None:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise _OutOfTimeError in the block when the time is over; only in the main thread, where signals work."""
+    """Raise _OutOfTimeError in the block when the time is over; works only in the main thread, where signals do."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

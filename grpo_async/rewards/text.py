@@ -1,5 +1,5 @@
-"""Rewards that compare text: 1.0 for a match, 0.0 for none, None where the row has no usable answer; and what all built-in rewards
-read from a completion, be it plain text or a list of messages."""
+"""Rewards that compare text: 1.0 for a match, 0.0 for none, None if the row has no usable answer. Also how all built-in rewards
+read a completion, be it plain text or a list of messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]])(?<!\^\{{)([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
 _MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
-_MAX_DIGITS = 1000  # Python refuses to read whole numbers of more than 4300 digits
+_MAX_DIGITS = 1000  # Python refuses to parse whole numbers of more than 4300 digits
 
 
 def exact_match(
@@ -121,7 +121,7 @@ def final_text(completion: Any) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """The answer of a turn: what follows its thinking; all of it when there is none, nothing when the thinking does not end."""
+    """The answer of a turn: the text after its thinking; all of it if there is none, nothing if the thinking does not end."""
     return text[answer_start(text) :]
 
 
@@ -130,8 +130,8 @@ def last_boxed(text: str) -> str | None:
 
     Example: r"\boxed{1} so \boxed{\frac{1}{2}}" -> r"\frac{1}{2}".
     """
-    found: tuple[int, int] | None = None  # where the content of the last one begins and ends
-    openings: list[int | None] = []  # of the braces that are open: where the content begins, None for other braces
+    found: tuple[int, int] | None = None  # begin and end of the last one's content
+    openings: list[int | None] = []  # for each open brace: begin of a box's content, None for other braces
     for token in _BOXES_AND_BRACES.finditer(text):
         kind = token[0]
         if kind == "}":
@@ -144,5 +144,5 @@ def last_boxed(text: str) -> str | None:
     return text[slice(*found)].strip() if found else None
 
 
-# One pass, however many are cut off. A backslash takes what follows it: the brace of `\{` is a character like others.
+# One pass, however many boxes are incomplete. A backslash escapes the next character: the brace of `\{` is an ordinary character.
 _BOXES_AND_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)

@@ -1,14 +1,14 @@
-"""Runs model-written code: in its own process, under limits, without network, in an empty directory, killed as a tree.
+"""Runs model-written code: in a separate process, under limits, without network, in an empty directory, and kills its whole tree.
 
     await Sandbox(limits).run(code) -> SandboxResult
-      |- what can be restricted here, tried once per process  `restrictions`
+      |- the restrictions that work here, tried once per process `restrictions`
       |- one run, from start to the last process' death       `execution`
-      `- what the child does to itself before the code        `inside`
+      `- how the child restricts itself before the code       `inside`
 
-Invariants: a run returns in `wall_s` and a little, with nothing of it left running and nothing left on disk; the code sees
-neither the environment nor the files of this process; what the system cannot enforce is in `startup_notes`, never dropped in
-silence, and refused if it is required. Two things are left to others: how many runs there are at once, and what the
-result is worth. The code may always lie about its own doings: exit code and output are what it says.
+Invariants: a run returns shortly after `wall_s` at the latest, with no process left running and no file left on disk; the code sees
+neither the environment nor the files of this process; restrictions that the system cannot enforce are in `startup_notes`, never
+silently dropped, and the sandbox refuses to start if they are required. Two things are left to the caller: how many runs there are
+at once, and how far to trust the result. The code may always lie about what it did: it chooses its exit code and output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One run as its owner sees it: what it may take, which interpreter it gets, and its way from start to end.
+"""One run from the owner's side: its limits, its interpreter, and its course from start to end.
 
-`execute` starts the launcher, feeds it and reads it, and ends it in time, also when it is cancelled; with the launcher everything
-ends that it started. Waits for: the launcher's report, each under a deadline. Output past its limit ends the run, so that neither
-memory nor CPU is spent on what nobody reads.
+`execute` starts the launcher, feeds and reads it, and ends it in time, also when cancelled; every process that the launcher started
+ends with it. Waits for the launcher's report, each line under a deadline. Output beyond its limit ends the run, so that neither
+memory nor CPU is spent on output that nobody reads.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from grpo_async.utils.child_process import CHUNK, ChildProcess
 
 
 class SandboxError(GrpoAsyncError):
-    """The sandbox itself failed; says nothing about the code. The message carries the system's answer.
+    """The sandbox itself failed; this says nothing about the code. The message contains the system's answer.
 
     Attributes:
-        mechanism: the restriction that cannot be set up on this system, if that is what failed.
+        mechanism: the restriction that cannot be set up on this system, if that is the cause.
     """
 
     mechanism: str | None = None
@@ -44,7 +44,7 @@ class SandboxError(GrpoAsyncError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """Most that one run may take.
+    """Limits of one run.
 
     Raises:
         ConfigError: a value that cannot be a limit.
@@ -52,11 +52,11 @@ class SandboxLimits:
 
     wall_s: float = 10.0  # from the start of the code
     cpu_s: float = 10.0  # CPU seconds of each process, in whole seconds (at least 1)
-    memory_mb: int = 512  # address space of each process, and what all of them hold together
+    memory_mb: int = 512  # address space of each process, and memory of all of them together
     file_mb: int = 16  # size of each file
     directory_mb: int = 64  # all files of the run together
     max_processes: int = 32  # processes and threads at once, the code's first one included
-    max_output_chars: int = 65536  # of stdout, and again of stderr
+    max_output_chars: int = 65536  # for stdout, and again for stderr
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -69,20 +69,20 @@ class SandboxLimits:
 
 
 class SandboxStatus(StrEnum):
-    """How a run ended. What the code did is seldom certain: MEMORY is also an uncaught MemoryError."""
+    """How a run ended. The cause is seldom certain: MEMORY is also an uncaught MemoryError."""
 
     OK = "ok"  # exit code 0
-    ERROR = "error"  # another exit code: an uncaught exception, mostly
+    ERROR = "error"  # another exit code, mostly from an uncaught exception
     TIMEOUT = "timeout"  # longer than `wall_s`; killed
     CPU = "cpu"  # more CPU time than `cpu_s`; killed
     MEMORY = "memory"  # more memory than `memory_mb`
-    OUTPUT = "output"  # more output than `max_output_chars`; killed, and what came before is kept
-    KILLED = "killed"  # by another signal: a crash, or a kill by itself
+    OUTPUT = "output"  # more output than `max_output_chars`; killed, but the output until then is kept
+    KILLED = "killed"  # killed by another signal: a crash, or its own kill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """One run. The streams are decoded as UTF-8, with U+FFFD where that is impossible, and truncated at `max_output_chars`.
+    """Result of one run. The streams are decoded as UTF-8, with U+FFFD where that fails, and truncated at `max_output_chars`.
 
     Example: `print(1); 1 / 0` -> status ERROR, stdout "1\\n", stderr a traceback, exit_code 1.
     """
@@ -90,13 +90,13 @@ class SandboxResult:
     status: SandboxStatus
     stdout: str
     stderr: str
-    exit_code: int | None  # negative: the signal that ended it; None: the owner ended it
+    exit_code: int | None  # negative: killed by this signal; None: the owner ended it
     duration_s: float  # wall-clock, from the start of the code
-    cpu_s: float = 0.0  # of the code and of its children that have ended; 0.0 when the owner ended it
+    cpu_s: float = 0.0  # CPU time of the code and its ended children; 0.0 if the owner ended it
 
     @property
     def last_error_line(self) -> str:
-        """The last line of stderr that is not empty, "" without one: of a traceback the one that says what it was."""
+        """The last non-empty line of stderr, or ""; for a traceback, the line with the error."""
         lines = [line for line in self.stderr.splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
 
@@ -119,20 +119,20 @@ FLAGS = ("-s", "-S", "-P", "-B", "-X", "utf8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """Python as the code gets it. `read_paths` holds directories and files, parents before what they contain."""
+    """The Python that the code gets. `read_paths` holds directories and files, parents before their contents."""
 
     executable: str
     read_paths: tuple[str, ...]
-    module_paths: tuple[str, ...]  # on the path after the working directory
+    module_paths: tuple[str, ...]  # on `sys.path` after the working directory
     library_path: str = ""  # where its shared library is, if it has one: the environment that said so is not passed on
 
     @property
     def launcher_environment(self) -> dict[str, str]:
-        """All of the launcher's environment: what the interpreter needs to start."""
+        """The launcher's whole environment: what the interpreter needs to start."""
         return {"LD_LIBRARY_PATH": self.library_path} if self.library_path else {}
 
     def code_environment(self, base: str) -> dict[str, str]:
-        """All of the code's environment, in the run's directory `base`.
+        """The code's whole environment, in the run's directory `base`.
 
         The hash seed is fixed: the same code gives the same result, the order of sets included.
         """
@@ -144,7 +144,7 @@ class Interpreter:
             "LANG": "C.UTF-8",
             "PYTHONPATH": os.pathsep.join([f"{base}/work", *self.module_paths]),
             "PYTHONHASHSEED": "0",
-            # Libraries that start a thread for every CPU would meet the limit of processes.
+            # Libraries that start a thread for every CPU would exceed the limit of processes.
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
@@ -153,7 +153,7 @@ class Interpreter:
 
 @functools.cache
 def find_interpreter(*, with_site_packages: bool = False) -> Interpreter:
-    """The interpreter below this process's virtual environment.
+    """The Python installation on which this process's virtual environment is based.
 
     Args:
         with_site_packages: whether the packages of this process can be imported. Those that are installed as a link to
@@ -188,13 +188,13 @@ def _library_path() -> str:
 
 
 START_TIMEOUT_S = 60.0
-"""From the start of the launcher to that of the code; some 50 ms on an idle machine."""
+"""Time from the start of the launcher to that of the code; about 50 ms on an idle machine."""
 END_TIMEOUT_S = 10.0
-"""From the order to end until everything is dead; then the launcher is killed too."""
+"""Time from the order to end until everything is dead; after that the launcher is killed, too."""
 
 _MAX_OPEN_FILES = 256
 _PACKAGE = Path(__file__).parents[1]
-# The packages stand there without running their __init__: the launcher starts in the time of its few imports.
+# The packages are defined without running their __init__, so the launcher only needs the time of its few imports.
 BOOT = """
 import sys
 for name, path in (("grpo_async", sys.argv[1]), ("grpo_async.sandbox", sys.argv[1] + "/sandbox")):
@@ -210,7 +210,7 @@ class Job:
     """What to run and under which restrictions."""
 
     code: str = ""
-    command: Sequence[str] = ()  # in place of code: a program and its arguments
+    command: Sequence[str] = ()  # instead of code: a program and its arguments
     environment: Mapping[str, str] = field(default_factory=dict)  # besides the interpreter's; where not confined, all
     stdin: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> content
@@ -218,15 +218,15 @@ class Job:
     interpreter: Interpreter
     mechanisms: frozenset[str] = frozenset()
     is_confined: bool = True
-    """False: the program has the rights, the files and the working directory of this process, and no limits but `wall_s`,
+    """False: the program has the rights, the files and the working directory of this process. Its only limits are `wall_s`,
     `memory_mb` (its data, not its address space: runtimes such as V8 reserve more than they use) and that of its output."""
     pass_descriptors: Sequence[int] = ()
-    read_paths: Sequence[str] = ()  # what the code may read besides the interpreter; absolute, without links
+    read_paths: Sequence[str] = ()  # further paths that the code may read; absolute, without links
     loopback: int | None = None  # a Unix socket; see `inside.loopback`
-    stderr_end: int | None = None  # keep so many characters of the end of stderr, and let it be as long as it likes
+    stderr_end: int | None = None  # keep this many characters from the end of stderr, and do not limit its length
 
     def plan(self, base: str) -> bytes:
-        """What the launcher reads."""
+        """The plan that the launcher reads."""
         directory = base or BASE
         main = {} if self.command else {"../main.py": self.code.encode("utf-8", "replace")}
         environment = self.interpreter.code_environment(directory) if self.is_confined else {}
@@ -270,13 +270,13 @@ class Job:
 
 
 async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
-    """Run the code; returns the result, and what the launcher noticed ("MECHANISM TEXT"). The thread must not end before.
+    """Run the code; returns the result, and the launcher's notes ("MECHANISM TEXT"). The calling thread must outlive the run.
 
     Raises:
         SandboxError: the sandbox failed, not the code.
     """
     if NAMESPACES in job.mechanisms or not job.is_confined:
-        return await _execute(job, "")  # its directory is in memory and ends with it, or it needs none
+        return await _execute(job, "")  # its directory is in memory and disappears with it, or it needs none
     base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")
     try:
         return await _execute(job, base)
@@ -326,7 +326,7 @@ async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
 
 
 async def _wait(timeout_s: float, *which: asyncio.Future[None]) -> None:
-    """Until one of them is done, or the time is up."""
+    """Wait until one of the futures is done, or the time is up."""
     await asyncio.wait(which, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -342,9 +342,9 @@ async def _launcher(
         lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(report_out, "rb", buffering=0)
     )
     with contextlib.closing(transport), contextlib.closing(await _start(job, base, report_in)) as process:
-        if not process.stdin.is_closing():  # it was killed at once: uvloop takes no write then
+        if not process.stdin.is_closing():  # already killed: uvloop then accepts no write
             process.stdin.write(job.stdin.encode("utf-8", "replace"))
-            process.stdin.close()  # once all of it is written, or nobody reads it anymore
+            process.stdin.close()  # when all of it is written, or nobody reads it anymore
         reading = [
             asyncio.create_task(reads)
             for reads in (report.read(lines), stdout.read(process.stdout), stderr.read(process.stderr))
@@ -378,8 +378,8 @@ async def _start(job: Job, base: str, report_in: int) -> ChildProcess:
 
 
 class _Output:
-    """Text that the code writes, up to a limit, at which it is `over`; the rest is read and dropped. With `keeps_end` it is the
-    last text that is kept, and there is no limit."""
+    """Text that the code writes, up to a limit, at which it is `over`; the rest is read and dropped. With `keeps_end`, the
+    end of the text is kept instead, and there is no limit."""
 
     def __init__(self, max_chars: int, *, keeps_end: bool = False) -> None:
         self._parts: list[str] = []
@@ -395,7 +395,7 @@ class _Output:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         data = b"-"
         while data:
-            data = await stream.read(CHUNK)  # until the process is dead, which has wall_s
+            data = await stream.read(CHUNK)  # until the process is dead, after wall_s at the latest
             text = decoder.decode(data, final=not data)
             if self._keeps_end:
                 self._parts = [(self.text + text)[-self._max_chars :]]
@@ -407,7 +407,7 @@ class _Output:
 
 
 class _Report:
-    """The launcher's lines."""
+    """The lines that the launcher reports."""
 
     def __init__(self) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -445,17 +445,17 @@ def _status_of(exit_code: int, cpu_s: float, limits: SandboxLimits, stderr: str)
 
 
 async def _remove_tree(path: str) -> None:
-    """Remove the directory `path` and what the code left in it, however deep or locked; follows no link. The code and all its
-    processes are dead by then. (Not shutil.rmtree, which goes as deep as Python's recursion.)
+    """Remove the directory `path` and everything that the code left in it, however deep or locked; follows no link. The code and
+    all its processes are dead by then. (Not shutil.rmtree, whose depth is limited by Python's recursion.)
 
     Raises:
-        SandboxError: it cannot be removed.
+        SandboxError: the directory cannot be removed.
     """
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         process = await asyncio.create_subprocess_exec(*command, "--", path, stdout=DEVNULL, stderr=PIPE)
         async with asyncio.timeout(END_TIMEOUT_S):
             _, problem = await process.communicate()
-        if command[0] == "rm" and not problem:  # not by the exit code: nobody knows it where the owner ignores SIGCHLD
+        if command[0] == "rm" and not problem:  # not by the exit code, which is unknown if the owner ignores SIGCHLD
             return
     raise SandboxError(
         f"the directory of a sandbox cannot be removed: {problem.decode(errors='replace').strip()[:500]}"

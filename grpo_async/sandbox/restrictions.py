@@ -1,10 +1,10 @@
-"""What the sandbox can enforce on this machine, found by trying: a short program attacks each restriction from inside, once a
+"""Finds what the sandbox can enforce on this machine by trying: a short program attacks each restriction from inside, once per
 process.
 
-Restrictions, strongest first; the next one is tried where the kernel, or a container around us, refuses one:
+Restrictions, strongest first; the next one is tried if the kernel, or a container around us, refuses one:
 
     namespaces + seccomp         its own root, processes, network, users; everything is enforced
-    Landlock + seccomp           in most containers: no second process, so that nothing needs to be counted or found
+    Landlock + seccomp           in most containers: no second process, so nothing needs to be counted or found
     resource limits only         macOS, old kernels
 """
 
@@ -74,8 +74,8 @@ class Capability:
 
     name: str
     is_available: bool
-    how: str  # by what means; where it is not available: what was tried and the system's answer
-    consequence: str  # what follows where it is not available
+    how: str  # the means; if it is not available, what was tried and the system's answer
+    consequence: str  # the consequence if it is not available
 
 
 _lock = threading.Lock()
@@ -83,7 +83,7 @@ _probed: ProbeResult | None = None
 
 
 def probe_result() -> ProbeResult:
-    """What can be enforced on this machine; tried at the first call (about half a second), then remembered.
+    """The restrictions that can be enforced on this machine; tried at the first call (about half a second), then cached.
 
     Raises:
         SandboxError: not even a plain process with limits can be run.
@@ -106,7 +106,7 @@ def capabilities() -> list[Capability]:
         LIMITS: not found.passed & {"cpu", "memory", "file"},
         NETWORK: "connect" not in found.passed,
         FILESYSTEM: not found.passed & {"read", "write"},
-        # RLIMIT_NPROC alone may look as if it were enforced: it counts all that this user runs just now.
+        # RLIMIT_NPROC alone may seem to be enforced, because it counts all current processes of this user.
         PROCESSES: bool(found.mechanisms & {NAMESPACES, SECCOMP}) and "processes" not in found.passed,
         SIGNALS: "signal" not in found.passed,
         TOTALS: "totals" not in found.passed,
@@ -126,7 +126,7 @@ def capabilities() -> list[Capability]:
 # ------------------------------------------------------------------------------------------------ trying them
 
 _LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30.0, memory_mb=256, file_mb=1, directory_mb=4, max_processes=8)
-# Which restriction to try without, when a start fails for a reason that names none.
+# The restriction to drop next when a start fails for a reason that names none.
 _SUSPECTS = (USER, LANDLOCK, NAMESPACES, SECCOMP)
 
 PROGRAM = """
@@ -176,10 +176,10 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """Which restrictions can be set up, and what got through them all the same."""
+    """The restrictions that can be set up, and the attacks that succeeded despite them."""
 
     mechanisms: frozenset[str]
-    passed: frozenset[str]  # names of attacks of PROGRAM that went through
+    passed: frozenset[str]  # names of PROGRAM's attacks that succeeded
     refused: Mapping[str, str]  # mechanism -> the system's answer
 
 
@@ -187,7 +187,7 @@ def probe_restrictions(*, without: frozenset[str] = frozenset()) -> ProbeResult:
     """Find the strongest restrictions that can be set up here.
 
     Args:
-        without: mechanisms that are not to be tried, as if the system refused them.
+        without: mechanisms to treat as if the system refused them.
 
     Raises:
         SandboxError: not even a plain process with limits can be run.
@@ -217,10 +217,10 @@ def _candidates() -> frozenset[str]:
 
 
 def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
-    """Run the program under these restrictions; returns the attacks that went through."""
+    """Run the program under these restrictions; returns the attacks that succeeded."""
     with contextlib.ExitStack() as stack:
         outside = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-async-probe-"))
-        os.chmod(outside, 0o777)  # the restriction is tried, not the permissions
+        os.chmod(outside, 0o777)  # tests the restriction, not the permissions
         secret = os.path.join(outside, "secret")
         with open(secret, "w", encoding="ascii") as file:
             file.write("secret")
@@ -243,8 +243,8 @@ def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
             interpreter=find_interpreter(),
             mechanisms=mechanisms,
         )
-        with ThreadPoolExecutor(1, "sandbox") as threads:  # an event loop may run in this thread
-            result, notes = threads.submit(asyncio.run, execute(job)).result()  # the run has wall_s
+        with ThreadPoolExecutor(1, "sandbox") as threads:  # this thread may already run an event loop
+            result, notes = threads.submit(asyncio.run, execute(job)).result()  # limited by the run's wall_s
     try:
         passed = set(json.loads(result.stdout))
     except ValueError as error:

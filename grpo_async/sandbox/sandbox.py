@@ -1,4 +1,4 @@
-"""The sandbox as its users see it."""
+"""The sandbox's interface."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from grpo_async.sandbox.restrictions import (
 )
 
 REQUIRED = (LIMITS, NETWORK, PROCESSES)
-"""Without these, one completion can end the run or leave the machine, so their absence is refused unless asked for.
-`filesystem`, `signals` and `totals` are stated at the start: what they guard can be guarded by where the run is started
-(a container, a user of its own), and code that means harm is rare in training."""
+"""Without these, one completion can end the run or leave the machine, so the sandbox refuses to start without them unless told
+otherwise. Missing `filesystem`, `signals` and `totals` are only reported at the start: the place where the run is started can
+provide the same protection (a container, a separate user), and malicious code is rare in training."""
 
 
 class Sandbox:
-    """Runs Python code that nobody has read. Holds no process or file between runs; any thread may use it.
+    """Runs untrusted Python code. Holds no process or file between runs; thread-safe.
 
     Args:
-        limits: most that each run may take.
-        require: names of capabilities without which it refuses to work; see `restrictions`.
+        limits: limits of each run.
+        require: names of required capabilities; see `restrictions`.
         with_site_packages: whether the code can import the packages of this environment (numpy, ...).
-        read_paths: further files and folders that it may read.
+        read_paths: further files and folders that the code may read.
 
     Raises:
         ConfigError: a required capability is not available on this machine, or its name is unknown.
@@ -63,12 +63,12 @@ class Sandbox:
 
         Args:
             code: Python source.
-            stdin: all that it can read from its standard input.
-            files: content by path relative to the working directory, which holds nothing else.
-            pass_descriptors: file descriptors that it gets besides its three streams, under the same numbers.
+            stdin: its whole standard input.
+            files: content by path relative to the working directory, which is otherwise empty.
+            pass_descriptors: further file descriptors that it inherits, under the same numbers.
 
         Raises:
-            SandboxError: the sandbox failed; whatever the code does is a result.
+            SandboxError: the sandbox failed; anything that the code does is a result.
         """
         contents = {
             _checked_path(name): content.encode("utf-8", "replace") if isinstance(content, str) else content
@@ -79,13 +79,13 @@ class Sandbox:
     async def run_command(
         self, command: Sequence[str], *, environment: Mapping[str, str], stdin: str, loopback: int, stderr_end: int
     ) -> SandboxResult:
-        """As `run`, for a program and its arguments, which have no link in their paths.
+        """Like `run`, for a program and its arguments, whose paths contain no links.
 
         Args:
-            environment: variables that it gets besides the sandbox's own.
-            loopback: descriptor of a Unix socket. The program may use sockets, and reaches one address, the port of
-                `inside.loopback`: the socket that listens there comes through this one. Takes namespaces (`has_loopback`).
-            stderr_end: so many characters of the end of its stderr are kept.
+            environment: variables added to the sandbox's own.
+            loopback: descriptor of a Unix socket. The program may then use sockets, and reaches only one address, the port of
+                `inside.loopback`, whose listening socket is sent through this one. Needs namespaces (`has_loopback`).
+            stderr_end: number of characters kept from the end of its stderr.
         """
         return await self._execute(
             command=command, environment=environment, stdin=stdin, loopback=loopback, stderr_end=stderr_end
@@ -103,7 +103,7 @@ class Sandbox:
 
 
 def has_loopback() -> bool:
-    """Whether code in the sandbox can have its own network on this machine, in which it reaches its owner and nobody else.
+    """Whether code in the sandbox can have its own network on this machine, in which it reaches only its owner.
     Without namespaces it has no sockets at all."""
     return NAMESPACES in probe_result().mechanisms
 
@@ -135,7 +135,7 @@ def _checked_path(name: str) -> str:
 
 
 def startup_notes(require: Iterable[str] = REQUIRED) -> list[str]:
-    """Lines for the start of a run: what is enforced on this machine, what is not, and what follows from it.
+    """Lines for the start of a run: what is enforced on this machine, what is not, and the consequences.
 
     Raises:
         ConfigError: a required capability is not available on this machine, or its name is unknown.

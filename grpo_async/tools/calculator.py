@@ -1,7 +1,7 @@
 """A calculator for the model: `grpo_async.tools.calculator:calculator`.
 
 Evaluates arithmetic by walking its syntax tree; nothing is executed. Integers are exact, and every number is bounded before
-it is computed, so 9**9**9 is an error and takes no time.
+it is computed, so 9**9**9 is an error at once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _apply(sign: ast.operator, left: _Number, right: _Number) -> _Number:
         if isinstance(sign, ast.Pow) and (left.bit_length() - 1) * right > _MAX_BITS:
             raise ValueError("the result is too large")
         if isinstance(sign, ast.Div) and right != 0 and left % right == 0:
-            return left // right  # exact where there is an exact value
+            return left // right  # exact if there is an exact value
     result = _BINARY[type(sign)](left, right)
     if isinstance(result, complex):
         raise ValueError("a root of a negative number is not a real number")

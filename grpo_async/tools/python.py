@@ -1,7 +1,7 @@
 """A tool that runs Python in the sandbox. In a config: `function: grpo_async.tools.python:run_python`.
 
-The model sees `code` alone. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages (may the
-code import what is installed here) and require (what the sandbox must enforce). The tool's own `timeout_s` must be above wall_s.
+The model sees only `code`. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages (whether the
+code may import installed packages) and require (what the sandbox must enforce). The tool's own `timeout_s` must be above wall_s.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def _run_python(
 
 
 _run_python.__name__ = "run_python"
-# What a partial fixes is not shown to the model, and `arguments` of the config still replaces it.
+# The model does not see arguments that a partial fixes, and `arguments` of the config may still override them.
 run_python = functools.partial(
     _run_python,
     wall_s=10.0,

@@ -11,8 +11,8 @@ from grpo_async.utils.text import text_of_parts
 
 
 class ToolError(GrpoAsyncError):
-    """One tool call failed. Its message is what the model sees: short, one line, and with a way out. A tool may raise it too;
-    then the model gets the message as it is, without the type's name."""
+    """One tool call failed. The model sees the message: short, one line, and with a way out. A tool may raise it, too;
+    then the model gets the message unchanged, without the type's name."""
 
 
 class ToolTimeoutError(ToolError):
@@ -20,13 +20,13 @@ class ToolTimeoutError(ToolError):
 
 
 def as_text(value: Any) -> str:
-    """A str as it is, text parts joined, everything else as JSON, and what JSON cannot hold by `str()`.
+    """A str unchanged, text parts joined, everything else as JSON, or by `str()` if JSON cannot represent it.
 
-    "3" -> `3`; 3 -> `3`; {"a": "é"} -> `{"a": "é"}`; [{"type": "text", "text": "a"}] -> `a`; None -> `null`: never
-    nothing, for some chat templates leave out an empty message; date(2024, 1, 2) -> `2024-01-02`.
+    "3" -> `3`; 3 -> `3`; {"a": "é"} -> `{"a": "é"}`; [{"type": "text", "text": "a"}] -> `a`; None -> `null`, not an
+    empty text, because some chat templates omit an empty message; date(2024, 1, 2) -> `2024-01-02`.
 
     Raises:
-        ToolError: the value holds an image or a part that is not text.
+        ToolError: the value contains an image or a part that is not text.
     """
     if isinstance(value, str):
         return encodable(str(value))  # a subclass (StrEnum) as its plain text
@@ -41,7 +41,7 @@ def as_text(value: Any) -> str:
 
 def joined_parts(value: Any) -> str | None:
     """The text of content parts, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}] -> "ab"; None if `value` is
-    no list of content parts.
+    not a list of content parts.
 
     Raises:
         ToolError: some part is not text.
@@ -73,5 +73,5 @@ def error_text(problem: str, max_chars: int) -> str:
 
 
 def encodable(text: str) -> str:
-    """Without lone surrogates, which neither tokenizers nor the rollout store can encode; each becomes U+FFFD."""
+    """Replace lone surrogates, which neither tokenizers nor the rollout store can encode, by U+FFFD."""
     return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,11 +1,11 @@
-"""What the model sees of a function, and what it may write: the JSON schema that Transformers makes of its type hints and
-Google-style docstring; the arguments of a call, checked against the type hints before the tool is called.
+"""A function's JSON schema for the model, which Transformers makes from its type hints and Google-style docstring, and the check
+of a call's arguments against the type hints before the tool is called.
 
-Functions, partials, callable objects and bound methods are taken; arguments that a partial or the config fixes are hidden.
-Transformers says what is wrong with a docstring or a type hint.
+It supports functions, partials, callable objects and bound methods; arguments that a partial or the config fixes are hidden.
+Transformers reports problems of a docstring or a type hint.
 
-pydantic checks arguments, strictly: "3" is not an integer, and an error teaches the model to write 3. The one conversion is
-3.0 -> 3 where an integer is wanted, for JSON has only one kind of number and JSON schema calls 3.0 an integer.
+pydantic checks arguments strictly: "3" is not an integer, and the error teaches the model to write 3. The only conversion is
+3.0 -> 3 for integers, because JSON has only one kind of number and JSON schema calls 3.0 an integer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Arguments = TypeAdapter[dict[str, Any]]
 
 
 def arguments_of(name: str, hints: Mapping[str, Any], required: Collection[str]) -> Arguments:
-    """What reads the arguments of the tool `name`: type hint by argument, and which have no default."""
+    """The validator of the arguments of the tool `name`: type hint by argument; `required` have no default."""
     make: Any = TypedDict  # its fields are not known to type checkers
     kind = make(name, {key: Required[hint] if key in required else NotRequired[hint] for key, hint in hints.items()})
     kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -37,10 +37,10 @@ def arguments_of(name: str, hints: Mapping[str, Any], required: Collection[str])
 
 
 def check_arguments(reader: Arguments, parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call; `parameters` is that part of the tool's schema.
+    """Check the arguments of a call; `parameters` is that part of the tool's schema.
 
     Raises:
-        ToolError: everything that is wrong with them, and what the tool takes.
+        ToolError: lists all errors in them, and what the tool takes.
     """
     try:
         return reader.validate_json(json.dumps(_with_integers(arguments)))
@@ -50,7 +50,7 @@ def check_arguments(reader: Arguments, parameters: Mapping[str, Any], arguments:
 
 
 def _with_integers(value: Any) -> Any:
-    """{"a": [3.0, 3.5]} -> {"a": [3, 3.5]}; a float's hint turns 3 into 3.0 again."""
+    """{"a": [3.0, 3.5]} -> {"a": [3, 3.5]}; a float type hint converts 3 back to 3.0."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -71,7 +71,7 @@ def _problem(error: Any, parameters: Mapping[str, Any]) -> str:
 
 
 def _signature(parameters: Mapping[str, Any]) -> str:
-    """`it takes number: integer, unit?: string`; an argument that may be left out has a `?`."""
+    """`it takes number: integer, unit?: string`; optional arguments have a `?`."""
     required = set(parameters.get("required", ()))
     parts = []
     for key, schema in parameters.get("properties", {}).items():
@@ -92,7 +92,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """What is known of one tool; shared by all instances of an environment."""
+    """The description of one tool; shared by all instances of an environment."""
 
     name: str
     schema: Mapping[str, Any]  # {"type": "function", "function": {...}}
@@ -105,7 +105,7 @@ class ToolSpec:
 
 
 def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden: Collection[str] = ()) -> ToolSpec:
-    """The spec of `function`; `name` = None takes its own, `hidden` are arguments that the model does not see.
+    """The spec of `function`. `name` = None uses its own; the model does not see the `hidden` arguments.
 
         def add(a: int, b: int) -> int:
             '''Adds.
@@ -119,7 +119,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         "object", "properties": {"a": {"type": "integer", "description": "One number."}}, "required": ["a"]}, ...}}
 
     Raises:
-        UnusableError: it cannot be described.
+        UnusableError: the function cannot be described.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -169,11 +169,11 @@ def _signed(function: Callable[..., Any]) -> Any:
 
 
 def _documentation(function: Callable[..., Any]) -> str:
-    """Docstring of a function or method; of a callable object's `__call__`, else of its class."""
+    """Docstring of a function or method, or of a callable object's `__call__` or class."""
     inner = unwrap_partial(function)
     if inspect.isroutine(inner):
         return (inspect.getdoc(inner) or "").strip()
-    own = type(inner).__call__.__doc__ or type(inner).__doc__  # not inspect.getdoc: it would inherit that of `type`
+    own = type(inner).__call__.__doc__ or type(inner).__doc__  # inspect.getdoc would inherit the docstring of `type`
     return inspect.cleandoc(own or "").strip()
 
 
@@ -197,8 +197,8 @@ def _problems_of(parameters: list[inspect.Parameter]) -> list[str]:
 
 
 def _view(name: str, documentation: str, signature: inspect.Signature, hints: dict[str, Any]) -> Callable[..., Any]:
-    """A function that looks as the model shall see ours: Transformers reads partials and callable objects wrongly, and
-    cannot leave out arguments."""
+    """A function that looks as the model should see ours: Transformers handles partials and callable objects wrongly, and
+    cannot omit arguments."""
 
     def view() -> None: ...
 
@@ -210,7 +210,7 @@ def _view(name: str, documentation: str, signature: inspect.Signature, hints: di
 
 
 def _return_hint(signature: inspect.Signature, names: dict[str, Any]) -> dict[str, Any]:
-    """Where it resolves; one that is imported for type checkers only must not cost the tool."""
+    """The return hint if it resolves; one that is imported only for type checkers must not make the tool fail."""
     if signature.return_annotation is signature.empty:
         return {}
     view = _view("returns", "", signature, {"return": signature.return_annotation})

@@ -1,11 +1,11 @@
-"""One tool: what the model sees of it, and how it is called; and the calls of one turn.
+"""One tool: what the model sees of it, and how it is called; also the calls of one turn.
 
 `text = await tool.call({"number": 3})` gives the text for the model, or raises a ToolError whose message is for the model.
-Nothing that the function does reaches the event loop: a SystemExit is a failed call, a hanging call ends at its time limit.
+No failure of the function reaches the event loop: a SystemExit is a failed call, and a hanging call ends at its time limit.
 
-`ToolExecutor` answers every call of a turn, in their order: with the tool's text, or with {"error": ...} and `failed`. Calls run
-concurrently; an environment's instance has its own calls wait for each other, in their order. Cancelling `execute` gives up the
-calls that run.
+`ToolExecutor` answers every call of a turn, in order: with the tool's text, or with {"error": ...} and `failed`. Calls run
+concurrently, but those of an environment's instance run one after the other. Cancelling `execute` abandons the
+running calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Every rollout in flight may call the same tool, and most tools wait for something.
 _MAX_THREADS = 64
 ASYNC_LOOP = UserLoop("async tools")
-"""One for all of them and for async methods of environments: an HTTP client or a lock that two share belongs to one loop."""
+"""One loop for all async tools and async methods of environments: an HTTP client or lock that two share belongs to one loop."""
 
 
 _NO_LOCK = nullcontext()
@@ -45,7 +45,7 @@ class _Caller(Protocol):
     """What runs a tool's calls: a Caller, or the environment that the tool belongs to."""
 
     async def run(self, call: UserCall[Result]) -> Result:
-        """CallError: it raised, or took too long; another GrpoAsyncError: it cannot be made at all."""
+        """Run a call. CallError: it raised, or took too long; another GrpoAsyncError: it cannot be made at all."""
         ...
 
 
@@ -57,7 +57,8 @@ class Tool:
         spec: name and schema.
         caller: runs the calls.
         fixed: arguments of every call that the model does not see.
-        warn: gets the traceback of each kind of failure once, the model a line of each; shared by the instances of an environment.
+        warn: logs the traceback of each kind of failure once (the model gets one line each time); shared by an environment's
+            instances.
         lock: held during a call; calls of tools that share it wait for each other.
     """
 
@@ -82,10 +83,10 @@ class Tool:
     def from_function(
         cls, function: Callable[..., Any], *, arguments: Mapping[str, Any] | None = None, timeout_s: float = 30.0
     ) -> Tool:
-        """A tool that stands alone: plain functions run in threads, async ones on the loop of the tools.
+        """Make a tool of a function: plain functions run in threads, async ones on the loop of the tools.
 
         Raises:
-            UnusableError: it cannot be described to a model.
+            UnusableError: the function cannot be described to a model.
         """
         spec = build_spec(function, hidden=set(arguments or {}))
         threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS)
@@ -130,7 +131,7 @@ def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:
     """The tools of the config's `tools` sections, imported and checked. Starts no thread.
 
     Raises:
-        ConfigError: some cannot be found, imported, called as configured or described to a model; one line for each problem.
+        ConfigError: some tool cannot be found, imported, called as configured or described to a model; one line per problem.
     """
     tools: list[Tool] = []
     problems: list[str] = []
@@ -170,7 +171,7 @@ def _load(section: ToolSection, path: str) -> Tool:
 
 
 # A policy that repeats itself can write hundreds of calls into one turn. Their results would fill any context, and the
-# calls all the threads; nobody needs more than this at once.
+# calls would occupy all threads; nobody needs more than this at once.
 MAX_CALLS_PER_TURN = 32
 
 
@@ -178,7 +179,7 @@ class ToolExecutor:
     """Calls the tools of one rollout.
 
     Args:
-        tools: with different names.
+        tools: the tools, with different names.
         max_result_chars: longer results are truncated, with a note that says so.
     """
 
@@ -200,7 +201,7 @@ class ToolExecutor:
         started = time.monotonic()
         try:
             tool = self._tool_for(call)
-            async with tool.lock:  # the call before has a limit
+            async with tool.lock:  # the previous call has a time limit
                 started = time.monotonic()
                 outcome: str | ToolError = await tool.call(call.arguments)
         except ToolError as error:

@@ -1,1 +1,1 @@
-"""Runs what users bring (rewards, tools, environments, rollout functions, agents) off the event loop, with a time limit."""
+"""Runs user code (rewards, tools, environments, rollout functions, agents) off the event loop, with a time limit."""

@@ -1,13 +1,13 @@
-"""One call of a user's function: off the event loop if it is a plain one, on it if it is async, always with a time limit.
+"""One call of a user's function: in a thread if it is plain, on an event loop if it is async, always with a time limit.
 
     await Caller(...).run(UserCall(function, arguments)) -> its result, or a CallError that says what happened
-      |- async function   on an event loop of its own kind     `loop`     cancelled on timeout, abandoned if it blocks
+      |- async function   on a separate event loop             `loop`     cancelled on timeout, abandoned if it blocks
       |- plain function   in a thread                          `threads`  abandoned on timeout
       `- WorkerPool.run   in a process                         `workers`  killed on timeout
 
-What the function raises leaves its thread or loop as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an
-event loop ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep)
-blocks its own loop and not the run's. There is a loop for rewards, one for tools and environments, one for rollout functions,
+The function's exceptions leave its thread or loop as a value (`Raised`), because a SystemExit or KeyboardInterrupt inside an
+event loop would end the loop. The function sees the caller's context variables. An async function that blocks (time.sleep)
+blocks its own loop and not the run's. There is one loop for rewards, one for tools and environments, one for rollout functions,
 and one for agents.
 """
 
@@ -38,9 +38,9 @@ class CallError(GrpoAsyncError):
 
     Attributes:
         problem: what happened, as the end of a sentence that begins with the function: "raised KeyError: 'a' (mine.py, line 7)".
-        error: what it raised; None where it did not end, could not be called, or raised what cannot leave its process.
-        is_timeout: it took too long.
-        is_lost: it took too long, or its process ended.
+        error: its exception; None if it did not end, could not be called, or raised one that cannot be pickled.
+        is_timeout: whether it took too long.
+        is_lost: whether it took too long, or its process ended.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class CallError(GrpoAsyncError):
 
     @property
     def origin(self) -> BaseException:
-        """What to raise an error of our own `from`."""
+        """The cause for `raise ... from`."""
         return self.error or self
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a call raised."""
+    """The exception of a call."""
 
     error: BaseException
 
@@ -68,7 +68,7 @@ class Raised:
         kind = type(self.error).__name__
         try:
             message = " ".join(str(self.error).split())
-        except Exception as error:  # noqa: BLE001 - the __str__ of a user's exception
+        except Exception as error:  # noqa: BLE001 - a user's exception may raise in its __str__
             message = f"(its message cannot be read: {type(error).__name__})"
         return f"{kind}: {message}" if message else kind
 
@@ -78,7 +78,7 @@ class Raised:
 
     @property
     def place(self) -> str:
-        """The user's file and line, which may have called a library that raised: " (/home/me/env.py, line 7)"; "" where there is
+        """The user's file and line, even if a library raised: " (/home/me/env.py, line 7)"; "" if there is
         no traceback."""
         stack = traceback.extract_tb(self.error.__traceback__)
         theirs = [frame for frame in stack if not _is_library(frame.filename)] or stack
@@ -87,8 +87,8 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class UserCall(Generic[Result]):
-    """A function, its keyword arguments, and what is made of its result in the same place (a long list takes long to write
-    as JSON; and a result's own `__str__` may raise)."""
+    """A function, its keyword arguments, and `finish`, which converts its result in the same place (converting a long list to JSON
+    takes long, and a result's own `__str__` may raise)."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -99,25 +99,25 @@ class UserCall(Generic[Result]):
         return is_async(self.function)
 
     def attempt(self) -> Result | Raised:
-        """Call on this thread, with an event loop of its own if the result has to be awaited after all. Never raises."""
+        """Call on this thread, with a new event loop if the result must be awaited after all. Never raises."""
         try:
             raw = self.function(**self.arguments)
             if inspect.isawaitable(raw):
                 raw = asyncio.run(_awaited(raw))
             return self.finish(raw)
-        except BaseException as error:  # noqa: BLE001 - travels as a value, see the top of the module
+        except BaseException as error:  # noqa: BLE001 - passed as a value, see the top of the module
             return Raised(error)
 
     async def attempt_async(self) -> Result | Raised:
         """Call on the running loop. Raises only CancelledError, when this task is cancelled."""
         try:
-            return self.finish(await self.function(**self.arguments))  # Caller cancels it
+            return self.finish(await self.function(**self.arguments))  # Caller cancels it on timeout
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            return Raised(error)  # the function's own
-        except BaseException as error:  # noqa: BLE001 - travels as a value, see the top of the module
+            return Raised(error)  # raised by the function itself
+        except BaseException as error:  # noqa: BLE001 - passed as a value, see the top of the module
             return Raised(error)
 
 
@@ -125,9 +125,9 @@ class Caller:
     """Makes calls with a time limit.
 
     Args:
-        threads: where plain functions run.
+        threads: runs plain functions.
         timeout_s: limit of one call, in seconds.
-        loop: where async functions run; None: on one of their own.
+        loop: runs async functions; None makes a new one.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class Caller:
         self.timeout_s = timeout_s
 
     async def run(self, call: UserCall[Result]) -> Result:
-        """CallError: it raised, took too long (a thread is abandoned, a coroutine cancelled), or cannot be called."""
+        """Make the call. CallError: it raised, took too long (its thread is abandoned or its coroutine cancelled), or cannot be
+        called."""
         too_long = f"took longer than {self.timeout_s:g} s"
         try:
             if call.is_async:
@@ -164,7 +165,7 @@ _LIBRARIES = (
 
 
 def _is_library(file: str) -> bool:
-    """Python's own, an installed one, or this package; "<frozen importlib._bootstrap>" has no file."""
+    """Whether the file belongs to Python, an installed library, or this package; "<frozen importlib._bootstrap>" is no file."""
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in _LIBRARIES)))
 
 
@@ -176,7 +177,7 @@ def unwrap_partial(function: Any) -> Any:
 
 
 def own_name(function: Callable[..., Any]) -> str:
-    """`__name__` of a function (of the inner one of a partial), else the class name of a callable object."""
+    """`__name__` of a function (of a partial's inner one), or the class name of a callable object."""
     inner = unwrap_partial(function)
     name = getattr(inner, "__name__", None)
     return name if isinstance(name, str) else type(inner).__name__
@@ -184,16 +185,16 @@ def own_name(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a signature says about keyword arguments."""
+    """The keyword arguments of a signature."""
 
     names: frozenset[str] = frozenset()
     required: frozenset[str] = frozenset()  # without a default
-    takes_any: bool = True  # has **kwargs, or cannot be read
-    by_position: tuple[str, ...] = ()  # without a default, and cannot be given by name
+    takes_any: bool = True  # has **kwargs, or the signature cannot be read
+    by_position: tuple[str, ...] = ()  # positional-only, without a default
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Parameters:
-        """ValueError where the signature cannot be read: of some builtins."""
+        """Read the signature of `function`; ValueError if it has none, like some builtins."""
         parameters = inspect.signature(function).parameters.values()
         keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
@@ -215,10 +216,10 @@ class Parameters:
 
 
 def read_number(value: Any) -> float | None:
-    """What a user's function returned as a reward: a number of any library, or None.
+    """Convert a reward that a user's function returned: a number of any library, or None.
 
     Raises:
-        ValueError: it is none, or no finite one; the text continues "returned": "'good' (str); it must be a number or None".
+        ValueError: the value is not a finite number; the text continues "returned": "'good' (str); it must be a number or None".
     """
     if hasattr(value, "tolist"):  # numpy scalar, 0-dimensional tensor
         value = value.tolist()
@@ -236,13 +237,13 @@ def read_number(value: Any) -> float | None:
 
 
 def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
-    """What a user's function returned for `count` things (list, tuple, tensor or array), as finite floats or Nones.
+    """Convert the result of a user's function for `count` things (list, tuple, tensor or array) to finite floats or Nones.
 
     Args:
-        of: what there is one number for: "completion".
+        of: the thing that has one number each: "completion".
 
     Raises:
-        ValueError: it is something else; the text continues the function's name, and names the index.
+        ValueError: the result is unusable; the text continues the function's name, and names the index.
     """
     if hasattr(raw, "tolist"):
         raw = raw.tolist()
@@ -260,7 +261,7 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
 
 
 def shown(value: Any) -> str:
-    """Value and type in a few words, for errors."""
+    """The value and its type in a few words, for errors."""
     return f"{clipped(repr(value))} ({type(value).__name__})"
 
 
@@ -273,4 +274,4 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable  # its thread is given up after the limit
+    return await awaitable  # its thread is abandoned after the limit

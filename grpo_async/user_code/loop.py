@@ -1,8 +1,8 @@
-"""An event loop of its own for the async functions of users, in a daemon thread: one that blocks (`time.sleep`, a plain HTTP call)
+"""A separate event loop for users' async functions, in a daemon thread: a function that blocks (`time.sleep`, a plain HTTP call)
 blocks this loop and not the run's, so that its time limit still applies.
 
-A thread cannot be killed. A loop that is blocked past a call's limit is abandoned, the next call gets a new one, and with too
-many of them blocked further calls are refused.
+A thread cannot be killed. A loop that is blocked past a call's limit is abandoned, and the next call gets a new one; if too
+many of them are blocked, further calls are refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_TIMEOUT_S = 0.5  # of a loop that is not blocked
+_ANSWER_TIMEOUT_S = 0.5  # within which an unblocked loop answers
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_BLOCKED = 4  # loops; when that many are blocked, calls are refused
 
 
 class BlockedLoopError(TimeoutError):
-    """The call took too long, and its event loop answers no more; `where` says what blocks it: `reward.py:7 in score`."""
+    """The call took too long, and its event loop does not respond; `where` says what blocks it: `reward.py:7 in score`."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -38,10 +38,10 @@ class BlockedLoopError(TimeoutError):
 
 
 class UserLoop:
-    """The loop of some functions; made at the first call.
+    """An event loop for some functions; started at the first call.
 
     Args:
-        name: what runs there, for threads and errors ("reward judge").
+        name: what runs on it, for thread names and errors ("reward judge").
     """
 
     def __init__(self, name: str) -> None:
@@ -51,10 +51,10 @@ class UserLoop:
         self._abandoned: list[_Loop] = []
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float) -> Result:
-        """Run the coroutine that `work` makes, which raises nothing.
+        """Run the coroutine that `work` makes, which must not raise.
 
         Raises:
-            TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; BlockedLoopError: it cannot be.
+            TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; BlockedLoopError: it cannot be cancelled.
             ThreadsExhaustedError: too many loops are blocked.
         """
         future, loop = self._start(work)
@@ -62,7 +62,7 @@ class UserLoop:
         try:
             done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
         finally:
-            waiter.cancel()  # and with it the coroutine; without effect on one that is done
+            waiter.cancel()  # also cancels the coroutine; no effect if it is done
         if done and not waiter.cancelled():
             return waiter.result()
         if not done and not await loop.answers():
@@ -72,11 +72,11 @@ class UserLoop:
         raise TimeoutError  # or the loop was closed meanwhile
 
     def post(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Start the coroutine that `work` makes, which raises nothing. ThreadsExhaustedError: too many loops are blocked."""
+        """Start the coroutine that `work` makes, which must not raise. ThreadsExhaustedError: too many loops are blocked."""
         return self._start(work)[0]
 
     def close(self) -> None:
-        """End the loop and cancel what runs on it. Safe to call twice."""
+        """End the loop and cancel its tasks. Safe to call twice."""
         with self._lock:
             loop, self._current = self._current, None
         if loop is not None:
@@ -97,12 +97,12 @@ class UserLoop:
             return asyncio.run_coroutine_threadsafe(work(), self._current.loop), self._current
 
     def _abandon(self, loop: _Loop) -> None:
-        """Replace a blocked loop; of several calls that meet it the first one does it."""
+        """Replace a blocked loop; if several calls find it blocked, only the first one does."""
         with self._lock:
             if self._current is loop:
                 self._current = None
                 self._abandoned.append(loop)
-        loop.stop()  # once it is free
+        loop.stop()  # takes effect when it is free again
 
 
 class _Loop:
@@ -115,7 +115,7 @@ class _Loop:
         self.thread.start()
 
     async def answers(self) -> bool:
-        """Whether it runs callbacks, and is not blocked by a function."""
+        """Whether the loop runs callbacks, so that no function blocks it."""
         answer: Future[None] = Future()
         self._soon(lambda: answer.set_result(None))
         done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=_ANSWER_TIMEOUT_S)
@@ -152,11 +152,11 @@ class _Loop:
             self.loop.close()
 
     def _serve_until_exit(self) -> None:
-        """Until the loop is stopped, or a task that a user's function started itself calls `sys.exit`: asyncio lets that out of
-        the loop, and the other calls on it go on.
+        """Run until the loop is stopped, or until a task that a user's function started calls `sys.exit`: asyncio lets that
+        exception leave the loop, and the caller runs the loop again for its other calls.
         """
         try:
-            self.loop.run_forever()  # waits: in a daemon thread
+            self.loop.run_forever()  # blocks, in a daemon thread
         except (SystemExit, KeyboardInterrupt) as error:
             logger.warning(
                 "a task in the event loop of %s raised %r, which ended that task only", self.thread.name, error

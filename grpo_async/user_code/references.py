@@ -1,6 +1,6 @@
-"""Finds the object that `module:attribute` names. The working directory is importable, first, as with `python -m`.
+"""Finds the object that `module:attribute` names. The working directory comes first on `sys.path`, as with `python -m`.
 
-Every problem is a ConfigError that says what failed, what there is instead, and what to do.
+Every problem is a ConfigError that says what failed, what exists instead, and how to fix it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def resolve(reference: str) -> Any:
     """The object named by `package.module:attribute` or `package.module:object.attribute`.
 
     Raises:
-        ConfigError: the module is not there or cannot be imported, or it lacks the attribute.
+        ConfigError: the module does not exist or cannot be imported, or it lacks the attribute.
     """
     module_name, _, path = reference.partition(":")
     make_working_directory_importable()
@@ -43,7 +43,7 @@ def resolve(reference: str) -> Any:
 
 
 def resolve_function(reference: str, where: str) -> Callable[..., Any]:
-    """As `resolve`, for something that is called: a function, a partial, or a callable object, but no class.
+    """Like `resolve`, for a function, a partial, or a callable object, but not a class.
 
     `where` begins every error, such as "rewards.0.function: mine:score".
     """
@@ -61,7 +61,7 @@ def resolve_function(reference: str, where: str) -> Callable[..., Any]:
 
 
 def make_working_directory_importable() -> None:
-    """As `python -m` has it; for whoever lets a library import what the user names."""
+    """Put the working directory first on `sys.path`, as `python -m` does; for callers that let a library import user code."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -89,7 +89,7 @@ def _import(module_name: str) -> ModuleType:
 
 
 def _choices(wanted: str, available: Sequence[str]) -> str:
-    """The names that are there, and the nearest."""
+    """The available names, and the nearest."""
     if not available:
         return "none"
     return shortlist([f"`{name}`" for name in available], ", ") + did_you_mean(wanted, available)
@@ -98,15 +98,15 @@ def _choices(wanted: str, available: Sequence[str]) -> str:
 def resolve_plain_function(
     reference: str, setting: str, *, given: Mapping[str, Any], arguments: Mapping[str, Any], turns: str = ""
 ) -> Callable[..., Any]:
-    """A function of the user's that is called as f(*given, **arguments), checked before anything is started.
+    """A user's function that is called as f(*given, **arguments), checked before anything is started.
 
     Args:
         setting: path of the setting that names it, such as `loss.function`; its arguments are next to it.
-        given: name and a stand-in of each positional argument.
-        turns: what it turns into what, for the message about one that is async; "" where it may be.
+        given: name and an example of each positional argument.
+        turns: what it converts to what, for the error about an async function; "" if it may be async.
 
     Raises:
-        ConfigError: it is not there, is a coroutine, or does not take what it would be given.
+        ConfigError: it does not exist, is a coroutine, or does not accept its arguments.
     """
     where = f"{setting}: {reference}"
     function = resolve_function(reference, where)

@@ -1,12 +1,11 @@
-"""Runs the user's blocking functions in daemon threads, off the event loop: a ThreadRunner those that may run at the same time
+"""Runs users' blocking functions in daemon threads, off the event loop: a ThreadRunner runs those that may run concurrently
 (rewards, tools), an InstanceThread those of one environment.
 
 A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; once as many of them
-are stuck as calls may run, further calls are refused. (Not before: when what they all wait for hangs, they pass their limits
-together.) One whose caller was cancelled keeps its place among the calls that run at once until it ends or until the limit of its
-call has passed, and only then counts as abandoned. So neither hanging nor cancelled calls pile up threads: there are never more
-than twice `max_threads`, or `max_threads` + 4 where that is more. Threads are daemons, so one that is left does not keep the
-process from ending.
+are stuck as calls may run, further calls are refused. (Not before: if whatever they all wait for hangs, they exceed their limits
+together.) A thread whose caller was cancelled keeps its slot until it ends or the limit of its call has passed, and only then
+counts as abandoned. So neither hanging nor cancelled calls pile up threads: there are never more than twice `max_threads`, or
+`max_threads` + 4 if that is more. Threads are daemons, so an abandoned one does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from grpo_async.utils.concurrency import in_thread
 Result = TypeVar("Result")
 
 _MIN_ABANDONED = 4
-"""So many may be stuck where fewer calls may run."""
+"""The number of threads that may be stuck if fewer calls may run."""
 
 
 class ThreadsExhaustedError(GrpoAsyncError):
@@ -34,21 +33,21 @@ class ThreadsExhaustedError(GrpoAsyncError):
 
 
 class ThreadRunner:
-    """Threads of one function.
+    """Threads for one function.
 
     Args:
-        name: what runs in them, for threads and errors ("reward length").
-        max_threads: calls that run at once, those of cancelled callers among them; more wait.
+        name: what runs in them, for thread names and errors ("reward length").
+        max_threads: maximum concurrent calls, including those of cancelled callers; further ones wait.
     """
 
     def __init__(self, name: str, *, max_threads: int = 8) -> None:
         self._name = name
         self._max_threads = max_threads
-        # An asyncio semaphore belongs to one event loop, a function may serve several in turn.
+        # An asyncio semaphore belongs to one event loop, but a function may serve several in turn.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._max_abandoned = max(max_threads, _MIN_ABANDONED)
         self._abandoned: set[Future[Any]] = set()
-        self._running: set[asyncio.Task[Any]] = set()  # event loops hold their tasks weakly
+        self._running: set[asyncio.Task[Any]] = set()  # event loops hold only weak references to tasks
 
     @property
     def num_abandoned(self) -> int:
@@ -63,8 +62,8 @@ class ThreadRunner:
             ThreadsExhaustedError: too many abandoned threads are still running.
         """
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_threads))
-        await slots.acquire()  # the calls that hold them have limits
-        # A task of its own: it keeps the slot where the caller is cancelled.
+        await slots.acquire()  # the calls that hold slots have time limits
+        # A separate task keeps the slot if the caller is cancelled.
         task = asyncio.create_task(self._run(work, timeout_s, slots))
         self._running.add(task)
         task.add_done_callback(self._forget)
@@ -73,7 +72,7 @@ class ThreadRunner:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # where the caller was cancelled, nobody else asks, and asyncio would log it as an error
+            task.exception()  # if the caller was cancelled, nobody else reads it, and asyncio would log an error
 
     async def _run(self, work: Callable[[], Result], timeout_s: float, slots: asyncio.Semaphore) -> Result:
         try:
@@ -95,10 +94,10 @@ class ThreadRunner:
 
 
 class InstanceThread:
-    """The one thread of an environment's instance: it is constructed there, and all its plain methods run there.
+    """The only thread of an environment's instance: the instance is constructed there, and all its plain methods run there.
 
-    Environments may hold what belongs to a thread (an sqlite connection, a browser, an event loop of a client library), and one
-    thread also makes sure that no two calls overlap.
+    Environments may hold objects that belong to a thread (an sqlite connection, a browser, an event loop of a client library), and
+    one thread also makes sure that no two calls overlap.
 
     Args:
         name: for debuggers.
@@ -109,17 +108,17 @@ class InstanceThread:
         threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
     def post(self, work: Callable[[], Result]) -> Future[Result]:
-        """Put `work`, which must not raise, behind what is already there."""
+        """Queue `work`, which must not raise."""
         future, make = _job(work)
         self._queue.put(make)
         return future
 
     async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """Run `work`; it goes on in the thread where this is cancelled or too slow (TimeoutError)."""
+        """Run `work`; it continues in the thread if this is cancelled or too slow (TimeoutError)."""
         return await _result_within(self.post(work), timeout_s)
 
     def stop(self) -> None:
-        """End the thread after what is already there."""
+        """End the thread after the queued work."""
         self._queue.put(None)
 
 
@@ -129,9 +128,9 @@ async def _result_within(future: Future[Result], timeout_s: float) -> Result:
 
 
 def _job(work: Callable[[], Result]) -> tuple[Future[Result], Callable[[], None]]:
-    """The future result, and what makes it, with the caller's context variables."""
+    """The future of the result, and a function that computes it with the caller's context variables."""
     future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()  # so that nobody's cancellation makes set_result raise
+    future.set_running_or_notify_cancel()  # so that set_result cannot raise after a cancellation
     context = contextvars.copy_context()
     return future, lambda: future.set_result(context.run(work))
 
@@ -140,14 +139,14 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     # A function without `self`: the thread must not keep its owner alive.
     while (make := queue.get()) is not None:  # stop() posts the None
         make()
-        del make  # it holds the call's arguments; the next may be long in coming
+        del make  # it holds the call's arguments, and the next call may come much later
 
 
 def call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
-    """Call `function`, in a thread of its own, as soon as the event is set."""
+    """Call `function`, in a separate thread, as soon as the event is set."""
 
     def wait() -> None:
-        event.wait()  # as long as the process, in a daemon thread
+        event.wait()  # may wait forever, in a daemon thread
         function()
 
     in_thread(wait, name="stop-watch")

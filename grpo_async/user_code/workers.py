@@ -1,9 +1,9 @@
-"""Worker processes of one function, both ends of them: started at the first call, killed on timeout, replaced when they die. A
+"""Worker processes of one function, with both ends: started at the first call, killed on timeout, replaced when they die. A
 death or a timeout is an error of that call only.
 
-    WorkerPool   calls, each of which has a worker for itself; on an event loop of its own
-    Worker       one process as its owner sees it: start, exchange messages, kill
-    main         its inside: imports the function by its name, so it may be a lambda, a partial or an object, then answers calls
+    WorkerPool   runs calls, each on a worker of its own, on a separate event loop
+    Worker       one process from its owner's side: start, exchange messages, kill
+    main         the worker itself: imports the function by name, so it may be a lambda, a partial or an object, then answers calls
 
 A worker is a fresh interpreter with a socket to its owner. (multiprocessing's spawn would import the trainer's main module, and so
 torch, into every worker.) It has a process group of its own, so Ctrl-C does not reach it and killing it also kills what the
@@ -39,25 +39,25 @@ _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module('grpo_async.user_code.workers').main(int(sys.argv[2]), *sys.argv[3:])"
 )
-_LOAD_TIMEOUT_S = 1800.0  # one that begins by loading a model, from a network file system
+_LOAD_TIMEOUT_S = 1800.0  # for a worker that first loads a model from a network file system
 _REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
-_LENGTH = struct.Struct(">Q")  # stands before each message
+_LENGTH = struct.Struct(">Q")  # prefix of each message
 
 
 class Request(Protocol):
-    """What a worker is asked; picklable."""
+    """A picklable request to a worker."""
 
     def call(self, function: Callable[..., Any]) -> UserCall[Any]: ...
 
 
 class WorkerPool:
-    """Worker processes that all serve one function.
+    """Worker processes for one function.
 
     Args:
-        name: what runs in them, for threads ("reward judge").
+        name: what runs in them, for thread names ("reward judge").
         reference: `module:attribute` of the function.
-        first: a call with which a worker begins, in the time that it has to start: it loads something large, so there is one
-            worker, else one for each second CPU, 1 to 4. What goes wrong in it the next call meets again and reports.
+        first: a first call for each worker, which may take as long as a start: it loads something large, so there is only one
+            worker; otherwise there is one for every second CPU, 1 to 4. The next call meets and reports the errors of this one.
     """
 
     def __init__(self, name: str, reference: str, *, first: Request | None = None) -> None:
@@ -66,11 +66,11 @@ class WorkerPool:
         self._loop = UserLoop(f"workers of {name}")  # nothing but this class runs there
         self._slots = asyncio.Semaphore(1 if first is not None else max(1, min(4, usable_cpus() // 2)))
         self._workers: set[Worker] = set()
-        self._idle: list[Worker] = []  # the last one used is taken first
+        self._idle: list[Worker] = []  # the most recently used worker is taken first
         self._is_closed = False
 
     async def run(self, request: Request, timeout_s: float) -> Any:
-        """Run one call; cancelled, it kills the worker. CallError: it raised (its trace is a note of the error), took longer than
+        """Run one call; if cancelled, kill the worker. CallError: it raised (its trace is a note of the error), took longer than
         `timeout_s` seconds in a worker, or the worker died."""
         try:
             payload = pickle.dumps(request)
@@ -83,7 +83,7 @@ class WorkerPool:
             answer = await asyncio.wrap_future(future)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
-            if task is not None and not task.cancelling():  # it was `close` that cancelled the call
+            if task is not None and not task.cancelling():  # `close` cancelled the call
                 raise _closed_error() from error
             raise
         try:
@@ -97,7 +97,7 @@ class WorkerPool:
         raise CallError(result, error=error_of_call) from error_of_call
 
     def close(self) -> None:
-        """Kill the workers; calls in progress and those that wait fail. Safe to call twice."""
+        """Kill the workers; current and waiting calls fail. Safe to call twice."""
         self._is_closed = True
         if self._workers:
             self._loop.post(self._kill_all).result(2 * _REAP_TIMEOUT_S)
@@ -108,7 +108,7 @@ class WorkerPool:
             self._workers.pop().kill()
 
     async def _serve(self, payload: bytes, module: str, timeout_s: float) -> bytes:
-        async with self._slots:  # those before it have limits too
+        async with self._slots:  # earlier calls have limits, too
             if self._is_closed:
                 raise _closed_error()
             while self._idle and not self._idle[-1].is_alive:
@@ -155,8 +155,8 @@ def _closed_error() -> CallError:
 
 class Worker:
     """A process that serves the function `reference` (`module:attribute`), for requests of `module`. It belongs to the event loop
-    in which it is made, whose thread must not end before it. Messages raise EOFError or OSError once it has died; the callers set
-    their time limits."""
+    in which it is created, whose thread must outlive it. Messages raise EOFError or OSError once it has died; callers set
+    their own time limits."""
 
     def __init__(self, reference: str, module: str) -> None:
         self._socket, theirs = socket.socketpair()
@@ -164,7 +164,7 @@ class Worker:
         with theirs:
             command = [
                 sys.executable,
-                "-u",  # workers end by SIGKILL, and what a function has printed must not be lost with them
+                "-u",  # workers end by SIGKILL, which must not lose what a function has printed
                 "-c",
                 _BOOT,
                 json.dumps([str(entry) for entry in sys.path]),
@@ -200,7 +200,7 @@ class Worker:
     def kill(self) -> int:
         """Kill the worker and its group and reap it; returns the exit code, negative for a signal. Blocks for a moment."""
         if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself since
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself meanwhile
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self._streams is not None:
             self._streams[1].close()
@@ -209,7 +209,7 @@ class Worker:
         return self._process.wait(_REAP_TIMEOUT_S)
 
     def reap(self) -> int:
-        """The exit code of a worker that hung up. Kills it if it does not end."""
+        """The exit code of a worker that closed its connection. Kills it if it does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         return self.kill()
@@ -219,8 +219,8 @@ class Worker:
 
 
 def main(descriptor: int, reference: str, module: str) -> None:
-    """Serve `reference` on the socket `descriptor` until the owner hangs up. The import happens before the first call, outside its
-    time limit. What the function prints goes to stderr: the owner's stdout may be a report."""
+    """Serve `reference` on the socket `descriptor` until the owner closes it. The import happens before the first call, outside its
+    time limit. The function's output goes to stderr: the owner's stdout may be a report."""
     die_with_parent()
     os.dup2(2, 1)
     prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=MAX_PRINTED_CHARS)
@@ -231,32 +231,32 @@ def main(descriptor: int, reference: str, module: str) -> None:
         stream.write(_LENGTH.pack(len(message)) + message)
         stream.flush()  # the owner kills this process
 
-    importlib.import_module(module)  # what requests are made of: no part of the first call's time
-    with contextlib.suppress(Exception):  # the first call meets it again and reports it
+    importlib.import_module(module)  # the module of the requests, so that its import is not part of the first call
+    with contextlib.suppress(Exception):  # the first call raises the same error again and reports it
         _load(reference)
     send(b"")
-    with asyncio.Runner() as runner:  # one loop for all calls: an HTTP client that they share belongs to it
-        while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:  # until the owner hangs up
+    with asyncio.Runner() as runner:  # one loop for all calls, because an HTTP client that they share belongs to it
+        while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:  # until the owner closes the socket
             send(_answer(reference, stream.read(_LENGTH.unpack(head)[0]), runner))
 
 
 def _answer(reference: str, request: bytes, runner: asyncio.Runner) -> bytes:
-    """Run one pickled request; returns, pickled, whether it has a result, that or the problem, the trace, and the error if that
-    can be pickled."""
+    """Run one pickled request. Returns, pickled: whether it has a result; the result or the problem; the trace; and the error if
+    it can be pickled."""
     try:
         call = pickle.loads(request).call(_load(reference))
         result = runner.run(call.attempt_async()) if call.is_async else call.attempt()
-    except BaseException as error:  # noqa: BLE001 - travels as a value, see `calls`
+    except BaseException as error:  # noqa: BLE001 - passed as a value, see `calls`
         result = Raised(error)
     if not isinstance(result, Raised):
         try:
             return pickle.dumps((True, result, "", None))
-        except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises
+        except Exception as error:  # noqa: BLE001 - a user's __reduce__ may raise anything
             result = Raised(TypeError(f"a value given to log_extra cannot leave the worker process: {error}"))
     problem = f"raised {result.summary}{result.place}"
     try:
         answer = pickle.dumps((False, problem, result.trace, result.error))
-        pickle.loads(answer)  # exceptions with an `__init__` of their own often pickle but do not unpickle
+        pickle.loads(answer)  # exceptions with their own `__init__` often pickle but do not unpickle
     except Exception:  # noqa: BLE001 - as above
         return pickle.dumps((False, problem, result.trace, None))
     return answer
@@ -264,7 +264,7 @@ def _answer(reference: str, request: bytes, runner: asyncio.Runner) -> bytes:
 
 @functools.cache
 def _load(reference: str) -> Callable[..., Any]:
-    """Import once; the module's `prepare_worker()`, if it has one, does what should not count as part of a call."""
+    """Import once; the module's `prepare_worker()`, if it has one, does work that must not count as part of a call."""
     function: Callable[..., Any] = resolve(reference)
     prepare = getattr(sys.modules[reference.partition(":")[0]], "prepare_worker", None)
     if callable(prepare):

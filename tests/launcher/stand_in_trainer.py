@@ -71,7 +71,7 @@ class Modes:
         self.ignore_stop()
 
     def hold(self) -> None:
-        threading.Thread(target=holds_the_interpreter, daemon=True).start()
+        threading.Thread(target=holds_the_gil, daemon=True).start()
         self.ignore_stop()
 
     def fail_when_told(self) -> None:
@@ -124,7 +124,7 @@ class Modes:
         control.send("summary", summary={"status": status[0], **SUMMARY, "server_failures": failures})
 
 
-def holds_the_interpreter() -> None:
+def holds_the_gil() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 

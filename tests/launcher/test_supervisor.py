@@ -95,14 +95,14 @@ def test_a_signal_before_the_trainer_has_begun_ends_everything_at_once(tmp_path:
 
 
 @pytest.mark.clock  # heartbeats of seconds
-def test_a_trainer_whose_interpreter_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
+def test_a_trainer_whose_gil_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
     """A regular expression that backtracks, in a thread: nothing within the process can say anything anymore. The warning
     comes after 4 s: several looks lie between it and the end, so a busy machine cannot skip it."""
     with LauncherProcess(tmp_path, trainer="hold", launch={"heartbeat_timeout_s": 8.0}) as launcher:
         assert launcher.end() == 1, launcher.output
         rank_0 = launcher.pids()["rank0"]
         assert f"trainer rank 0 (pid {rank_0})" in launcher.output.rpartition("error: ")[2]
-        assert "in holds_the_interpreter" in launcher.output
+        assert "in holds_the_gil" in launcher.output
         assert "launch.heartbeat_timeout_s" in launcher.output
         assert launcher.left() == {}
         status = launcher.status()

@@ -61,7 +61,7 @@ def wants_one(completions: list[str], answer: list[str]) -> list[float]:
 
 
 def catastrophic(completions: list[str], answer: list[str]) -> list[float]:
-    """One long C call that holds the interpreter: no time limit inside its process can end it."""
+    """One long C call that holds the GIL: no time limit inside its process can end it."""
     return [
         float(bool(re.fullmatch(r"(?:\s|\d|\w+)+!", c[:60])) or c == gold)
         for c, gold in zip(completions, answer, strict=True)

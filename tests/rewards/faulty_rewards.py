@@ -85,7 +85,7 @@ def starts_a_child(completions: list[str]) -> list[float]:
 
 
 def burns(completions: list[str], seconds: float) -> list[float]:
-    """Holds the interpreter's lock: one long C call."""
+    """Holds the GIL: one long C call."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(4_000_000))

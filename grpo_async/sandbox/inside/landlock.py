@@ -1,7 +1,7 @@
-"""Landlock: where there are no namespaces, the kernel's own rules about which files this process may touch.
+"""Landlock: without namespaces, kernel rules that limit which files this process may access.
 
-What it does not cover: the names, sizes and times of files can be seen. What it covers only in later versions (truncate by
-path) or never (chmod, chown, times) the system call filter denies.
+It does not hide the names, sizes and times of files. Operations that it covers only in later versions (truncate by
+path) or never (chmod, chown, times) are denied by the system call filter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 
 def restrict(read_paths: list[str], base: str) -> None:
-    """From now on this process and its children read `read_paths` and use `base`, nothing else. OSError if refused."""
+    """Allow this process and its children only to read `read_paths` and use `base`. OSError if the kernel refuses."""
     version = syscall("landlock", _CREATE, None, 0, 1)
     rights = (1 << _NUM_RIGHTS.get(version, 16)) - 1
     attributes = (ctypes.c_uint64 * 3)(rights, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)

@@ -1,10 +1,11 @@
 """Main function of the child process.
 
-Reads a plan (marshal: both ends are the same interpreter), sets up the restrictions it names, runs the code, and reports lines:
-`note MECHANISM TEXT`, `started`, `ended STATUS CPU_S`, `memory`, or `problem MECHANISM TEXT` when one cannot be set up.
+Reads a plan (marshal: both ends are the same Python version), sets up the restrictions it names, runs the code, and reports lines:
+`note MECHANISM TEXT`, `started`, `ended STATUS CPU_S`, `memory`, or `problem MECHANISM TEXT` if one cannot be set up.
 The code never gets the report's descriptor. When the code has ended, on SIGTERM, and when the owner dies, everything below the
-launcher is killed: namespaces see to that, and without them the launcher adopts the orphans of its descendants
-(PR_SET_CHILD_SUBREAPER), so none gets away, whatever session it is in. (Elsewhere than on Linux daemons of the code are not found.)
+launcher is killed. Namespaces ensure that; without them the launcher adopts the orphans of its descendants
+(PR_SET_CHILD_SUBREAPER), so none escapes, whatever session it is in. (On systems other than Linux, daemons of the code are not
+found.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-# All of it at once: once restricted, there is nothing to import from.
+# Import everything now: once restricted, there is nothing to import from.
 from grpo_async.sandbox.inside import LANDLOCK, NAMESPACES, SECCOMP, USER, landlock, namespaces, seccomp
 from grpo_async.utils.kernel import (
     PR_CAPBSET_DROP,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     Plan = dict[str, Any]
 
 _IS_LINUX = sys.platform == "linux"
-_OWNER_IS_GONE_S = 30.0  # the owner ends a run that takes too long; this much later the launcher does it
+_OWNER_IS_GONE_S = 30.0  # the owner ends a run that takes too long; after this margin the launcher does it
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGALRM}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_VERSION = 0x20080522
@@ -53,15 +54,15 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
         _die_with(plan["owner"], signal.SIGKILL)
         _raise_oom_score()
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-        # The owner may ignore them, and that is inherited.
+        # The owner may ignore these signals, and that is inherited.
         for number in (*_AWAITED, signal.SIGXCPU, signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
     if NAMESPACES in plan["mechanisms"]:
         with report.problems(NAMESPACES):
             has_other_user = namespaces.enter()
-            _die_with(plan["owner"], signal.SIGKILL)  # a change of credentials clears it
+            _die_with(plan["owner"], signal.SIGKILL)  # a change of credentials clears the setting
             if plan["loopback"] is not None:
-                from grpo_async.sandbox.inside import loopback  # here: few runs need its imports
+                from grpo_async.sandbox.inside import loopback  # imported here, because few runs need it
 
                 loopback.listen(plan["loopback"])
         child = _fork(report, lambda: _init(plan, report, has_other_user))
@@ -70,7 +71,7 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
     else:
         with report.problems("start"):
             if _IS_LINUX:
-                _die_with(plan["owner"], signal.SIGTERM)  # what it started is to die, too
+                _die_with(plan["owner"], signal.SIGTERM)  # its descendants must die, too
                 prctl("child subreaper", PR_SET_CHILD_SUBREAPER, 1)
         child = _fork(report, lambda: _code(plan, report, plan["base"], has_other_user=False))
         _release_streams(plan)
@@ -82,7 +83,7 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
 
 
 def _init(plan: Plan, report: _Report, has_other_user: bool) -> None:
-    """Pid 1 of the sandbox: when it ends, for whatever reason, the kernel ends all other processes in it."""
+    """Run pid 1 of the sandbox: when it ends, for whatever reason, the kernel kills all other processes in the sandbox."""
     with report.problems(NAMESPACES):
         prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
         namespaces.build_root(plan["read_paths"], plan["mount_point"], plan["directory_mb"])
@@ -98,7 +99,7 @@ def _init(plan: Plan, report: _Report, has_other_user: bool) -> None:
 
 
 def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> None:
-    """Become the code."""
+    """Set up the restrictions and become the code by exec."""
     mechanisms = plan["mechanisms"]
     in_namespaces = NAMESPACES in mechanisms
     with report.problems("start"):
@@ -114,7 +115,7 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
             if not in_namespaces:
                 prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
     with report.problems("start"):
-        # Without another user, the kernel counts the launcher and init with the code.
+        # Without another user, the kernel counts the launcher and init together with the code.
         extra = 2 if in_namespaces and not has_other_user else 0
         for name in _set_limits(plan["resources"], extra_processes=extra):
             report.line(f"note limits {name}")
@@ -129,15 +130,16 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
             landlock.restrict(plan["read_paths"], base)
     if SECCOMP in mechanisms:
         with report.problems(SECCOMP):
-            # Outside namespaces the kernel counts all that the user runs, and root not at all: only a user of its own can
-            # be held to a number of threads.
+            # Outside namespaces the kernel counts all processes of the user, and does not limit root at all: only a separate user
+            # can
+            # be limited to a number of threads.
             with_threads = in_namespaces or user is not None
             seccomp.install(
                 with_namespaces=in_namespaces,
                 with_threads=with_threads,
                 with_sockets=in_namespaces and plan["loopback"] is not None,
             )
-    with report.problems(USER if USER in mechanisms else "start"):  # another user may not reach the interpreter
+    with report.problems(USER if USER in mechanisms else "start"):  # another user may lack access to the interpreter
         for descriptor in plan["keep_descriptors"]:
             os.set_inheritable(descriptor, True)
         report.line("started")
@@ -145,7 +147,7 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
 
 
 def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
-    """Write the files of the run; returns the user that the code is to run as, None = this one."""
+    """Write the files of the run; returns the user id under which the code must run, None = the current one."""
     user = None
     if NAMESPACES in plan["mechanisms"]:
         user = namespaces.CODE_ID if has_other_user else None
@@ -175,11 +177,11 @@ def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
 
 
 def _set_limits(wanted: dict[str, tuple[int, int]], *, extra_processes: int) -> list[str]:
-    """Apply the resource limits to this process; what it starts inherits them.
+    """Apply the resource limits to this process; its children inherit them.
 
     Args:
         wanted: soft and hard limit by name.
-        extra_processes: processes of ours that the kernel counts with those of the code.
+        extra_processes: our own processes that the kernel counts together with those of the code.
 
     Returns:
         Names of limits that this system does not have.
@@ -200,7 +202,7 @@ def _set_limits(wanted: dict[str, tuple[int, int]], *, extra_processes: int) -> 
 
 
 def _drop_privileges() -> None:
-    """Give up every capability for good; a set-user-id program gives none back."""
+    """Give up every capability for good; a set-user-id program cannot restore any."""
     prctl("no_new_privs", PR_SET_NO_NEW_PRIVS, 1)
     if os.geteuid() == 0:
         for capability in range(64):
@@ -215,29 +217,29 @@ def _drop_privileges() -> None:
 
 
 def _wait_watching(child: int, *, memory_mb: int | None) -> tuple[int, float, bool]:
-    """Wait until `child` has ended, and watch what the processes of the sandbox hold in memory together; SIGCHLD must be blocked.
+    """Wait until `child` has ended, and watch the total memory of the sandbox's processes; SIGCHLD must be blocked.
 
-    RLIMIT_AS holds each process alone. The sum is looked at 20 times a second: what a process tree can take in between is
-    little beside the memory of a machine, and more exact means (control groups) need rights that containers rarely give.
+    RLIMIT_AS limits each process alone. The sum is checked 20 times per second: what a process tree can allocate in between is
+    small compared with the memory of a machine, and exact means (control groups) need rights that containers rarely grant.
     This process is pid 1 and inherits orphans.
 
     Args:
         child: a child of this process.
-        memory_mb: what all visible processes may hold together, in MiB; None = do not look.
+        memory_mb: maximum memory of all visible processes together, in MiB; None = do not check.
 
     Returns:
         Wait status, CPU seconds of the child and its reaped children, and whether the memory was exceeded.
     """
     while (ended := _reap(child)) is None:
         if memory_mb is None:
-            signal.sigwait({signal.SIGCHLD})  # the launcher kills the code after wall_s
+            signal.sigwait({signal.SIGCHLD})  # ends at the latest when the code is killed after wall_s
         elif signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S) is None and _exceeds(memory_mb * 1024):
             return 0, 0.0, True
     return *ended, False
 
 
 def _reap(child: int) -> tuple[int, float] | None:
-    """Reap what has ended, orphans too; the status and CPU seconds of the child, once it has."""
+    """Reap ended processes, orphans too; returns the status and CPU seconds of the child, once it has ended."""
     while True:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
         if pid == child:
@@ -268,7 +270,7 @@ def _proportional_kb(pid: str) -> int:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1])
     except OSError:
-        pass  # it hid itself, or ended meanwhile
+        pass  # it is not readable, or has ended meanwhile
     return _resident_kb(pid)
 
 
@@ -283,24 +285,24 @@ def _fork(report: _Report, run: Callable[[], None]) -> int:
 
 
 def _wait_or_kill(child: int, plan: Plan, kill: Callable[[int, int], None]) -> tuple[int, float]:
-    """Wait for the child; on SIGTERM, and when the owner forgets to send it, kill it. Returns its status and CPU seconds."""
+    """Wait for the child; kill it on SIGTERM, or if the owner does not send that in time. Returns its status and CPU seconds."""
     signal.setitimer(signal.ITIMER_REAL, plan["timeout_s"] + _OWNER_IS_GONE_S)
     while (ended := _reap(child)) is None:
-        if signal.sigwait(_AWAITED) != signal.SIGCHLD:  # the timer above ends it
-            for end in (kill, os.kill):  # it may not have its process group yet
+        if signal.sigwait(_AWAITED) != signal.SIGCHLD:  # ends at the latest by the timer above
+            for end in (kill, os.kill):  # the child may not have its process group yet
                 with contextlib.suppress(OSError):
                     end(child, signal.SIGKILL)
     with contextlib.suppress(OSError):
-        os.killpg(child, signal.SIGKILL)  # what it left behind in its process group
+        os.killpg(child, signal.SIGKILL)  # the rest of its process group
     return ended
 
 
 def _kill_the_rest() -> None:
-    """Kill the children, and the orphans that become children thereby, until there are none."""
+    """Kill the children, and the orphans that become children as a result, until there are none."""
     while True:
         for pid in _children():
-            with contextlib.suppress(PermissionError):  # it changed its user
-                os.kill(pid, signal.SIGKILL)  # nobody else reaps it, so the number is still its own
+            with contextlib.suppress(PermissionError):  # it runs as another user
+                os.kill(pid, signal.SIGKILL)  # nobody else reaps it, so the pid is still its own
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -319,13 +321,13 @@ def _children() -> list[int]:
 def _parent_of(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])  # the name before it may hold anything
+            return int(file.read().rpartition(")")[2].split()[1])  # the process name before it may contain anything
     except OSError:
         return None  # ended meanwhile
 
 
 def _release_streams(plan: Plan) -> None:
-    """Only the code keeps its streams open: their other ends then see what it does with them."""
+    """Close our copies of the code's streams, so that their other ends see when the code closes them."""
     for descriptor in (0, 1, 2, *plan["keep_descriptors"]):
         os.close(descriptor)
 
@@ -333,12 +335,12 @@ def _release_streams(plan: Plan) -> None:
 def _die_with(owner: int, by_signal: int) -> None:
     if _IS_LINUX:
         prctl("parent-death signal", PR_SET_PDEATHSIG, by_signal)
-    if os.getppid() != owner:  # it ended while this interpreter was starting
+    if os.getppid() != owner:  # the owner ended while this process was starting
         os._exit(1)
 
 
 def _raise_oom_score() -> None:
-    """When the machine runs out of memory, the sandbox goes first and not the trainer."""
+    """Make the kernel kill the sandbox before the trainer when the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
 
@@ -351,12 +353,12 @@ class _Report:
         self._descriptor = descriptor
 
     def line(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the owner is gone, and so will this process be
+        with contextlib.suppress(BrokenPipeError):  # the owner is gone, and this process will end as well
             os.write(self._descriptor, f"{text}\n".encode(errors="replace"))  # one write of a short line is not torn
 
     @contextlib.contextmanager
     def problems(self, mechanism: str) -> Any:
-        """Report what goes wrong inside and end this process."""
+        """A context that reports any error inside it and ends this process."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - reported, then the process ends

@@ -1,7 +1,7 @@
-"""The one address that code in the sandbox reaches, if its owner wants one: a port on the loopback of its own network namespace.
+"""The only address that code in the sandbox can reach, if its owner wants one: a loopback port in its own network namespace.
 
-The launcher makes the listening socket there and sends it to the owner, who accepts the connections. The sandbox has no other
-network, so whatever the code connects to, it is that port or nothing.
+The launcher creates the listening socket there and sends it to the owner, who accepts the connections. The sandbox has no other
+network, so the code can connect to that port or to nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BACKLOG = 1024
 
 
 def listen(descriptor: int) -> None:
-    """Listen on 127.0.0.1:PORT and send the socket through the Unix socket `descriptor`, which is closed then. OSError if the
+    """Listen on 127.0.0.1:PORT and send the socket through the Unix socket `descriptor`, which is then closed. OSError if the
     kernel refuses. This process must be alone in its network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))

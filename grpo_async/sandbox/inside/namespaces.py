@@ -1,11 +1,11 @@
-"""Namespaces of the launcher, who the code is in them, and the file system that it sees.
+"""The launcher's namespaces, the code's user ids in them, and the file system that the code sees.
 
-The code runs as user 1000 of a user namespace, with no capability. For a launcher that is root this is another user
-outside too, since the kernel does not hold root to RLIMIT_NPROC: ids 0 -> 0 (to read an interpreter under /root while the
-private root is built) and 1000 -> an id that nobody has. For others it is 1000 -> themselves: they may map nothing else.
+The code runs as user 1000 of a user namespace, without capabilities. For a root launcher this is another user
+outside too, because the kernel does not apply RLIMIT_NPROC to root: ids 0 -> 0 (to read an interpreter under /root while the
+private root is built) and 1000 -> an id without an account. For other users it is 1000 -> their own id: they may map nothing else.
 
-It sees system libraries and the interpreter, read-only; a few devices; its own /proc; and one directory in memory that ends with
-the sandbox, so that the owner never touches what the code left behind.
+It sees system libraries and the interpreter, read-only; a few devices; its own /proc; and one directory in memory that disappears
+with the sandbox, so that the owner never handles files that the code left behind.
 
     /usr /lib ... INTERPRETER   from outside, read-only
     /dev/{null,zero,full,random,urandom}, /proc (its own processes only)
@@ -34,7 +34,7 @@ from grpo_async.utils.kernel import (
 )
 
 CODE_ID = 1000
-"""User and group of the code, inside."""
+"""User and group id of the code inside."""
 
 _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEW: mount, cgroup, uts, ipc, user, pid, net."""
@@ -54,7 +54,7 @@ def enter() -> bool:
     kernel refuses.
 
     Returns:
-        Whether the code gets another user than this process.
+        Whether the code runs under another user id than this process.
     """
     other = _other_id() if os.geteuid() == 0 else None
     if other is None:
@@ -75,7 +75,7 @@ def _map_self() -> None:
 
 
 def _map_by_helper(id_map: str) -> None:
-    """More than one id may only be mapped from outside the new namespace: a helper stays there and does it."""
+    """Map several ids. This is only allowed from outside the new namespace, so a helper process stays there and does it."""
     launcher = os.getpid()
     ready, tell = os.pipe()
     helper = os.fork()
@@ -94,14 +94,14 @@ def _map_by_helper(id_map: str) -> None:
         unshare(_NEW_NAMESPACES)
         os.write(tell, b"1")
     finally:
-        os.close(tell)  # also the helper's sign that there is nothing to do
+        os.close(tell)  # also tells the helper that there is nothing to do
         _, status = os.waitpid(helper, 0)
     if status != 0:
         raise OSError("the id map of the user namespace cannot be written")
 
 
 def _other_id() -> int | None:
-    """A user and group id outside that this process may hand out: one of its own that no account has; None if its own user
+    """A user and group id outside that this process may assign: one that no account has; None if its own user
     namespace has no second id."""
     for candidate in (_FIRST_FREE_ID + os.getpid(), _NOBODY):
         if _is_mapped("/proc/self/uid_map", candidate) and _is_mapped("/proc/self/gid_map", candidate):
@@ -110,7 +110,7 @@ def _other_id() -> int | None:
 
 
 def free_user_id() -> int:
-    """As `_other_id`, for a process that becomes that user itself."""
+    """Like `_other_id`, for a process that takes that id itself."""
     other = _other_id()
     if other is None:
         raise OSError("there is no user id to change to")
@@ -168,7 +168,7 @@ def build_root(read_paths: list[str], mount_point: str, directory_mb: int) -> No
 
 
 def _mount_proc() -> None:
-    """A container may forbid it; then /proc is empty."""
+    """Mount /proc. A container may forbid it; then /proc is empty."""
     for options in ("hidepid=2,subset=pid", "hidepid=2"):  # the first since Linux 5.8
         with contextlib.suppress(OSError):
             mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)

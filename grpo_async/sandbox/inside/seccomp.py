@@ -1,10 +1,10 @@
-"""The system call filter: a list of what Python programs need. All else fails with "operation not permitted", and what is newer
-than this list with "no such call", which libraries know how to do without.
+"""The system call filter: a list of what Python programs need. All other calls fail with "operation not permitted", and calls newer
+than this list with "no such call", for which libraries have fallbacks.
 
-Not on it: sockets (`socketpair` works; all work where the code has a loopback of its own), namespaces and mounts, looking into
-other processes, kernel modules and the like, io_uring (it would go round this filter), and memory that no limit counts (memfd,
+Not on the list: sockets (`socketpair` works; all work if the code has a loopback of its own), namespaces and mounts, access to
+other processes, kernel modules and the like, io_uring (it would bypass this filter), and memory that no limit counts (memfd,
 System V, message queues).
-With namespaces also what these make harmless: new processes, signals to others, changes to others' files.
+With namespaces the list also has calls that these make harmless: new processes, signals to others, changes to others' files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NUMBER_AT, _MACHINE_AT, _ARGUMENT_AT = 0, 4, 16
 _UNIX = 1
 _NEW_NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEW*: net, pid, user, ipc, uts, cgroup, mount
 _THREAD = 0x00010000
-_X32 = 0x40000000  # on x86-64: the numbers of a second, forgotten ABI
+_X32 = 0x40000000  # on x86-64: bit of the numbers of the x32 ABI
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_NEWEST = 462  # of the calls looked through for this list
+_NEWEST = 462  # the newest call considered for this list
 # In each table: name, number on x86-64, number on ARM64; "-" = the machine does not have it.
 _READING_AND_WRITING = """
     read 0 63                 write 1 64                readv 19 65               writev 20 66
@@ -107,7 +107,7 @@ _KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
 
 
 def install(*, with_namespaces: bool, with_threads: bool, with_sockets: bool = False) -> None:
-    """Filter the system calls of this process and of what it starts. OSError if refused."""
+    """Filter the system calls of this process and its children. OSError if the kernel refuses."""
     machine = os.uname().machine
     if machine not in _AUDIT:
         raise OSError(f"the system call numbers of {machine} are not known")
@@ -138,7 +138,7 @@ def _program(machine: str, *, with_namespaces: bool, with_threads: bool, with_so
         families = [_line(_EQUAL, family, 0, 1) for family in _SOCKET_FAMILIES]
         allowed = [line for each in families for line in (each, _line(_RETURN, _ALLOW))]
         lines += _if_argument(_SOCKET[column], [*allowed, _fail(_EPERM)])
-    limits = [_line(_EQUAL, 0, 1, 0), _fail(_EPERM)]  # 0: of itself; init may run as the same user
+    limits = [_line(_EQUAL, 0, 1, 0), _fail(_EPERM)]  # 0 means the process itself; init may run as the same user
     if with_namespaces:
         lines += _if_argument(_CLONE[column], [_line(_ANY_BIT, _NEW_NAMESPACE_FLAGS, 0, 1), _fail(_EPERM)])
         lines += _if_argument(_KILL[column], []) + _if_argument(_TGKILL[column], [])
@@ -148,7 +148,7 @@ def _program(machine: str, *, with_namespaces: bool, with_threads: bool, with_so
         own = os.getpid()
         for numbers in (_KILL, _TGKILL):
             lines += _if_argument(numbers[column], [_line(_EQUAL, own, 1, 0), _fail(_EPERM)])
-    # Without namespaces the parent-death signal is what ends this process with its owner.
+    # Without namespaces, only the parent-death signal ends this process with its owner.
     lines += _if_argument(_PRCTL[column], [] if with_namespaces else [_line(_EQUAL, 1, 0, 1), _fail(_EPERM)])
     lines += _if_argument(_PRLIMIT[column], limits)
     lines.append(_fail(_EPERM))
