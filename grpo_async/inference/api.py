@@ -9,7 +9,7 @@ which the servers allow only on a loopback address. Errors are JSON `{"error": "
     POST /rollout/generate              GenerateRequest -> NDJSON stream of GenerateChunk (application/x-ndjson)
     POST /rollout/score                 ScoreRequest -> ScoreAnswer: log-probabilities of given tokens
     POST /pause?mode=M&keep_cache=B     freezes generation between two tokens; answers when it is frozen. Later requests
-                                        from then on wait for /resume. What is in flight, by mode:
+                                        wait for /resume. Requests in flight, by mode:
                                           keep   stays and continues after /resume
                                           drain  runs to its end first (&timeout_s=S: 504 when it has not by then; not paused)
                                           abort  ends at once with finish_reason "abort" and all tokens it has
