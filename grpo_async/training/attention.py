@@ -46,7 +46,8 @@ class SampleLayout:
     """
 
     def __init__(self, segment_ids: torch.Tensor, *, device: torch.device | None = None) -> None:
-        """
+        """Read the layout from the segment ids.
+
         Args:
             segment_ids: number of the sample in its row, -1 = padding. (R, T). Keep it on the CPU: the host would wait for a GPU.
             device: where attention runs; None: where `segment_ids` are.
