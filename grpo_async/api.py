@@ -9,9 +9,13 @@ run.rollouts("step = 10 and reward < 0.5")[["prompt_text", "completion_text", "r
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +29,7 @@ from grpo_async.store.export import export_rollouts
 from grpo_async.store.query import parse_query
 from grpo_async.utils.extras import needs
 from grpo_async.utils.files import read_objects
+from grpo_async.utils.processes import die_with_parent
 from grpo_async.viewer.runs import find_evaluation, find_run
 
 if TYPE_CHECKING:
@@ -34,7 +39,8 @@ __all__ = ["Run", "load_config", "train"]
 
 
 def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool = False) -> Run:
-    """Run an experiment to its end, as `grpo-async train` does; from the main thread.
+    """Run an experiment to its end, as `grpo-async train` does; from the main thread. Inside a running event loop, as in a cell of
+    a notebook, a child process launches it; a script that does so needs `if __name__ == "__main__":`.
 
     Args:
         config: of `load_config(path, overrides)`.
@@ -45,14 +51,39 @@ def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool =
         ConfigError: the configuration, or what it names, is wrong; nothing was started.
         RunError: the run failed or was stopped; its folder holds what was saved.
     """
-    from grpo_async.launcher.train import launch
-
     wanted = None if resume is False else "latest" if resume is True else str(resume)
-    code = launch(config, resume=wanted, clean=clean)
+    code = (_launch_in_child if _in_event_loop() else _launch)(config, wanted, clean)
     folder = config.run_path
     if code != 0:
         raise RunError(f"{folder}: the run ended with exit code {code}; logs/ in it and `grpo-async status` say why")
     return Run(folder)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _launch(config: ExperimentConfig, resume: str | None, clean: bool) -> int:
+    from grpo_async.launcher.train import launch
+
+    return launch(config, resume=resume, clean=clean)
+
+
+def _launch_in_child(config: ExperimentConfig, resume: str | None, clean: bool) -> int:
+    """The launcher needs an event loop and the signals of a main thread for itself. It ends by itself after a Ctrl-C, which goes to
+    the whole process group."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=die_with_parent) as child:
+        try:
+            return child.submit(_launch, config, resume, clean).result()
+        except BrokenProcessPool as error:
+            raise RunError(
+                f"{config.run_path}: the launcher was killed; `grpo-async status` says how far the run is"
+            ) from error
 
 
 class Run:

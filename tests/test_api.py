@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,11 @@ def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pyt
                 "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8",
                 "optimizer.warmup_steps=0", "rollout.max_staleness=2")  # fmt: skip
     config = load_config("configs/quickstart.yaml", [*settings, f"run.dir={tmp_path}"])
-    run = train(config)
+
+    async def cell() -> Run:
+        return train(config)
+
+    run = asyncio.run(cell())
     metrics = run.metrics()
     assert list(metrics["step"]) == [1, 2, 3]
     assert list(metrics["epoch"])[-1] == 1.0
@@ -42,6 +47,17 @@ def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pyt
     assert "quickstart" in repr(Run(run.folder))
     with pytest.raises(ConfigError, match="resume"):
         train(config)  # its folder is in use
+
+
+def test_in_a_running_event_loop_the_launcher_has_a_process_of_its_own(tmp_path: Path) -> None:
+    settings = [f"run.dir={tmp_path}", "model.path=./none", "data.train.path=none"]
+
+    async def cell() -> None:
+        config = load_config(ROOT / "configs" / "quickstart.yaml", settings)
+        with pytest.raises(ConfigError, match=r"model\.path: \./none does not exist"):
+            train(config)
+
+    asyncio.run(cell())
 
 
 def test_a_run_that_fails_raises_with_its_exit_code_and_resume_is_a_choice(
