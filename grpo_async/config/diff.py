@@ -30,6 +30,12 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
     return {path: _text(value) for path, value in _leaves("", config)}
 
 
+def texts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every text in it with its dotted path, also those of a list of texts."""
+    for path, value in _leaves("", config):
+        yield from ((path, each) for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
+
+
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """Settings that differ between at least two of the configurations, in the order of the first."""
     all_flat = [flat(config) for config in configs]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from grpo_async.checks.memory import check_run_dir_writable
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.diff import differences
+from grpo_async.config.diff import differences, texts_in
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
@@ -177,16 +177,11 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
     half_written = temporary_of(run_dir.config)  # by a run that was killed in its first moment
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
         raise ConfigError(f"{root} has no config.yaml, so it does not look like a run directory; remove it yourself")
-    inputs = {
-        "model.path": Path(config.model.path),
-        "model.chat_template": config.model.chat_template,
-        "data.train.path": getattr(config.data.train, "path", None),
-        "evaluation.data.path": getattr(getattr(config.evaluation, "data", None), "path", None),
-        "the working directory": Path.cwd(),
-    }
-    for name, path in inputs.items():
-        if path is not None and path.exists() and path.resolve().is_relative_to(root.resolve()):
-            raise ConfigError(f"a new run in {root} would remove {name}: {path} lies there")
+    inputs = config.model_dump(mode="json", exclude={"run", "tracking"})  # those two say where is written
+    for name, text in [("the working directory", str(Path.cwd())), *texts_in(inputs)]:
+        # most texts are no paths, and os.path finds no file for one that cannot be a path
+        if os.path.exists(text) and Path(text).resolve().is_relative_to(root.resolve()):
+            raise ConfigError(f"a new run in {root} would remove {name}: {text} lies there")
 
 
 def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:

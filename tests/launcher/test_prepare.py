@@ -202,10 +202,23 @@ def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
     assert check_start(config, resume=None, clean=True).removes
 
 
-def test_clean_never_removes_what_the_run_reads(tmp_path: Path) -> None:
+def test_clean_never_removes_what_the_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, run={"name": tmp_path.name, "dir": str(tmp_path.parent)})
     (tmp_path / "config.yaml").write_text("")
     _refused(config, "would remove model.path", clean=True)
+    reads = {
+        "loss.reference": {"loss": {"reference": "runs/test/model", "beta": 0.1}},
+        "rewards.0.model": {"rewards": [{"model": "runs/test/model"}]},
+        "data.train.name": {"data": {"train": {"type": "hub", "name": "runs/test/model"}}},
+        "rollout.agent.read_paths": {
+            "rollout": {"agent": {"command": ["true"], "sandbox": True, "read_paths": ["runs/test/model"]}}
+        },
+    }
+    monkeypatch.chdir(tmp_path)
+    for key, sections in reads.items():
+        config = make_config(tmp_path, **sections)
+        _old_run(config).model.mkdir(exist_ok=True)
+        _refused(config, f"would remove {key}: runs/test/model lies there", clean=True)
 
 
 @pytest.mark.parametrize("resume", [None, "latest"])
