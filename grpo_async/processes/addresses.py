@@ -13,6 +13,8 @@ from grpo_async.errors import ConfigError
 from grpo_async.processes.machine import free_ports
 from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url, is_loopback, own_address_towards
 
+_MAX_PORT = 65535
+
 
 def resolve_host(host: str, setting: str) -> str:
     """The IP address of a host name (IPv4 before IPv6); an address is returned as it is.
@@ -66,6 +68,9 @@ def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None
     Args:
         host: address of the machine that the trainer reaches.
         ports: None: from `launch.server_port` on, or free ones, which nothing holds.
+
+    Raises:
+        ConfigError: there are not so many ports.
     """
     inference, first = config.inference, config.launch.server_port
     if inference.urls:
@@ -74,5 +79,10 @@ def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None
         ports = range(first, first + inference.replicas)
     if ports is None:
         ports = free_ports(host, inference.replicas)
+    if max(ports) > _MAX_PORT:
+        raise ConfigError(
+            f"inference.replicas: {inference.replicas} servers need the ports {ports[0]} to {ports[-1]}, "
+            f"and {_MAX_PORT} is the last"
+        )
     host = host_in_url(WILDCARDS.get(host, host))
     return tuple(f"{inference.scheme}://{host}:{port}" for port in ports)

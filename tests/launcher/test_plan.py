@@ -15,6 +15,7 @@ from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import GpuShares, fill_dtypes, plan_transport, share_gpus
 from grpo_async.launcher.plan import ProcessPlan, plan_dry, plan_processes
+from grpo_async.launcher.serve import serve_replicas
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
@@ -118,6 +119,25 @@ def test_dtypes_that_are_left_open_are_those_of_the_devices(tmp_path: Path) -> N
         config = fill_dtypes(make_config(tmp_path, **sections), VLLM_ON_GPU, ("0",))
         assert config.precision == precision
         assert None not in (config.model.compute_dtype, config.inference.dtype)
+
+
+def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls: list[str] = []
+
+    async def serve(config: ExperimentConfig, plan: ProcessPlan, display: object) -> int:
+        load_config(plan.assignment.run_dir.config)  # as every server does
+        urls.extend(plan.assignment.server_urls)
+        return 0
+
+    monkeypatch.setattr("grpo_async.launcher.serve._serve", serve)
+    config = make_config(tmp_path, inference={"replicas": 2})
+    for port in (443, 65_200):
+        assert serve_replicas(config, EMBEDDED, port) == 0
+        assert urls[-2:] == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
+    with pytest.raises(ConfigError, match="2 servers need the ports 65535 to 65536, and 65535 is the last"):
+        serve_replicas(config, EMBEDDED, 65_535)
 
 
 def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reached_by_loopback(tmp_path: Path) -> None:
