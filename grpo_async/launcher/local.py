@@ -46,13 +46,15 @@ class LocalProcesses:
 
     Args:
         display: shows the user what happens to the servers.
-        tell_trainer: see TellTrainer.
+        tell_trainer: see TellTrainer. None: there is no trainer that says when a server serves, so one that was started counts as
+            serving.
 
     Attributes:
         signals: those that this process receives.
         liveness: of the trainer's processes.
         stopping: set when the run stops; from then on a server may end, and is not started again.
         lost_servers: set when the run cannot continue without its servers; `server_failure` says why.
+        has_trainer: whether a trainer, on any machine, says when a server serves.
         have_served: whether some server, of any machine, has ever served: then there may be steps to save.
     """
 
@@ -62,11 +64,12 @@ class LocalProcesses:
         plan: ProcessPlan,
         display: Display,
         *,
-        tell_trainer: TellTrainer,
+        tell_trainer: TellTrainer | None,
     ) -> None:
         assignment = plan.assignment
         self.display = display
-        self.tell_trainer = tell_trainer
+        self.has_trainer = tell_trainer is not None
+        self.tell_trainer: TellTrainer = tell_trainer or (lambda **_: None)
         self.children = Children(assignment.attempt_dir, display.warning)
         self.signals = Signals()
         self.liveness = Liveness(assignment, config.launch.heartbeat_timeout_s, display.warning)
@@ -263,16 +266,21 @@ class SpawnedServer:
 
     async def start(self) -> None:
         self.child = await self._local.children.spawn(self._spec, num_restarts=self._num_restarts)
+        if not self._local.has_trainer:
+            self._counts_as_serving()
 
     def serves(self, num_restarts: int | None = None) -> None:
         """The trainer has brought its weights to this server. `num_restarts`: those that the trainer knew of, if it says."""
         if num_restarts not in (None, self._num_restarts):
             return
-        self._has_served = True
-        self._restarts.serves()
         if self._down_since is not None:
             took_s = time.monotonic() - self._down_since
             self._local.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
+        self._counts_as_serving()
+
+    def _counts_as_serving(self) -> None:
+        self._has_served = True
+        self._restarts.serves()
         self._down_since = None
 
     def ask_restart(self, reason: str, num_restarts: int | None = None) -> None:

@@ -32,11 +32,11 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
         The exit code: 130 or 143 after a signal, 1 when every server was given up.
 
     Raises:
-        ConfigError: this machine has too few GPUs.
+        ConfigError: this machine has too few GPUs, or there are too few ports.
     """
     output = Output()
     with exit_on_signals(), private_folder() as private:
-        launch = config.launch.model_copy(update={"nodes": NodesSection(), "server_port": port, "colocate": False})
+        launch = config.launch.model_copy(update={"nodes": NodesSection(), "colocate": False})
         config = config.model_copy(update={"launch": launch})
         run_dir = RunDir((config.run.dir / f"{config.run.name}.serve-{port}").absolute())
         run_dir.create(dump_config(config))
@@ -44,7 +44,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
             run_dir=run_dir,
             attempt_dir=run_dir.new_attempt(),
             private_dir=private,
-            server_urls=own_urls(config, config.inference.host),
+            server_urls=own_urls(config, config.inference.host, ports=range(port, port + config.inference.replicas)),
             node=Node(num_train=0, num_infer=1),
         )
         plan = plan_processes(
@@ -64,16 +64,8 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
 
 
 async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> int:
-    def hear(index: int, event: str, detail: str, num_restarts: int) -> None:
-        if event == "starting":
-            local.serves(index)
-
-    async with LocalProcesses(config, plan, display, tell_trainer=hear) as local:
+    async with LocalProcesses(config, plan, display, tell_trainer=None) as local:
         await local.start()
-        for index in range(len(plan.servers)):
-            local.serves(
-                index
-            )  # no trainer says so; a server that has been started counts as serving, so that it is restarted
         await local.wait(local.lost_servers)
         await local.end_servers()
     if local.signals.first is not None:

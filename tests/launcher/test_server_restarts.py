@@ -174,6 +174,7 @@ class News:
         self.events: list[tuple[str, str, int]] = []
         self.notes: list[str] = []
         self.arrived = asyncio.Event()
+        self.said = asyncio.Event()
 
     def server_event(self, index: int, event: ServerEvent, detail: str, num_restarts: int) -> None:
         self.events.append((event, detail, num_restarts))
@@ -181,6 +182,7 @@ class News:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+        self.said.set()
 
     def warning(self, text: str) -> None:
         pass
@@ -192,7 +194,9 @@ class News:
                 await self.arrived.wait()
 
 
-def _spawned(news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3) -> LocalProcesses:
+def _spawned(
+    news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3, has_trainer: bool = True
+) -> LocalProcesses:
     """One server that runs `command` and is restarted without delay, and no trainer."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
@@ -203,7 +207,7 @@ def _spawned(news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_
     )
     plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None)
     display: Any = news
-    return LocalProcesses(config, plan, display, tell_trainer=news.server_event)
+    return LocalProcesses(config, plan, display, tell_trainer=news.server_event if has_trainer else None)
 
 
 def _serves(local: LocalProcesses, num_restarts: int = 0) -> None:
@@ -244,6 +248,24 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_
     exits = [detail for event, detail, _ in news.events if event == "exited"]
     assert exits[1] == "was killed: a new request"
     assert exits[2].startswith("was killed by SIGKILL")  # it ended by itself
+
+
+def test_without_a_trainer_a_server_is_restarted_and_nothing_says_that_it_serves(tmp_path: Path) -> None:
+    news = News()
+
+    async def main() -> None:
+        async with _spawned(news, tmp_path, has_trainer=False) as local:
+            await local.start()
+            for number in (1, 2):
+                os.kill(local.running_servers[0].pid, signal.SIGKILL)
+                async with asyncio.timeout(START_S):
+                    while len(news.notes) < number:
+                        await news.said.wait()
+                        news.said.clear()
+            assert not local.lost_servers.is_set()
+
+    asyncio.run(main())
+    assert [note.partition(" (log")[0] for note in news.notes] == ["the inference server starts again"] * 2
 
 
 def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
