@@ -14,16 +14,20 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 from weakref import WeakKeyDictionary
+
+from pydantic import TypeAdapter, ValidationError
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
 from grpo_async.user_code.calls import Parameters, UserCall, read_numbers
+from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)
 
 RewardCallable = Callable[..., Any]
+Reward = TypeVar("Reward", bound=RewardCallable)
 
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, asyncio.Semaphore]] = WeakKeyDictionary()
 
@@ -38,6 +42,21 @@ ALIASES = {"completions_ids": "completion_ids"}
 def shared_slots(what: Hashable, count: int) -> asyncio.Semaphore:
     """A semaphore for `count` users of `what`, shared by all calls of all rewards on the running loop."""
     return _slots.setdefault(asyncio.get_running_loop(), {}).setdefault((what, count), asyncio.Semaphore(count))
+
+
+def with_checked_arguments(reward: Reward) -> Reward:
+    """Give a reward a `check_arguments` (see `load_rewards`) that compares the arguments with the annotations of its signature."""
+
+    def check(arguments: Mapping[str, Any]) -> None:
+        hints = get_type_hints(reward, include_extras=True)
+        for name in arguments.keys() & hints.keys():
+            try:
+                TypeAdapter(hints[name]).validate_python(arguments[name], strict=True)
+            except ValidationError as error:
+                raise ValueError(f"{name}: {arguments[name]!r}: {problems_of(error)}") from error
+
+    reward.check_arguments = check  # type: ignore[attr-defined]
+    return reward
 
 
 class RewardError(GrpoAsyncError):

@@ -28,11 +28,12 @@ import logging
 import marshal
 import math
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_async.rewards.call import shared_slots
+from grpo_async.config.base import Count, Seconds
+from grpo_async.rewards.call import shared_slots, with_checked_arguments
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
@@ -70,6 +71,7 @@ def prepare_worker() -> None:
     startup_notes()
 
 
+@with_checked_arguments
 async def code_tests(
     completions: Sequence[Any],
     tests: Sequence[Any],
@@ -77,13 +79,13 @@ async def code_tests(
     setup: Sequence[Any] | None = None,
     *,
     all_or_nothing: bool = False,
-    max_tests: int | None = None,
-    wall_s: float = 10.0,
-    cpu_s: float = 10.0,
-    memory_mb: int = 512,
-    max_parallel: int | None = None,
+    max_tests: Count | None = None,
+    wall_s: Seconds = 10.0,
+    cpu_s: Seconds = 10.0,
+    memory_mb: Count = 512,
+    max_parallel: Count | None = None,
     with_site_packages: bool = False,
-    require: Iterable[str] = REQUIRED,
+    require: Sequence[str] = REQUIRED,
     **_: Any,
 ) -> list[float | None]:
     """The fraction of the row's tests that the completion's code passes; None if the row has no tests.

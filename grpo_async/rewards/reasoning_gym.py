@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.rewards.text import after_thinking, final_text, last_boxed
 from grpo_async.utils.extras import needs
 from grpo_async.utils.warn_once import WarnOnce
@@ -120,6 +121,7 @@ def prepare_worker() -> None:
     import reasoning_gym  # noqa: F401
 
 
+@with_checked_arguments
 def task_score(
     completions: Sequence[Any],
     task: Sequence[str],

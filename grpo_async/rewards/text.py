@@ -6,9 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from grpo_async.records import answer_start
+from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.utils.text import text_of_parts
 
 # A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
@@ -20,6 +23,7 @@ _MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
 _MAX_DIGITS = 1000  # Python refuses to parse whole numbers of more than 4300 digits
 
 
+@with_checked_arguments
 def exact_match(
     completions: Sequence[Any], answer: Sequence[Any], *, ignore_case: bool = False, **_: Any
 ) -> list[float | None]:
@@ -52,8 +56,13 @@ def regex_match(completions: Sequence[Any], *, pattern: str, **_: Any) -> list[f
 regex_match.check_arguments = _check_pattern  # type: ignore[attr-defined]
 
 
+@with_checked_arguments
 def number_match(
-    completions: Sequence[Any], answer: Sequence[Any], *, relative_tolerance: float = 1e-6, **_: Any
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    relative_tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6,
+    **_: Any,
 ) -> list[float | None]:
     """1.0 if the last number after any thinking equals the last number in the `answer` column.
 

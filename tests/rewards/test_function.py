@@ -210,6 +210,16 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
         ("text:regex_match", {"pattern": 3}, "rewards.0.arguments.pattern: 3 is not a regular expression"),
         ("length:soft_overlong", {"max_completion_tokens": 8, "cache_tokens": 9}, "cache_tokens: 9 must be in 1..max"),
         ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8' must be a whole number"),
+        (
+            "text:number_match",
+            {"relative_tolerance": "x"},
+            "rewards.0.arguments.relative_tolerance: 'x': Input should be",
+        ),
+        ("text:exact_match", {"ignore_case": "no"}, "ignore_case: 'no': Input should be a valid boolean"),
+        ("code:code_tests", {"wall_s": -1}, "rewards.0.arguments.wall_s: -1: Input should be greater than 0"),
+        ("code:code_tests", {"max_tests": 0}, "max_tests: 0: Input should be greater than or equal to 1"),
+        ("code:code_tests", {"max_parallel": -3}, "max_parallel: -3: Input should be greater than or equal to 1"),
+        ("reasoning_gym:task_score", {"answer_from": "box"}, "answer_from: 'box': Input should be 'after_thinking'"),
     ],
 )
 def test_arguments_that_would_fail_every_group_are_refused_at_the_start(
