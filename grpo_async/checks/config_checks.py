@@ -146,8 +146,12 @@ class _InputChecks:
     def _check_folder(self, key: str, path: str) -> Path | None:
         """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
         folder = Path(path)
-        if _HUB_NAME.match(path) and not Path(folder.parts[0]).exists():
-            self.notes.append(f"{key}: {path} is not a local folder; it is taken as a hub name and not checked here")
+        if _HUB_NAME.match(path) and not folder.exists():
+            owner = folder.parent
+            hint = f" (there is a folder {owner}, without {folder.name})" if owner != Path() and owner.exists() else ""
+            self.notes.append(
+                f"{key}: {path} is not a local folder{hint}; it is taken as a hub name and not checked here"
+            )
             return None
         if problem := model_problem(path):
             self.problems.append(f"{key}: {problem}")

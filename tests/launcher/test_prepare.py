@@ -278,7 +278,7 @@ def test_a_token_is_private_and_one_that_a_killed_launcher_left_is_no_obstacle(t
     assert not run_dir.token.exists()
 
 
-def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> None:
+def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(
         tmp_path,
         model={"path": str(tmp_path / "none")},
@@ -293,3 +293,7 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> Non
         assert key in text
     hub = make_config(tmp_path, model={"path": "org/name"})
     assert any("taken as a hub name" in note for note in check_inputs(hub, engine=EMBEDDED))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "another").mkdir(parents=True)  # a model of the same owner that was downloaded there
+    told = "model.path: org/name is not a local folder (there is a folder org, without name); it is taken as a hub name"
+    assert any(told in note for note in check_inputs(hub, engine=EMBEDDED))
