@@ -28,7 +28,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
-from grpo_async.errors import ConfigError
+from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher.gpus import fill_dtypes
 from grpo_async.launcher.supervisor import RunOutcome
@@ -73,8 +73,7 @@ def run_evaluation(
         notes = check_inputs(config, engine=engine, trains=False)
         run_dir = RunDir(_choose_folder(config, target, out).absolute())
         check_run_dir_writable(run_dir)
-        run_dir.create()
-        with _model(config, target, run_dir, output) as model_path:
+        with _made(run_dir), _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
             outcome = lead_run(served, engine, output, purpose="evaluation", notes=notes)
             # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
@@ -90,6 +89,20 @@ def _choose_folder(config: ExperimentConfig, target: EvaluationTarget, out: Path
     name = f"{config.run.name}.eval-{target.label}"
     folders = (config.run.dir / f"{name}{suffix}" for suffix in chain([""], (f"-{number}" for number in count(2))))
     return next(folder for folder in folders if not folder.exists())
+
+
+@contextlib.contextmanager
+def _made(run_dir: RunDir) -> Iterator[None]:
+    """The folder is made, and is as it was before when the input turns out to be wrong: nothing was started."""
+    is_there = run_dir.root.exists()
+    run_dir.create()
+    try:
+        yield
+    except (ConfigError, CheckpointError):
+        shutil.rmtree(run_dir.root)
+        if is_there:
+            run_dir.root.mkdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
-from grpo_async.errors import ConfigError
+from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher import evaluate as evaluate_module
 from grpo_async.launcher.evaluate import run_evaluation
@@ -90,6 +90,15 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatc
     (tmp_path / "full" / "a").touch()
     with pytest.raises(ConfigError, match="is not an empty directory"):
         run_evaluation(_config(tmp_path), checkpoint=None, out=tmp_path / "full")
+    config, out = _config(tmp_path), tmp_path / "results"
+    RunDir(config.run_path).checkpoint(5).mkdir(parents=True)  # without a manifest
+    for is_there in (False, True):  # the folder of the results stays as it was
+        if is_there:
+            out.mkdir()
+        with pytest.raises(CheckpointError, match="step 5 cannot be used"):
+            run_evaluation(config, checkpoint="5", out=out)
+        assert out.exists() == is_there
+        assert list(tmp_path.glob("results/*")) == []
 
 
 def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) -> None:
