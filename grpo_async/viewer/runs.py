@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ _MAX_LISTED = 5
 
 
 def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
-    """The run directory `runs_folder`/`name`, or the folder `name`.
+    """The run directory `runs_folder`/`name`, also one in which nothing was written yet, or the run directory `name`.
 
     Raises:
         ConfigError: there is neither; the message lists the nearest names.
@@ -54,16 +55,19 @@ def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     folder = Path(name)
     if name.strip("/."):
         for candidate in (runs_folder / name, folder):
-            if candidate.is_dir():
+            is_new = candidate.parent == runs_folder and _is_folder(candidate)
+            if is_new or is_run(candidate):
                 return RunDir(candidate)
     elif name and is_run(folder):  # "." in a run directory
         return RunDir(folder.resolve())
-    known = _names(runs_folder)
+    known, no_run = _names(runs_folder), f"there is no run '{name}'"
+    if name.strip("/.") and _is_folder(folder):
+        no_run += ", and the folder of this name holds none"
     if not known:
-        raise ConfigError(f"there is no run '{name}', and {runs_folder} holds none; start one: grpo-async train CONFIG")
+        raise ConfigError(f"{no_run}, and {runs_folder} holds none; start one: grpo-async train CONFIG")
     hint = did_you_mean(Path(name).name, known, limit=_MAX_LISTED)
     listed = shortlist(known, ", ", limit=_MAX_LISTED)
-    raise ConfigError(f"there is no run '{name}'{hint or f'; {runs_folder} holds {listed}'}")
+    raise ConfigError(f"{no_run}{hint or f'; {runs_folder} holds {listed}'}")
 
 
 def find_folder(name: str) -> Path | None:
@@ -75,7 +79,17 @@ def find_folder(name: str) -> Path | None:
 def is_run(folder: Path) -> bool:
     """Whether a launcher began a run there."""
     run = RunDir(folder)
-    return any(path.exists() for path in (run.config, run.status, run.metrics, run.rollouts))
+    return _is_folder(folder) and any(path.exists() for path in (run.config, run.status, run.metrics, run.rollouts))
+
+
+def _is_folder(path: Path) -> bool:
+    """Not what is too long for a name, as a query may be."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 def runs_below(folder: Path) -> list[RunDir]:

@@ -19,8 +19,14 @@ def test_a_run_is_found_by_name_and_by_path_and_an_unknown_one_lists_the_nearest
         find_run("a", runs)
     for name in ("quickstart", "other"):
         (runs / name).mkdir(parents=True)
+    (runs / "other" / "metrics.jsonl").touch()
     assert find_run("other", runs).root == runs / "other"
     assert find_run(str(runs / "other"), tmp_path / "elsewhere").root == runs / "other"
+    for name in ("quickstart", str(runs / "quickstart")):
+        assert find_run(name, runs).root == runs / "quickstart"  # nothing is written in it yet
+    (tmp_path / "docs").mkdir()
+    with pytest.raises(ConfigError, match=r"docs', and the folder of this name holds none; .*runs holds"):
+        find_run(str(tmp_path / "docs"), runs)
     with pytest.raises(ConfigError, match="there is no run 'quickstrat'; did you mean 'quickstart'"):
         find_run("quickstrat", runs)
     with pytest.raises(ConfigError, match=r"there is no run 'zzz'; .*runs holds (quickstart, other|other, quickstart)"):
