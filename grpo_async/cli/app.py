@@ -25,7 +25,7 @@ from grpo_async.cli.start import init, prepare_quickstart
 from grpo_async.cli.train import TrainCommand, train
 from grpo_async.errors import USER_ERROR, GrpoAsyncError, exit_code_of
 
-_PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
+_PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 """Errors caused by a path that the user named, wherever it is first opened."""
 _MAX_SHOWN = 200
 _INTERRUPTED = 130

@@ -82,7 +82,7 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in (root / starter).iterdir() if entry.is_file()}
     config = Template((root / "train.yaml").read_text(encoding="utf-8")).substitute(
         title=_STARTERS[starter],
-        name=name,
+        name=_as_yaml(name),
         model=_as_yaml(model),
         engine="vllm" if importlib.util.find_spec("vllm") else "embedded",
         sections=texts.pop("sections.yaml"),
@@ -98,7 +98,7 @@ def _run_name(folder: Path) -> str:
 def _as_yaml(text: str) -> str:
     import yaml
 
-    return yaml.safe_dump(text, width=10_000).splitlines()[0]
+    return yaml.safe_dump(text, width=10_000, default_style='"').strip()  # a loader need not agree on what is a number
 
 
 def prepare_quickstart(

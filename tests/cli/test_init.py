@@ -106,8 +106,18 @@ def test_init_replaces_nothing_and_takes_one_kind(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "rewards.py" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
+    in_file = CliRunner().invoke(app, ["init", str(tmp_path / "rewards.py")])
+    assert (in_file.exit_code, in_file.stderr) == (2, f"{tmp_path / 'rewards.py'}: File exists\n")
+    below = CliRunner().invoke(app, ["init", str(tmp_path / "rewards.py" / "new")])
+    assert (below.exit_code, below.stderr) == (2, f"{tmp_path / 'rewards.py' / 'new'}: Not a directory\n")
     assert CliRunner().invoke(app, ["init", str(tmp_path / "new"), "--tools", "--math"]).exit_code == 2
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["2024", "1e5", "true", "null"])
+def test_a_folder_whose_name_yaml_takes_for_another_type_gives_a_config_that_loads(tmp_path: Path, name: str) -> None:
+    assert CliRunner().invoke(app, ["init", str(tmp_path / name)]).exit_code == 0
+    assert load_config(tmp_path / name / "train.yaml").run.name == name
 
 
 @pytest.mark.nightly
