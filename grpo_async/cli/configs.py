@@ -70,7 +70,7 @@ def schema(
 def explain(
     key: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY]", help="A key, another trainer's name for it, or words to search for."),
+        typer.Argument(metavar="[KEY]", help="A key, its old or another trainer's name, or words to search for."),
     ] = None,
 ) -> None:
     """Explain a key: its meaning, type, range, default, siblings, and what other trainers call it. Without KEY: list all keys.
@@ -82,7 +82,7 @@ def explain(
       grpo-async explain weight push
       grpo-async explain | less
     """
-    from grpo_async.config.keys import all_keys, find_keys
+    from grpo_async.config.keys import all_keys, find_keys, renamed_keys
     from grpo_async.config.other_trainers import OTHER_NAMES
     from grpo_async.errors import ConfigError
 
@@ -94,6 +94,8 @@ def explain(
     reasons = [other for other in OTHER_NAMES if other.name == word.lstrip("-") and other.here is None]
     for other in reasons:
         typer.echo(f"{other.name} ({other.trainer}) {other.why}.")
+    for old, new in renamed_keys(word).items():
+        typer.echo(f"{old} is now called {new}.")
     found = [] if reasons else find_keys(keys, word)
     if not found and not reasons:
         raise ConfigError(f"no key or description contains {word!r}; `grpo-async explain` lists all keys")

@@ -72,10 +72,11 @@ def all_keys() -> tuple[Key, ...]:
 
 
 def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
-    """The key with this path; else those whose path, or whose name in another trainer, is this word or ends in it; else those that
-    contain all the words, in path, meaning or other names."""
+    """The key with this path; else those whose path, or whose old or other trainers' name, is this word or ends in it; else those
+    that contain all the words, in path, meaning or other names."""
     bare = re.sub(r"\.[0-9]+(?=\.|$)|\[\]", "", word)
     named = {other.here for other in OTHER_NAMES if f".{other.name}".endswith(f".{word.lstrip('-')}")}
+    named.update(renamed_keys(word).values())
     if exact := [key for key in keys if re.fullmatch(_plain(key).replace("NAME", "[^.]+"), bare)]:
         return exact
     if ends := [key for key in keys if _plain(key).endswith(f".{bare}") or key.path in named]:
@@ -266,6 +267,12 @@ RENAMED: dict[KeyPath, KeyPath] = {
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
 }
 """Old path -> new path. The old one is accepted, with a warning, until the next version."""
+
+
+def renamed_keys(word: str) -> dict[str, str]:
+    """Old path -> new path, of the keys whose old path is this word or ends in it."""
+    paths = {".".join(old): ".".join(new) for old, new in RENAMED.items() if ROOT.find(old) is None}
+    return {old: new for old, new in paths.items() if f".{old}".endswith(f".{word}")}
 
 
 def suggest_key(path: KeyPath) -> str:
