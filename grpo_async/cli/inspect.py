@@ -65,6 +65,8 @@ def inspect(
 
     given = arguments or [str(RUNS_FOLDER)]
     folder = find_folder(given[0]) if len(given) == 1 else None
+    if folder is not None and evaluation is not None:
+        raise typer.BadParameter("name the run that it is one of", param_hint="--evaluation")
     runs, query = ([], EVERYTHING) if folder is not None else runs_and_query(given, evaluation)
     serve(
         runs,
@@ -256,7 +258,7 @@ def sort_order(text: str | None) -> str:
     fields = []
     for part in text.split(","):
         name, _, order = part.strip().partition(":")
-        if order not in ("", "asc", "desc") or not name:
+        if order not in ("", "asc", "desc") or not name or (order and name.startswith("-")):
             raise ConfigError(
                 f"--sort {text}: write a field, highest first (reward), or FIELD:asc, with commas between several"
             )

@@ -65,7 +65,7 @@ def report(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Where to write. Default: report.html in the run directory; for several runs, in the first one's.",
+            help="Where to write. Default: report.html in the run directory; for several runs, report-A-B.html beside the first.",
         ),
     ] = None,
 ) -> None:

@@ -60,11 +60,13 @@ def test_inspect_and_web_open_all_runs_one_or_several(
     monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
     RunDir(tmp_path / "elsewhere" / "other").create("{}")
     Path("runs/no-run-yet").mkdir()
+    long = " or ".join(f"reward={number}" for number in range(40))  # no file has so long a name
     wanted: dict[tuple[str, ...], tuple[list[str], str | None, str]] = {
         (): ([], "runs", ""),
         ("demo",): (["demo"], None, ""),
         ("demo", "elsewhere/other", "reward<1"): (["demo", "other"], None, "reward<1"),
         ("elsewhere",): ([], "elsewhere", ""),
+        ("demo", long): (["demo"], None, long),
         ("no-run-yet",): (["no-run-yet"], None, ""),
     }
     plain = {"host": "127.0.0.1", "port": None, "open_browser": True, "sort": None}
@@ -128,6 +130,8 @@ def test_json_lines_hold_the_stored_row_and_its_statistics(store: RolloutStore) 
         ),
         (["demo", "--group", "0", "--rollout", "0-1"], "--group shows only one; leave out --rollout"),
         (["demo", "--sort", "length,ength"], "--sort length,ength: groups have no "),
+        (["demo", "--sort", "-reward:asc"], "--sort -reward:asc: write a field"),
+        (["runs", "--web", "--evaluation", "5"], "for --evaluation: name the run that it is one of"),
         (["demo", "--sort", "reward:up"], "--sort reward:up: write a field"),
         (["demo", "reward<0.2 adn truncated"], "reward<0.2 adn truncated ^^^"),
         (["demo", "rewrd<1"], "did you mean reward"),
