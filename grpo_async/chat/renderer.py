@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.formats import choose_parser
-from grpo_async.chat.suffix import SuffixRule
+from grpo_async.chat.suffix import SuffixRule, dummy_call
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
 from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn
 from grpo_async.config import ExperimentConfig
@@ -251,7 +251,7 @@ class ChatRenderer:
                 "neither the tokenizer nor generation_config.json names a token that ends a turn, so generation would not stop "
                 "at a tool call; set model.end_of_turn_tokens"
             )
-        last = self._suffix.last_token_of_turn([_call(name, 0)])
+        last = self._suffix.last_token_of_turn([dummy_call(name, 0)])
         if last is not None and last not in self._end_of_turn_ids:
             raise ConfigError(
                 f"the chat template ends a turn that calls a tool with {self._encoder.text([last])}, but generation stops at "
@@ -289,12 +289,12 @@ class ChatRenderer:
         return notes
 
     def _suffix_of(self, names: Sequence[str]) -> list[int]:
-        calls = [_call(name, number) for number, name in enumerate(names)]
+        calls = [dummy_call(name, number) for number, name in enumerate(names)]
         return self._suffix.ids(calls, [call.result_message(text) for call, text in zip(calls, _RESULTS, strict=False)])
 
     def _check_parser(self, name: str) -> list[str]:
         """Does the parser read a call as the template writes it?"""
-        call = _call(name, 0)
+        call = dummy_call(name, 0)
         question = {"role": "user", "content": "question"}
         for arguments in ({"kqkey": 1}, '{"kqkey": 1}'):
             function = {"name": name, "arguments": arguments}
@@ -322,10 +322,6 @@ class ChatRenderer:
     @cached_property
     def _suffix(self) -> SuffixRule:
         return SuffixRule(self._template, self._encoder, self._end_of_turn_ids)
-
-
-def _call(name: str, number: int) -> ToolCall:
-    return ToolCall(tool_call_id=f"kqcall00{number}", name=name)
 
 
 def _with_ids(calls: Sequence[ToolCall], turn: int) -> list[ToolCall]:

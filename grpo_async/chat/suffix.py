@@ -53,6 +53,10 @@ FORMS = tuple(
 )
 
 
+def dummy_call(name: str, number: int) -> ToolCall:
+    return ToolCall(tool_call_id=f"kqcall00{number}", name=name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendering:
     """The rendering without results: all its ids, and how many of them the cut leaves.
@@ -152,7 +156,7 @@ class SuffixRule:
 
     def _renders_both_of_two(self, form: DummyForm) -> bool:
         """Whether a second call of one message is rendered too, not refused and not left out."""
-        calls = [ToolCall(tool_call_id=f"kqcall00{n}", name=name) for n, name in enumerate(_PROBES)]
+        calls = [dummy_call(name, number) for number, name in enumerate(_PROBES)]
         try:
             rendered = self._template.render(
                 _dummy(form, calls), tools=_dummy_tools(form, calls), add_generation_prompt=False

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grpo_async.checks.report import Check, Found, run_check
-from grpo_async.processes.machine import query_gpus
+from grpo_async.processes.machine import has_gpu_devices, query_gpus
 from grpo_async.servers.vllm.command import INSTALL, distribution, installation_fault
 from grpo_async.utils.text import clipped, format_bytes
 
@@ -27,7 +27,6 @@ _NVIDIA_SMI_TIMEOUT_S = 8.0
 _GIB = 1 << 30
 _NEEDED_OPEN_FILES = 4096
 """A connection per completion in flight (rollout.max_in_flight 256), sockets, logs, the sandbox's pipes."""
-_DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -43,7 +42,7 @@ def run_doctor() -> list[Check]:
 
 def has_gpu_driver() -> bool:
     """Whether an NVIDIA driver is there, even if it does not work."""
-    return _DRIVER.is_file() or shutil.which("nvidia-smi") is not None
+    return has_gpu_devices() or shutil.which("nvidia-smi") is not None
 
 
 def check_gpus() -> Iterator[Found]:

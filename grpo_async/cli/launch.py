@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from grpo_async.cli.options import ConfigArgument, SetOption
+
+if TYPE_CHECKING:
+    from grpo_async.config import ExperimentConfig
 
 launch_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -39,15 +42,12 @@ def slurm(config: ConfigArgument, overrides: SetOption = None) -> None:
       grpo-async launch slurm configs/cluster.yaml --set launch.slurm.partition=gpu | sbatch
     """
     from grpo_async.cluster.schedulers import batch_script
-    from grpo_async.config.loader import load_config
-    from grpo_async.launcher.gpus import gpus_needed
-    from grpo_async.servers.engine_choice import choose_engine
 
-    loaded = load_config(config, overrides or ())
+    loaded, num_gpus = _load(config, overrides)
     text = batch_script(
         loaded,
         config.absolute(),
-        num_gpus=gpus_needed(loaded, choose_engine(loaded, is_here=False)),
+        num_gpus=num_gpus,
         overrides=overrides or (),
         python=sys.executable,
         working_dir=Path.cwd(),
@@ -78,10 +78,16 @@ def kubernetes(
       grpo-async launch kubernetes configs/cluster.yaml --set launch.kubernetes.image=my/image:2 | kubectl apply -f -
     """
     from grpo_async.cluster.schedulers import manifest
+
+    loaded, num_gpus = _load(config, overrides)
+    typer.echo(manifest(loaded, config, num_gpus=num_gpus, overrides=overrides or (), resume=resume), nl=False)
+
+
+def _load(config: Path, overrides: list[str] | None) -> tuple[ExperimentConfig, int]:
+    """The configuration, and the GPUs that it needs of each machine."""
     from grpo_async.config.loader import load_config
     from grpo_async.launcher.gpus import gpus_needed
     from grpo_async.servers.engine_choice import choose_engine
 
     loaded = load_config(config, overrides or ())
-    num_gpus = gpus_needed(loaded, choose_engine(loaded, is_here=False))
-    typer.echo(manifest(loaded, config, num_gpus=num_gpus, overrides=overrides or (), resume=resume), nl=False)
+    return loaded, gpus_needed(loaded, choose_engine(loaded, is_here=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from importlib import resources
@@ -84,7 +83,6 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
         title=_STARTERS[starter],
         name=_as_yaml(name),
         model=_as_yaml(model),
-        engine="vllm" if importlib.util.find_spec("vllm") else "embedded",
         sections=texts.pop("sections.yaml"),
     )
     return {"train.yaml": config, **dict(sorted(texts.items()))}

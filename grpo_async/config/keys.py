@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -17,7 +16,7 @@ from pydantic import BaseModel
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.yaml_document import KeyPath
-from grpo_async.utils.text import CLOSE_ENOUGH, MAX_WORD, did_you_mean
+from grpo_async.utils.text import did_you_mean, nearest
 
 _BOUNDS = (
     ("minimum", "at least"),
@@ -302,5 +301,5 @@ def _anywhere(last: str) -> str:
     """The setting of any section whose last key is nearest; entry 0 of a list is any entry."""
     paths = [key.path.replace("[]", ".0") for key in all_keys() if not key.is_section]
     settings = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    near = get_close_matches(last, settings, n=1, cutoff=CLOSE_ENOUGH) if len(last) <= MAX_WORD else []
+    near = nearest(last, settings)
     return f"; did you mean '{settings[near[0]]}'?" if near else ""

@@ -17,7 +17,6 @@ The nested column stays as it is. A column whose own name has a dot is meant bef
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -75,7 +74,7 @@ def load_rows(source: Source, *, count_tokens: CountTokens | None = None) -> Row
     if not rows:
         raise ConfigError(f"{source_name(source)}: there are no rows in it; at least one with a `prompt` is needed")
     try:
-        rows = apply_filters(rows, source, count_tokens)
+        rows = drop_long_prompts(rows, source, count_tokens)
     except ConfigError as error:
         raise ConfigError(f"{source_name(source)}: {error}") from error
     belonging = task_columns(source)
@@ -193,37 +192,25 @@ def _look_up(row: Row, path: str, location: str) -> Any:
 CountTokens = Callable[[Prompt], int]
 
 
-def apply_filters(rows: Rows, source: Source, count_tokens: CountTokens | None) -> Rows:
-    """The rows that pass, with a note of how many were left out: "max_prompt_tokens: 3 left out 1 of 2 rows".
+def drop_long_prompts(rows: Rows, source: Source, count_tokens: CountTokens | None) -> Rows:
+    """The rows within `max_prompt_tokens`, with a note of how many were left out: "max_prompt_tokens: 3 left out 1 of 2 rows".
 
     Raises:
-        ConfigError: no row passes.
+        ConfigError: no row is left.
         ValueError: `max_prompt_tokens` is set and there is nothing to count with.
     """
-    if source.max_prompt_tokens is not None and count_tokens is None:
-        raise ValueError("max_prompt_tokens is set: load_rows needs `count_tokens`")
-    left_out: Counter[str] = Counter()
-    kept = []
-    for index, row in enumerate(rows):
-        reason = _reason(row, source, count_tokens)
-        if reason is None:
-            kept.append(index)
-        else:
-            left_out[reason] += 1
-    counts = [f"{reason} left out {count} of {len(rows)} rows" for reason, count in left_out.items()]
-    if rows and not kept:
-        raise ConfigError(f"no row passes the filters: {'; '.join(counts)}; loosen them")
-    if not counts:
+    limit = source.max_prompt_tokens
+    if limit is None:
         return rows
+    if count_tokens is None:
+        raise ValueError("max_prompt_tokens is set: load_rows needs `count_tokens`")
+    prompts = (make_prompt(row, 0, source.system_prompt) for row in rows)
+    kept = [index for index, prompt in enumerate(prompts) if count_tokens(prompt) <= limit]
+    if len(kept) == len(rows):
+        return rows
+    note = f"max_prompt_tokens: {limit} left out {len(rows) - len(kept)} of {len(rows)} rows"
+    if not kept:
+        raise ConfigError(f"no row is left: {note}; raise it")
     passed = rows.take(kept)
-    passed.notes = [*rows.notes, *counts]
+    passed.notes = [*rows.notes, note]
     return passed
-
-
-def _reason(row: Row, source: Source, count_tokens: CountTokens | None) -> str | None:
-    """The first filter that leaves the row out, as a setting with its value."""
-    if source.max_prompt_tokens is not None and count_tokens is not None:
-        num_tokens = count_tokens(make_prompt(row, 0, source.system_prompt))
-        if num_tokens > source.max_prompt_tokens:
-            return f"max_prompt_tokens: {source.max_prompt_tokens}"
-    return None

@@ -53,7 +53,7 @@ class PackedRow(MetricRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One run's metrics, ascending by step.
+    """One run's metrics and evaluations, each ascending by step.
 
     Args:
         num_sampled, num_unscored, errors: from the rollout store, if it was read: the number of rollouts that did not fail and
@@ -80,7 +80,7 @@ class Evidence:
         error = status.get("error")
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
-            evaluations=list(read_evaluations(run_dir.evaluation_log, problems)),
+            evaluations=sorted(read_evaluations(run_dir.evaluation_log, problems), key=lambda each: each.step),
             config=read_values(run_dir.config, problems),
             status=state_of(status, summary).state,
             error=error if isinstance(error, str) else None,
@@ -146,8 +146,8 @@ class Evidence:
         return value
 
     def evaluated(self) -> list[EvaluationRecord]:
-        """Evaluations with a reward, ascending by step."""
-        return sorted((each for each in self.evaluations if "reward" in each.metrics), key=lambda each: each.step)
+        """Evaluations with a reward."""
+        return [each for each in self.evaluations if "reward" in each.metrics]
 
     def held_out(self) -> Change | None:
         """The change of the held-out reward between the first evaluation and the last; None with fewer than two."""

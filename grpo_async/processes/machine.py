@@ -87,7 +87,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     except RunError as error:
         if wanted is not None:  # nobody knows but whoever set the variable
             return tuple(part for part in wanted if part and part != "-1"), None
-        if any(file for pattern in _DEVICES for file in Path("/dev").glob(pattern)):
+        if has_gpu_devices():
             raise ConfigError(
                 f"this machine has GPUs, and {error}; put nvidia-smi into PATH, or say in CUDA_VISIBLE_DEVICES which to use"
             ) from error
@@ -104,6 +104,11 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     if environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":  # else CUDA counts in its own order
         found = [found[int(part)] for part in visible]
     return tuple(visible), min(found) if visible and all(found) else None
+
+
+def has_gpu_devices() -> bool:
+    """Whether the kernel or the container has an NVIDIA GPU for us, even if its driver does not work."""
+    return any(file for pattern in _DEVICES for file in Path("/dev").glob(pattern))
 
 
 def is_torch_for_cpus() -> bool:

@@ -26,7 +26,7 @@ from grpo_async.utils.text import count
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")
 _SEALED = re.compile(r"block-(\d{12})-(\d{12})\.parquet")
-_LISTINGS = 10
+MAX_LISTINGS = 10  # of a folder in which names change meanwhile; a block changes its name once
 _METADATA = "store.json"
 _LOCK = "writer.lock"
 
@@ -72,7 +72,7 @@ def find_blocks(folder: Path) -> list[Block]:
 def _names(folder: Path) -> set[str]:
     """A block that is being sealed is under one name or the other; a listing from before and after would miss both."""
     names = set(os.listdir(folder))
-    for _ in range(_LISTINGS):
+    for _ in range(MAX_LISTINGS):
         again = set(os.listdir(folder))
         if again == names:
             break

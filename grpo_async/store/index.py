@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_async.errors import RunError
 from grpo_async.store.database import connect, interrupting, quote, sql_path, sql_paths
-from grpo_async.store.files import Block, Metadata, find_blocks, has_writer, read_metadata, torn_bytes
+from grpo_async.store.files import MAX_LISTINGS, Block, Metadata, find_blocks, has_writer, read_metadata, torn_bytes
 from grpo_async.store.query import EVERYTHING, Query, QueryError
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
 from grpo_async.store.schema import COLUMN_NAMES, select_from_lines
@@ -34,7 +34,6 @@ from grpo_async.utils.text import count, first_line
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-_LISTINGS = 10  # a block changes its name once
 _MAX_SEARCHES = 32  # that are remembered
 _MIN_MEMORY = 256 * 1024 * 1024
 _ROWS_AT_ONCE = 256
@@ -167,7 +166,7 @@ class Index:
             generation, before = self.generation, self.metadata.superseded_condition()
             self.metadata = read_metadata(self.folder)
             superseded = self.metadata.superseded_condition()
-            if not any(self._read_blocks() for _ in range(_LISTINGS)):
+            if not any(self._read_blocks() for _ in range(MAX_LISTINGS)):
                 raise RunError(f"the blocks in {self.folder} change faster than they can be read")
             if superseded != before:
                 with self._change():

@@ -15,7 +15,6 @@ import threading
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -35,7 +34,7 @@ from grpo_async.store.query_names import (
     create_tables,
 )
 from grpo_async.utils.safe_text import SURROGATE
-from grpo_async.utils.text import clipped, first_line
+from grpo_async.utils.text import clipped, first_line, nearest
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -169,9 +168,7 @@ def find_value(name: str, *, of_group: bool = False, text: str | None = None) ->
     where = name if text is None else text
     names = sorted(each.removeprefix("group_") for each in GROUP_NAMES) if of_group else list(BY_NAME)
     what = f"groups have no {name}; they have {', '.join(names)}" if of_group else f"there is no column {name}"
-    raise QueryError(
-        where, max(where.find(name), 0), len(name), what, get_close_matches(name, names, n=_NUM_SUGGESTIONS)
-    )
+    raise QueryError(where, max(where.find(name), 0), len(name), what, nearest(name, names, limit=_NUM_SUGGESTIONS))
 
 
 # ------------------------------------------------------------------------------------------------------ checking

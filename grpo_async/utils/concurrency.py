@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -32,25 +32,28 @@ def in_thread(function: Callable[[], Result], *, name: str) -> Future[Result]:
 async def in_background(work: Coroutine[Any, Any, Result], *, name: str) -> AsyncIterator[asyncio.Task[Result]]:
     """`work` runs while the context is open, and is cancelled when it is left. Its error ends the context at once, and is raised
     there."""
-    try:
+    with _unwrapped():
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(work, name=name)
             try:
                 yield task
             finally:
                 task.cancel()
-    except BaseExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Their results, in their order. When one fails, the others are cancelled and its error is raised: without the group that
-    asyncio puts around it, and with what it came from."""
-    try:
+    """Their results, in their order. When one fails, the others are cancelled and its error is raised."""
+    with _unwrapped():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in works]
+    return [task.result() for task in running]
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """The first error is raised without the group that asyncio puts around it, and with what it came from."""
+    try:
+        yield
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__
-    return [task.result() for task in running]

@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from itertools import islice, takewhile
 from operator import eq
 
-CLOSE_ENOUGH = 0.7
+_CLOSE_ENOUGH = 0.7
 """difflib's ratio of two names; below it a suggestion is more often noise than help."""
-MAX_WORD = 60  # difflib's time grows with the square
+_MAX_WORD = 60  # difflib's time grows with the square
 
 
 def finite(value: object) -> float | None:
@@ -129,6 +129,10 @@ def num_equal(some: Iterable[object], others: Iterable[object]) -> int:
 
 def did_you_mean(word: str, known: Iterable[str], *, limit: int = 1) -> str:
     """ "; did you mean 'rollout' or 'rollouts'?": the nearest of the known names; empty where none is near."""
-    near = get_close_matches(word, list(known), n=limit, cutoff=CLOSE_ENOUGH) if len(word) <= MAX_WORD else []
-    quoted = " or ".join(f"'{name}'" for name in near)
-    return f"; did you mean {quoted}?" if near else ""
+    quoted = " or ".join(f"'{name}'" for name in nearest(word, known, limit=limit))
+    return f"; did you mean {quoted}?" if quoted else ""
+
+
+def nearest(word: str, known: Iterable[str], *, limit: int = 1) -> list[str]:
+    """The known names that are near the word, the nearest first: what a misspelled one may have meant."""
+    return get_close_matches(word, list(known), n=limit, cutoff=_CLOSE_ENOUGH) if len(word) <= _MAX_WORD else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_async.records import LEDGER_STATUSES
+
 _RATIO = "sampling/importance_sampling_ratio"
 _WHOLE = (0.0, 1.0)  # an axis that shows all of a fraction
 
@@ -154,7 +156,7 @@ CHAPTERS: tuple[Chapter, ...] = (
               Line("servers/waiting", "requests waiting in servers"))),
         Plot("ledger", "Ledger", "what became of the groups since the run began",
              pattern=("ledger/groups/", ""), leave_out=("ledger/groups/started",),
-             order=("trained", "filtered", "stale", "failed", "cancelled", "queued", "in flight")),
+             order=tuple(status.replace("_", " ") for status in LEDGER_STATUSES)),
         Plot("servers", "Servers", "that serve; restarts and failures since the run began",
              (Line("servers/serving", "serving"),
               Line("servers/restarts", "restarts"),

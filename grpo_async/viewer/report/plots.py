@@ -151,7 +151,7 @@ def _rows_of(plot: Plot, run: RunData) -> Sequence[MetricRow]:
                 f"eval/{name}/{group}": value for group, found in each.by_group.items() for name, value in found.items()
             },
         }
-        for each in sorted(run.evaluations, key=lambda each: each.step)
+        for each in run.evaluations
         if each.metrics
     ]
 

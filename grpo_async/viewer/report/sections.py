@@ -101,7 +101,7 @@ def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
         names = _evaluation_names(run)
         head = ["", *(name.replace("_", " ") for name in names)]
         rows = []
-        for each in sorted(run.evaluations, key=lambda evaluation: evaluation.step):
+        for each in run.evaluations:
             when = "" if each.when == "during" else f", {each.when} training"
             values = [_value(each.metrics.get(name)) for name in names]
             if each.why_not:
