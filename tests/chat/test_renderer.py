@@ -171,7 +171,7 @@ def test_a_template_that_cannot_render_several_calls_is_noted() -> None:
         "    {%- if message.role == 'user'",
     )
     notes = renderer_of("qwen2_5", chat_template=template).check_tools(TOOLS)
-    assert any("several calls in one turn fail their rollout" in note and "one only" in note for note in notes)
+    assert any("a rollout fails when a turn makes several calls" in note and "one only" in note for note in notes)
 
 
 def test_a_template_that_ends_turns_with_text_is_noted() -> None:
