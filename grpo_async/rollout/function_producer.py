@@ -328,13 +328,18 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
             f"rollout_func: logprobs[{index}] has {'no' if values is None else len(values)} entries for {len(ids)} "
             "completion_ids; every token needs the logprob that it was sampled with"
         )
+    candidates = [] if token_ids is None else [_plain_list(each) for each in _plain_list(token_ids) or []]
+    if token_ids is not None and (len(candidates) != len(ids) or None in candidates):
+        raise FatalRolloutError(
+            f"rollout_func: logprob_token_ids[{index}] must have one list of token ids for each of the {len(ids)} completion_ids"
+        )
     checked = []
     for position, (entry, token, sampled) in enumerate(zip(values, ids, mask, strict=True)):
         if not sampled:
             checked.append(0.0)
             continue
         if isinstance(entry, list | tuple):
-            names = [] if token_ids is None else list(token_ids[position])
+            names = candidates[position] if candidates else []
             rank = names.index(token) if token in names else 0
             entry = entry[rank] if rank < len(entry) else None
         if not isinstance(entry, Real) or not math.isfinite(entry):
