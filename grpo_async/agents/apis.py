@@ -28,6 +28,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from grpo_async.agents.calls import ApiError, Call, bad_request
 from grpo_async.agents.history import Answer
 from grpo_async.config.sections import SAMPLING
+from grpo_async.inference.sampling import listed_stop
 from grpo_async.utils.strict_json import arguments_text
 from grpo_async.utils.text import num_equal, text_of_parts
 from grpo_async.utils.validation import problems_of
@@ -63,10 +64,6 @@ _ANTHROPIC_KINDS = {
 }  # fmt: skip
 
 
-def _listed(value: Any) -> Any:
-    return [] if value is None else [value] if isinstance(value, str) else value
-
-
 def _value_at(body: Any, path: str) -> Any:
     """The value at a dotted path; None where there is none."""
     for name in path.split("."):
@@ -74,7 +71,7 @@ def _value_at(body: Any, path: str) -> Any:
     return body
 
 
-StopStrings = Annotated[list[str], BeforeValidator(_listed)]
+StopStrings = Annotated[list[str], BeforeValidator(listed_stop)]
 Limit = Annotated[int, Field(ge=1)]
 
 

@@ -48,6 +48,11 @@ class SamplingSettings:
         return text if found is None else text[: found[0]]
 
 
+def listed_stop(stop: Any) -> Any:
+    """`stop` as OpenAI's API takes it (null, a text or a list of texts) as a list."""
+    return [] if stop is None else [stop] if isinstance(stop, str) else stop
+
+
 def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
     """Begin and end in `text` of the stop string that ends first; if several end together, of the one listed first (vLLM's
     rule). None if there is none.

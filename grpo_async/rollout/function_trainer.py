@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.sections import SAMPLING, RolloutFunctionSection
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.sampling import SamplingSettings
+from grpo_async.inference.sampling import SamplingSettings, listed_stop
 from grpo_async.records import Origin, TaggedMessage, origin_of
 from grpo_async.rollout.thread import result_within
 from grpo_async.utils.concurrency import all_of
@@ -118,8 +119,9 @@ class FunctionTrainer:
         """Generate one completion for each prompt, all concurrently; for functions that run in a thread.
 
         Args:
-            prompts: text, message lists (rendered by the chat template) or lists of token ids (used as they are).
-            generation_overrides: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `stop`, `max_tokens`, `seed`.
+            prompts: text, message lists (rendered by the chat template) or token ids (lists, arrays or tensors; used as they are).
+            generation_overrides: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `stop` (a text or a list),
+                `max_tokens`, `seed`.
 
         Returns:
             For each prompt {"prompt_ids", "completion_ids", "logprobs", "text", "finish_reason"}.
@@ -162,6 +164,8 @@ class FunctionTrainer:
         unknown = sorted(set(overrides) - set(_OVERRIDES))
         if unknown:
             raise ValueError(f"generation_overrides: unknown settings {unknown}; there are {', '.join(_OVERRIDES)}")
+        if "stop" in overrides:
+            overrides["stop"] = listed_stop(overrides["stop"])
         return asyncio.run_coroutine_threadsafe(self._generate(prompts, overrides), self._loop)
 
     async def _generate(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -205,8 +209,10 @@ class FunctionTrainer:
         if isinstance(prompt, str):
             message = TaggedMessage(role="user", content=prompt, origin=Origin.PROMPT)
             return self._renderer.prompt_ids([message], is_conversational=False)
-        if all(isinstance(token, int) for token in prompt):
-            return list(prompt)
+        if hasattr(prompt, "tolist"):  # an array or a tensor
+            prompt = prompt.tolist()
+        if all(isinstance(token, Integral) for token in prompt):
+            return [int(token) for token in prompt]
         # the function is the user's own, so control tokens in its prompts are control tokens
         messages = [TaggedMessage.from_dict(each, origin_of(each["role"], Origin.PROMPT)) for each in prompt]
         return self._renderer.prompt_ids(messages, is_conversational=True)

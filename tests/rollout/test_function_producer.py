@@ -150,6 +150,18 @@ def test_a_function_may_generate_with_the_served_policy(function: Callable[..., 
     assert len({request.seed for request in client.requests}) == 2
 
 
+def test_prompts_may_be_token_ids_of_numpy_and_stop_a_text() -> None:
+    async def main() -> list[Any]:
+        client: Any = _Client(stop(5, EOS))
+        trainer = FunctionTrainer(_setup(client), seed=0, served_version=lambda: 7)
+        prompts = [np.array([1, 2]), [np.int64(3)]]
+        outputs = await trainer.agenerate(prompts, generation_overrides={"stop": " 2"})
+        assert [(request.token_ids, request.stop) for request in client.requests] == [([1, 2], [" 2"]), ([3], [" 2"])]
+        return outputs
+
+    assert [(output["prompt_ids"], output["text"]) for output in asyncio.run(main())] == [([1, 2], "5"), ([3], "5")]
+
+
 def test_a_completion_that_does_not_end_its_turn_is_truncated() -> None:
     producer = _producer(lambda prompts, trainer: _output(2, completion_ids=[[5, 6]] * 2))
     ((completion, _),) = _make(producer, make_prompt())
@@ -196,6 +208,8 @@ def _read(output: Any, count: int) -> list[RolloutCompletion]:
         ({"logprobs": [[-0.1, None], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is None"),
         ({"logprobs": [[-0.1, 0.7], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is 0\.7"),
         ({"logprobs": [[-0.1, -1000], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is -1000"),
+        ({"logprob_token_ids": [[[5]], [[6], [2]]]}, r"logprob_token_ids\[0\] must have one list"),
+        ({"logprob_token_ids": [[5, 2], [6, 2]]}, r"logprob_token_ids\[0\] must have one list"),
         ({"env_mask": [[1], [1, 1]]}, r"env_mask\[0\] has 1 entries for 2"),
         ({"prompt_ids": ["ab", [1]]}, r"prompt_ids\[0\] must be a list of token ids"),
         ({"prompt_ids": [[1], [100]]}, r"prompt_ids\[1\] holds 100, but the model's tokens are 0 to 99"),
