@@ -28,28 +28,29 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
 def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
     """The factor by the number of steps after the warmup."""
     optimizer, name = config.optimizer, config.optimizer.schedule
-    if name == "constant" or (name == "linear" and optimizer.min_lr_ratio == 1.0):
-        return lambda step: 1.0
-    import torch
-    from transformers.optimization import get_scheduler
-
     floor = optimizer.min_lr_ratio
-    usual: dict[str, tuple[str, dict[str, float]]] = {
+    defaults: dict[str, tuple[str, dict[str, float]]] = {
         "linear": ("polynomial", {"lr_end": floor * optimizer.lr}),
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": floor}),
         "polynomial": (name, {"lr_end": floor * optimizer.lr}),
         "warmup_stable_decay": (name, {"min_lr_ratio": floor}),
         "inverse_sqrt": (name, {"timescale": optimizer.warmup_steps or _USUAL_TIMESCALE}),
     }
-    theirs, arguments = usual.get(name, (name, {}))
-    known: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optimizer.lr)
+    scheduler_name, arguments = defaults.get(name, (name, {}))
+    arguments = {**arguments, **optimizer.schedule_kwargs}
+    if name == "constant" or arguments.get("lr_end") == optimizer.lr:  # which transformers refuses
+        return lambda step: 1.0
+    import torch
+    from transformers.optimization import get_scheduler
+
+    dummy: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optimizer.lr)
     try:
         scheduler = get_scheduler(
-            theirs,
-            known,
+            scheduler_name,
+            dummy,
             num_warmup_steps=0,
             num_training_steps=max(1, config.num_steps - optimizer.warmup_steps),
-            scheduler_specific_kwargs={**arguments, **optimizer.schedule_kwargs},
+            scheduler_specific_kwargs=arguments,
         )
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         factor(0)

@@ -54,7 +54,8 @@ def test_a_floor_is_where_a_schedule_ends() -> None:
     """Nine steps behind the warmup: the last one is at 8/9 of the way."""
     assert _factors(schedule="linear", min_lr_ratio=0.1, warmup_steps=3)[-1] == pytest.approx(1 - 0.9 * 8 / 9)
     assert _factors(schedule="polynomial", min_lr_ratio=0.1)[-1] == pytest.approx(1 - 0.9 * 11 / 12)
-    assert _factors(schedule="linear", min_lr_ratio=1.0) == [1.0] * STEPS
+    for schedule in ("linear", "polynomial"):
+        assert _factors(schedule=schedule, min_lr_ratio=1.0) == [1.0] * STEPS
     decay = {"num_decay_steps": 2, "decay_type": "linear"}
     stable = _factors(schedule="warmup_stable_decay", min_lr_ratio=0.2, schedule_kwargs=decay)
     assert stable == pytest.approx([1.0] * 11 + [0.6])
