@@ -61,9 +61,10 @@ def build_policy(
             section.path, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
         check_family(config.get_text_config().to_dict(), section.path, max_model_len)
-        for name, value in config.to_dict().items():
-            if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
+        for part in (config, config.get_text_config()):
+            for name, value in part.to_dict().items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(part, name, 0.0)
         model = _build_model(section, config)
     except ConfigError:
         raise

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutSample
+from grpo_async.training.load import build_policy
 from grpo_async.training.model import Policy
 from tests.support.records import make_sample
 from tests.training.tiny_families import FAMILIES, build_family, pack_rows, padding_only, random_samples
@@ -82,6 +84,10 @@ def test_dropout_of_the_config_is_off(tmp_path: Path) -> None:
     batch = pack_rows([make_sample(prompt=list(range(20)), completion=list(range(20)))], [[0]], 40)
     with torch.no_grad():
         assert torch.equal(policy(batch).logprobs, policy(batch).logprobs)
+    config = model.config.to_dict() | {"model_type": "gemma3_text"}
+    composite = ModelSection(path=str(_save_config(tmp_path / "composite", "gemma3", text_config=config)))
+    policy = build_policy(composite, temperature=1.0, chunk_tokens=16, max_model_len=256)
+    assert {part.attention_dropout for part in policy.modules() if hasattr(part, "attention_dropout")} == {0.0}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2-window", "gemma2", "qwen3-moe", "mixtral"])
