@@ -103,6 +103,10 @@ SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "require
 class Greeting(Observation):
     text: str = ""
 
+class Refusal(Observation):
+    tool_name: str = "shout"
+    error: str = "not so loud"
+
 class Shout(Environment):
     """Two shouts end it, and each pays 0.5."""
 
@@ -117,8 +121,10 @@ class Shout(Environment):
     def step(self, action, timeout_s=None, **options):
         if isinstance(action, ListToolsAction):
             return ListToolsObservation(tools=[Tool(name="shout", description="Shouts.", input_schema=SCHEMA)])
-        self.count += 1
         text = action.arguments["text"].upper()
+        if text == "LOUDER":
+            return Refusal()
+        self.count += 1
         return CallToolObservation(tool_name="shout", result={"data": text}, reward=0.5, done=self.count == 2)
 
     @property
@@ -340,12 +346,12 @@ def test_tools_that_an_environment_of_openenv_lists_are_offered_and_a_server_wit
         agent = load_environment_agent(_section(environment), max_concurrent=2)
         (result, completion), (nothing, _) = _play_in_turn(
             agent,
-            (ROW | {"greeting": "Hello."}, [calls("shout", text=text) for text in ("a", "b")]),
+            (ROW | {"greeting": "Hello."}, [calls("shout", text=text) for text in ("a", "louder", "b")]),
             (ROW | {"is_over": True}, []),
         )
         asyncio.run(crowd(environment))
     assert result.reward == 1.0
-    assert _told(completion) == ["A"]
+    assert _told(completion) == ["A", "error: not so loud"]
     assert [message.content for message in completion.prompt_messages or ()] == ["12 + 7 - 30 =\n\nHello."]
     assert nothing.columns == {"steps": 0, "done": True}
 

@@ -179,7 +179,8 @@ def _text(observation: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in observation.items() if name not in _OWN_FIELDS and value is not None}
     if "tool_name" in fields:
         if "error" in fields:
-            return f"error: {fields['error'].get('message', fields['error'])}"
+            error = fields["error"]
+            return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
         result = fields.get("result")
         data = result.get("data", result) if isinstance(result, Mapping) else result
         return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
