@@ -150,8 +150,9 @@ def _read(tests: Any, name: str | None) -> tuple[RowKind, list[Any]]:
     if isinstance(tests, str):
         return RowKind.SCRIPT, [tests]
     if isinstance(tests, Mapping):
-        if "inputs" in tests and "outputs" in tests:
-            return _read_pairs(tests["inputs"], tests["outputs"], name if tests.get("fn_name") else None)
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple):
+            return _read_pairs(inputs, outputs, name if tests.get("fn_name") else None)
         tests = [tests]
     if isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
         return RowKind.ASSERTS, list(tests)
@@ -178,8 +179,15 @@ def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None)
     pairs = zip(inputs, outputs, strict=True)
     if name is None:
         return RowKind.PROGRAMS, [(_lines(given), _lines(wanted)) for given, wanted in pairs]
-    cases = [json.dumps([list(_json_or(given)), _json_or(wanted)]) for given, wanted in pairs]
+    cases = [json.dumps([_arguments(given, name), _json_or(wanted)]) for given, wanted in pairs]
     return RowKind.ASSERTS, [f"{CHECK_CALL}({name!r}, {case!r})" for case in cases]
+
+
+def _arguments(given: Any, name: str) -> list[Any]:
+    arguments = _json_or(given)
+    if not isinstance(arguments, list | tuple):
+        raise ValueError(f"the input {clipped(repr(given), 200)} of `{name}` is no list of arguments")
+    return list(arguments)
 
 
 def _check(row: RowTests) -> None:
