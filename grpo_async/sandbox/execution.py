@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -452,9 +451,17 @@ async def _remove_tree(path: str) -> None:
         SandboxError: the directory cannot be removed.
     """
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-        process = await asyncio.create_subprocess_exec(*command, "--", path, stdout=DEVNULL, stderr=PIPE)
-        async with asyncio.timeout(END_TIMEOUT_S):
-            _, problem = await process.communicate()
+        process = await ChildProcess.start(*command, "--", path)
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                _, problem = await process.communicate()
+        except TimeoutError as error:
+            raise SandboxError(
+                f"the directory {path} of a sandbox could not be removed within {END_TIMEOUT_S:g} s"
+            ) from error
+        finally:
+            await process.end(END_TIMEOUT_S)
+            process.close()
         if command[0] == "rm" and not problem:  # not by the exit code, which is unknown if the owner ignores SIGCHLD
             return
     raise SandboxError(

@@ -7,12 +7,15 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxStatus
+from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStatus
 from grpo_async.sandbox.execution import find_interpreter
+from grpo_async.sandbox.restrictions import ProbeResult
+from tests.sandbox.conftest import run_code
 from tests.sandbox.support import Run, descendants
 from tests.support.waiting import eventually
 
@@ -170,6 +173,21 @@ def test_no_descriptor_and_no_directory_is_left_behind(
         run(code)
     assert len(os.listdir("/dev/fd")) == len(before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_removed_in_time_is_an_error_of_the_sandbox(
+    probe_result_of: Callable[[frozenset[str]], ProbeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", probe_result_of(frozenset({"namespaces"})))
+    monkeypatch.setattr("grpo_async.sandbox.execution.END_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "rm").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "rm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    before = descendants()
+    with pytest.raises(SandboxError, match=r"grpo-async-sandbox-\w+ of a sandbox could not be removed within 2 s"):
+        run_code("print(1)")
+    assert eventually(lambda: not [each for each in descendants(before) if "sleep" in each.cmdline()])
 
 
 @pytest.mark.parametrize(
