@@ -1,6 +1,7 @@
 """Metrics of the groups that one optimizer step consumed, under the names that users of TRL know. Pure.
 
-Every mean is over the values that exist; nothing is filled with 0.
+Every mean is over the values that exist; nothing is filled with 0, with two exceptions: a completion
+without calls has a call frequency of 0, and the standard deviation of a single value is 0.
 """
 
 from __future__ import annotations
