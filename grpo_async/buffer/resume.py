@@ -186,7 +186,7 @@ _KIND = "grpo_async record"
 
 
 def _line(kind: str, content: Mapping[str, Any]) -> str:
-    # the standard library's json keeps NaN, integers of any size and half surrogate pairs, which a policy may write
+    # the standard library's json keeps NaN, integers of any size and lone surrogates, which a policy may write
     return json.dumps({"kind": kind, **content}, default=_plain)
 
 
@@ -227,8 +227,8 @@ def _record_from(prompt_of: Callable[[int], Prompt], content: dict[str, Any]) ->
 
 
 def _or_repr(value: Any) -> Any:
-    """A value of a user's function, or its repr if it has no JSON form. The store's `_storable` changes more: NaN, large integers
-    and half surrogate pairs, which a resume has to give back as they were."""
+    """A value of a user's function, or its repr if it has no JSON form. A resume gets what JSON makes of it: a tuple becomes a list,
+    a key becomes text. The store's `_storable` changes more: NaN, large integers and lone surrogates, which a resume keeps."""
     try:
         json.dumps(value, default=_plain)
     except (TypeError, ValueError, RecursionError):  # an odd key, a circular reference
