@@ -227,7 +227,7 @@ def _record_from(prompt_of: Callable[[int], Prompt], content: dict[str, Any]) ->
 
 
 def _or_repr(value: Any) -> Any:
-    """A value of a user's function, or its repr if it has no JSON form. A resume gets what JSON makes of it: a tuple becomes a list,
+    """A user's value, or its repr if it has no JSON form. A resume gets what JSON makes of it: a tuple becomes a list,
     a key becomes text. The store's `_storable` changes more: NaN, large integers and lone surrogates, which a resume keeps."""
     try:
         json.dumps(value, default=_plain)
