@@ -339,7 +339,7 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
             checked.append(0.0)
             continue
         if isinstance(entry, list | tuple):
-            names = candidates[position] if candidates else []
+            names = (candidates[position] if candidates else None) or []
             rank = names.index(token) if token in names else 0
             entry = entry[rank] if rank < len(entry) else None
         if not isinstance(entry, Real) or not math.isfinite(entry):
