@@ -19,6 +19,7 @@ from grpo_async.utils.text import text_of_parts
 _INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]])(?<!\^\{{)([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
+_FRAC = re.compile(r"(?<![0-9.}])\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")  # not the fraction of a mixed number
 _MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
 _MAX_DIGITS = 1000  # Python refuses to parse whole numbers of more than 4300 digits
 
@@ -66,7 +67,7 @@ def number_match(
 ) -> list[float | None]:
     """1.0 if the last number after any thinking equals the last number in the `answer` column.
 
-    Reads signs, decimals, exponents, simple fractions, thousands separators, and ignores units and currencies:
+    Reads signs, decimals, exponents, simple fractions (LaTeX's, too), thousands separators, and ignores units and currencies:
     "so it costs $1,250.00 a year." equals "#### 1250". |a - b| <= relative_tolerance x |answer|.
     """
     scores: list[float | None] = []
@@ -85,7 +86,7 @@ def number_match(
 def last_number(text: str) -> Fraction | None:
     """The last number in `text`; None if there is none."""
     last = None
-    for last in _NUMBER.finditer(text):  # noqa: B007 - only the last one is wanted
+    for last in _NUMBER.finditer(_FRAC.sub(r"\1/\2", text)):  # noqa: B007 - only the last one is wanted
         pass
     if last is None:
         return None

@@ -107,6 +107,8 @@ def test_number_match_compares_the_last_numbers() -> None:
     completions = ["3 + 4 is 7.", "7.0 apples", "8", "none", _chat("<think>9</think> so $7"), "7", "7"]
     answers = ["7", 7, "7", "7", "a = 3, b = 7", "unknown", None]
     assert number_match(completions, answers) == [1.0, 1.0, 0.0, 0.0, 1.0, None, None]
+    fractions = [r"\boxed{\frac{3}{2}}", r"$x = -\dfrac{1}{2}$", r"\frac{\sqrt{3}}{2}"]
+    assert number_match(fractions, ["2", "-1/2", "7"]) == [0.0, 1.0, 0.0]
 
 
 def test_number_match_allows_the_tolerance_and_no_more() -> None:
