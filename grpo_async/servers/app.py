@@ -62,11 +62,11 @@ class Engine(ABC):
     Any method may raise EngineDeadError, and HTTPException for a call that cannot be made now.
     """
 
-    def __init__(self, description: ServerInfo) -> None:
+    def __init__(self, description: ServerInfo, *, revision: str | None) -> None:
         self.requests = RequestTracker()
         self.description = description
         """The part of the server's info that never changes."""
-        self.base = BaseWeights(description.model)
+        self.base = BaseWeights(description.model, revision=revision)
         """The base to which pushed adapters are added."""
 
     @property

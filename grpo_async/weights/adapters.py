@@ -35,17 +35,18 @@ class BaseWeights:
 
     Args:
         path: folder or hub name.
+        revision: of a hub name; None: `main`.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, *, revision: str | None = None) -> None:
+        self._path, self._revision = path, revision
 
     @cached_property
     def _handles(self) -> dict[str, Any]:
         """The open file of each tensor. Raises ConfigError when there are none, one is broken, or two hold the same
         tensor."""
         handles: dict[str, Any] = {}
-        for file in find_weights(self._path):
+        for file in find_weights(self._path, self._revision):
             handle = open_weights(file, "pt")
             for name in handle.keys():  # noqa: SIM118 - not a mapping
                 if name in handles:

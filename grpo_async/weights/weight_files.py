@@ -31,8 +31,8 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def find_weights(path: str) -> list[Path]:
-    """The safetensors files of a model's folder, or of a hub name that was downloaded before.
+def find_weights(path: str, revision: str | None = None) -> list[Path]:
+    """The safetensors files of a model's folder, or of a hub name that was downloaded before in that revision (None: `main`).
 
     Raises:
         ConfigError: there are no such files, or the index is broken.
@@ -43,10 +43,11 @@ def find_weights(path: str) -> list[Path]:
         raise ConfigError(f"model.path: {no_weights(folder)}")
     from transformers.utils.hub import cached_file  # slow import
 
+    in_cache: dict[str, Any] = {"revision": revision, "local_files_only": True}
     try:
-        index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False, local_files_only=True)
+        index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False, **in_cache)
         names = [SINGLE] if index is None else _names_in(Path(index))
-        return [Path(cached_file(path, name, local_files_only=True)) for name in names]
+        return [Path(cached_file(path, name, **in_cache)) for name in names]
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: cannot find the weights of {path!r}: {error}") from error
 

@@ -159,5 +159,6 @@ def test_a_revision_is_loaded_from_the_cache_of_the_hub_without_a_network(
         found = load_tiny("me/tiny", revision=chosen).state_dict()
         wanted = load_tiny(folders[branch]).state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        assert BaseWeights("me/tiny", revision=chosen).digest == BaseWeights(str(folders[branch])).digest
     with pytest.raises(ConfigError, match="me/tiny"):
         load_tiny("me/tiny", revision="new")

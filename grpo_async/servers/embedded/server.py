@@ -51,7 +51,7 @@ class EmbeddedEngine(Engine):
     Args:
         engine: the engine; only the thread uses it from `start` on.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
-        tokenizer_options: options for loading the model's tokenizer, such as `revision`.
+        tokenizer_options: options for loading the model's tokenizer, such as `revision`, which is that of its weights, too.
         on_failure: called in the event loop after the engine failed and every request got the error.
         timeout_s: time for the engine to finish its step, after which the answer is 503.
     """
@@ -66,8 +66,8 @@ class EmbeddedEngine(Engine):
         tokenizer_options: Mapping[str, Any] | None = None,
     ) -> None:
         known = {"vocab_size": engine.vocab_size, "max_running_requests": engine.num_slots}
-        super().__init__(description.model_copy(update=known))
         self._tokenizer_options = tokenizer_options or {}
+        super().__init__(description.model_copy(update=known), revision=self._tokenizer_options.get("revision"))
         self._tokenizer: Any = None
         self._engine = engine
         self._on_failure = on_failure

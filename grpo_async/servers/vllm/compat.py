@@ -77,7 +77,8 @@ class WorkerExtension:
         itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
         began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
         receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
-        weights = receiver.receive_weights(info, BaseWeights(str(model_config.model)))
+        base = BaseWeights(str(model_config.model), revision=model_config.revision)
+        weights = receiver.receive_weights(info, base)
         try:
             with set_current_vllm_config(self.vllm_config):
                 load_weights(self.model_runner.get_model(), model_config, weights)

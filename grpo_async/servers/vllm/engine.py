@@ -42,7 +42,7 @@ class VllmEngine(Engine):
     """An engine on `client`, vLLM's AsyncLLM, which nobody else may pause or update."""
 
     def __init__(self, client: Any) -> None:
-        super().__init__(compat.describe(client))
+        super().__init__(compat.describe(client), revision=client.vllm_config.model_config.revision)
         self._client = client
         self._is_asleep = False
         self._version = 0
