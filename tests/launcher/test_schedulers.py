@@ -258,8 +258,12 @@ def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bo
     assert made.returncode == 0, made.stdout + made.stderr
     script = tmp_path / "run.sbatch"
     script.write_text(made.stdout)
+    cuda_build = tmp_path / "packages" / "torch-2.13.0.dist-info" / "METADATA"  # a torch for CPUs has no GPUs
+    cuda_build.parent.mkdir(parents=True)
+    cuda_build.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
     environment = {
         **cluster,
+        "PYTHONPATH": str(tmp_path / "packages"),
         "SLURM_JOB_NODELIST": "gpu[7,9]",
         "FAKE_GPUS": "4,5,6,7",
         "CUDA_VISIBLE_DEVICES": "0",
