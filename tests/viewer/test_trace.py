@@ -166,6 +166,8 @@ def test_wrong_input_is_answered_with_what_there_is(tmp_path: Path) -> None:
         assert done.exit_code == 2
         return " ".join(done.output.split())
 
+    assert "there is no run" in answer()
+    (tmp_path / "metrics.jsonl").touch()
     assert "cannot read the timeline" in answer()
     _write(tmp_path / "events.jsonl", _steps(3))
     assert "cannot write /nowhere/t.json" in answer("--out", "/nowhere/t.json")
