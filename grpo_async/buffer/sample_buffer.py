@@ -135,7 +135,7 @@ class SampleBuffer:
 
     def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
         """The groups that a `take` with the same arguments will hand out, unless one that arrives meanwhile was started earlier and
-        would be too stale for the step after. They stay queued. [] while too few are queued.
+        would be too stale for the step after. They stay queued. [] while too few are queued, or none of them has samples.
         """
         with self._condition:
             usable = [group for group in self._in_order() if not self.is_stale(group.oldest_version, trainer_version)]

@@ -2,7 +2,8 @@
 
     before_training   waits for the evaluation: nothing is generated yet
     after_step        never waits: collects an evaluation that has ended, starts one that is due
-    after_training    waits for the running evaluation, then for the last one, of the final policy
+    end_running       waits for the evaluation that still runs
+    after_training    waits for the last one, of the final policy
 
 Evaluations run on the rollout thread and the servers of training, with a separate limit (`evaluation.max_in_flight`): servers
 take requests in the order in which they arrive. One runs at a time; one that becomes due meanwhile is skipped, with a warning.
@@ -134,7 +135,8 @@ class RunEvaluations:
         return is_pinned and running is not None and not running.future.done()
 
     def before_training(self) -> None:
-        """Evaluate the policy that training begins with, if it is the untrained one, and wait for the result.
+        """Evaluate the policy that training begins with. Waits for the result if it is the untrained policy; after a resume, an
+        evaluation that is due runs alongside training.
 
         Raises:
             GrpoAsyncError: the evaluation before the first step failed, as later ones would, too.

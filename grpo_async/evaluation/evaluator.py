@@ -209,7 +209,7 @@ def _check_group_by(prompts: Sequence[Prompt], column: str | None) -> None:
 
 
 def majority_fraction(rows: Sequence[dict[str, Any]], column: str) -> float:
-    """Fraction of the most frequent value, which always answering it would score: answers [3, 3, 5] -> 2/3."""
+    """Fraction of the most frequent value, the score of always answering it: answers [3, 3, 5] -> 2/3."""
     counts = Counter(str(row[column]) for row in rows)
     return counts.most_common(1)[0][1] / len(rows)
 

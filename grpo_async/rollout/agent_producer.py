@@ -4,7 +4,7 @@
 
 Invariant: however a run of the agent ends, its session is closed at once, so its key is refused and its requests are cancelled. The
 rollout is always a completion, with status FAILED and the reason if it failed. A rollout that used up its token budget counts as
-truncated, whatever the agent returned. A resume keeps the finished rollouts of a group and restarts the
+truncated, whatever the agent returned or raised. A resume keeps the finished rollouts of a group and restarts the
 others: an agent's state cannot be restored.
 """
 

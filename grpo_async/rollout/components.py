@@ -162,7 +162,8 @@ def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> lis
 
 
 def token_counter(renderer: ChatRenderer, components: Components) -> Callable[[Prompt], int]:
-    """Count a prompt's tokens as they will be sent, with chat template and tools but without what an environment adds."""
+    """A function that counts a prompt's tokens as they will be sent: with chat template and tools, without what an environment
+    adds."""
 
     def count(prompt: Prompt) -> int:
         tools = components.schemas_for(prompt.columns)

@@ -107,8 +107,8 @@ class Rollout(TokenPath):
         self.open_turn = Generation()
 
     def snapshot(self) -> PartialRollout | None:
-        """A copy of the current state. None before the first token, and for a rollout with an environment, whose state cannot be
-        restored."""
+        """A copy of the current state; None before the first token. Not called for a rollout with an environment, whose state
+        cannot be restored."""
         if not self.turns and not self.open_turn.token_ids:
             return None
         return PartialRollout(

@@ -1,7 +1,7 @@
 """Metrics of the groups that one optimizer step consumed, under the names that users of TRL know. Pure.
 
-Every mean is over the values that exist; nothing is filled with 0, with two exceptions: a completion
-without calls has a call frequency of 0, and the standard deviation of a single value is 0.
+Every mean is over the values that exist; nothing is filled with 0, with three exceptions: a completion without calls counts as
+0 calls, the failure frequency of no calls is 0 (as in TRL), and so is the standard deviation of a single value.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
 def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
     """Tool metrics over the completions that were offered tools; a completion without calls counts as 0 calls, not as missing.
 
-    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of all calls that failed; then both for each tool,
-    the duration of its calls, and the number of turns whose text could not be parsed for calls. The duration and the failures of an
-    agent's calls are not known.
+    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of all calls that failed;
+    tools/parse_error_frequency: fraction of turns whose text could not be parsed for calls; then the duration of calls. Calls,
+    failures and duration also for each tool. The duration and the failures of an agent's calls are not known.
     """
     if not completions:
         return {}

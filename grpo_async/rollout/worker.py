@@ -94,7 +94,7 @@ class RolloutWorker:
         self._store = store
         self._in_flight: dict[int, OpenGroup] = {}
         self._last_failure: Exception | None = None
-        # a synchronous run generates an open turn again from its seed: the result is the same bit for bit
+        # a synchronous run generates an open turn again from its seed, as a run without the interruption: on a CPU the same bits
         self._keeps_open_turns = section.max_staleness > 0
         self._failures_in_a_row = 0
         self._without_signal_in_a_row = 0

@@ -99,7 +99,7 @@ class FleetReporter:
         self._lock = threading.Lock()
 
     def on_change(self) -> None:
-        """Called by `Fleet.subscribe`."""
+        """The listener for `Fleet.subscribe`."""
         with self._lock:
             servers = self._fleet.servers()
             for server in servers:
@@ -111,7 +111,7 @@ class FleetReporter:
             self._control.send("servers", servers=[self._describe(server) for server in servers])
 
     def on_load(self) -> None:
-        """Called by `Fleet.subscribe_info`."""
+        """The listener for `Fleet.subscribe_info`."""
         if time.monotonic() - self._told_at >= _MIN_INTERVAL_S:
             self.on_change()
 

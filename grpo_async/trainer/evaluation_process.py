@@ -48,7 +48,7 @@ def evaluate_served(assignment: Assignment, config: ExperimentConfig, control: C
 
 
 def _serve_what_is_loaded(config: ExperimentConfig, fleet: Fleet, control: ControlClient) -> None:
-    """A server that is up serves the model that it loaded at its start, also after a restart."""
+    """Mark each server that comes up, also after a restart, as serving the model that it loaded at its start."""
     from grpo_async.trainer.weight_sync import check_server
 
     def take() -> None:

@@ -50,7 +50,7 @@ class StallGuard:
         source: generated tokens, what is in flight, and how to interrupt a wait for samples.
         version: number of finished steps.
         activity: what the main thread is doing.
-        checkpoints: whether the main thread waits for one.
+        checkpoints: whether one is being written, and how long that may take.
         fleet: tokens of evaluations, and whether servers are starting.
     """
 

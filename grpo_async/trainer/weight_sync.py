@@ -32,7 +32,7 @@ from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest
 logger = logging.getLogger(__name__)
 
 _MAX_UNATTRIBUTED_FAILURES = 3
-"""Maximum number of consecutive failed pushes in which no server failed: then the fault is not with the servers."""
+"""After so many consecutive pushes that failed although no server did, the fault is not with the servers: the run ends."""
 
 Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
@@ -204,7 +204,7 @@ class FleetSync:
         """Whether a server can serve this run; False when it is gone again.
 
         Raises:
-            ConfigError: it serves another model than this run trains.
+            ConfigError: its settings do not fit this run, it takes no weights, or it serves another model than this run trains.
         """
         check_server(info, self._config)
         wire = self._config.inference.resolved_dtype
@@ -276,7 +276,7 @@ class FleetSync:
         }
 
     def sleep_servers(self) -> None:
-        """Called when a step begins: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""
+        """Called when a step begins to train: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""
         if not self._config.inference.vllm.sleep_while_training:
             return
         for server in self._fleet.serving():

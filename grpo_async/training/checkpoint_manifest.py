@@ -1,5 +1,5 @@
 """Finds the checkpoint that a name means, and whether it is complete: manifest.json lists its files with sizes and checksums, and
-is written last. An incomplete checkpoint is set aside.
+is written last. A checkpoint that must not be found anymore (damaged, replaced, removed) is set aside under another name.
 
     {"format": 4, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
@@ -80,7 +80,7 @@ def best_first(steps: Collection[int], scores: Mapping[int, float]) -> list[int]
 
 
 def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> int:
-    """List the files of `folder` and flush them to the disk, the list last; returns the total bytes of the files.
+    """Write the list of the files of `folder`, which are on the disk already, and flush it; returns the total bytes of the files.
 
     Args:
         checksums: SHA-256 by name of files that need not be read again.
