@@ -42,6 +42,7 @@ class _Fleet:
     def __init__(self, events: list[str], closed: list[str]) -> None:
         self.events = events
         self.up: list[bool | Exception] = []
+        self.deadlines_s: list[float] = []  # of the waits for a server
         self.failures: list[Any] = []
         self.listeners: list[Callable[[], None]] = []
         self.num_changes = 0
@@ -52,6 +53,7 @@ class _Fleet:
 
     def wait_for_members(self, *, deadline_s: float, stop: Any, heartbeat: Callable[[], object] = lambda: None) -> bool:
         heartbeat()
+        self.deadlines_s.append(deadline_s)
         answer = self.up.pop(0) if self.up else True
         if isinstance(answer, Exception):
             raise answer
@@ -243,10 +245,14 @@ def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest
     assert sorted(stub.closed) == ["fleet", "rollout side", "weight group"]
 
 
-def test_a_wait_for_a_server_tells_the_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_server_has_the_deadline_of_the_start_and_tells_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stub = _Stub(monkeypatch)
     stub.sync.outcomes = [None]  # the first push reaches no server
-    assert _lead(stub, make_config(tmp_path)).count("WaitCommand") == 1
+    told = _lead(stub, make_config(tmp_path, inference={"startup_timeout_s": 77.0}))
+    assert told.count("WaitCommand") == 1
+    assert stub.fleet.deadlines_s == [77.0, 77.0]  # for the first server, and for one to take the weights
 
 
 def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
