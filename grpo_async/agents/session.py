@@ -5,7 +5,8 @@
 Limits: `rollout.max_completion_tokens` limits the sampled tokens of all calls of the rollout together (concurrent calls may
 each use what was left when they began), `inference.max_model_len` context and answer of each call, `rollout.max_turns` their
 number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is truncated, or that has no token left,
-ends with finish_reason "length". After the first call that had none, further calls are refused.
+ends with finish_reason "length". After the first call that found the tokens or turns of the rollout used up, further ones are
+refused.
 
 Sampling: trained answers are sampled with the run's settings: `temperature`, `top_p`, `top_k`, `min_p` and
 `repetition_penalty` of a call are ignored, with one warning per run; a `response_format` other than text is refused; and a `seed`

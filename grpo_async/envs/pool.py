@@ -29,7 +29,7 @@ MAX_STUCK = 16
 
 class Construction:
     """An instance under construction, in the thread in which it will live, off the event loop, because it may connect to a server.
-    When `future` is done, or nobody waits for it any longer, `finish` returns the instance.
+    `finish` returns the instance when `future` is done; before that, it raises that this takes too long.
 
     Args:
         name: name of the environment.

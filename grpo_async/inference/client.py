@@ -44,7 +44,7 @@ _FREE_ABORTS = 3
 """Consecutive aborts without a token that are not attempts: several pushes may follow each other while a request waits."""
 
 _CHUNKS_PER_TIMEOUT = 4
-"""A stream sends at least this many chunks within the shortest read timeout."""
+"""A stream sends at least this many chunks within the shorter of the two limits of silence."""
 
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
 _MAX_CONNECT_S = 30.0

@@ -68,7 +68,7 @@ _MAX_INFOS = 1000
 _STOP_INTERVAL_S = 0.2
 _STARTING_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 10.0
-"""Timeout of a request to a server that is not serving."""
+"""Timeout of a request to a server that is not up, and of /health after a failed heartbeat."""
 _CLOSE_TIMEOUT_S = 1.0
 
 
@@ -513,9 +513,9 @@ class Fleet:
         try:
             server.control.health(timeout_s=_PROBE_TIMEOUT_S)
         except InferenceError as death:
-            if is_answer(death):
+            if is_answer(death):  # without any answer, the next heartbeat decides
                 self._fence(server, str(death))
-                return  # the next heartbeat decides
+                return
         now = time.monotonic()
         since = tracked.errors_since = tracked.errors_since or now
         if now - since > timeout_s and not self._has_loaded_since(asked_at):

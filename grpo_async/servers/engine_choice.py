@@ -12,7 +12,7 @@ from grpo_async.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """The decision. `engine` is external if this machine starts no servers. `reason` completes "because ..."."""
+    """The decision. `engine` is external if this machine starts no servers. `reason` says why, for messages."""
 
     engine: Literal[EngineName, "external"]
     reason: str

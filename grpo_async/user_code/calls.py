@@ -165,7 +165,7 @@ _LIBRARIES = (
 
 
 def _is_library(file: str) -> bool:
-    """Whether the file belongs to Python, an installed library, or this package; "<frozen importlib._bootstrap>" is no file."""
+    """Whether the file belongs to Python, an installed library, or this package; "<frozen importlib._bootstrap>" is Python's."""
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in _LIBRARIES)))
 
 

@@ -56,8 +56,8 @@ class WorkerPool:
     Args:
         name: what runs in them, for thread names ("reward judge").
         reference: `module:attribute` of the function.
-        first: a first call for each worker, which may take as long as a start: it loads something large, so there is only one
-            worker; otherwise there is one for every second CPU, 1 to 4. The next call meets and reports the errors of this one.
+        first: a first call of each worker, part of its start, which then has more time: it loads something large, so there is only
+            one worker; otherwise there is one for every second CPU, 1 to 4. The next call meets and reports the errors of this one.
     """
 
     def __init__(self, name: str, reference: str, *, first: Request | None = None) -> None:

@@ -404,8 +404,8 @@ def _broken_group(
 
 
 def _is_affected(error: Exception) -> bool:
-    """Whether the error only reports a failure elsewhere: an HTTP answer "the weights did not arrive" does, a broken connection
-    not."""
+    """Whether the error only reports a failure elsewhere, as the HTTP answer "the weights did not arrive" does; a broken connection
+    is a failure itself."""
     says_so = NOT_ARRIVED in str(error) or NOT_FORMED in str(error)
     return isinstance(error, ServerUnavailableError) and error.answered and says_so
 

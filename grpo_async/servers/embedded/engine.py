@@ -410,7 +410,7 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
     plausible nonsense; this check finds that before anything is served.
 
     Raises:
-        ConfigError: this engine does not compute the model correctly.
+        ConfigError: the model does not run on this engine, or is not computed correctly.
     """
     for length in (2, 5):  # ragged, so that padding matters
         if length + 2 > engine.max_model_len:

@@ -1,4 +1,4 @@
-"""Decides which models the embedded engine can serve and push weights to; docs/models.md has the same as a table.
+"""Decides which models the embedded engine can serve with pushed weights; docs/models.md has the same as a table.
 
 The decision uses config.json alone, so that the launcher can make it before anything is started. Problems that this misses are
 found by the engine's self-check, after it has loaded the model.

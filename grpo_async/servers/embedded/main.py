@@ -57,7 +57,7 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
         description=description,
         on_failure=lambda: asyncio.get_running_loop().call_later(_EXIT_DELAY_S, setattr, server, "should_exit", True),
         timeout_s=inference.heartbeat_timeout_s,
-        tokenizer_options={"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code},
+        from_hub={"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code},
     )
     host, port = listener.getsockname()[:2]
     address = f"{inference.scheme}://{host_in_url(host)}:{port}"

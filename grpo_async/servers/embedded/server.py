@@ -51,7 +51,7 @@ class EmbeddedEngine(Engine):
     Args:
         engine: the engine; only the thread uses it from `start` on.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
-        tokenizer_options: options for loading the model's tokenizer, such as `revision`, which is that of its weights, too.
+        from_hub: with which the model was loaded: `revision` and `trust_remote_code`. Tokenizer and base are of the same revision.
         on_failure: called in the event loop after the engine failed and every request got the error.
         timeout_s: time for the engine to finish its step, after which the answer is 503.
     """
@@ -63,11 +63,11 @@ class EmbeddedEngine(Engine):
         description: ServerInfo,
         on_failure: Callable[[], object],
         timeout_s: float = 60.0,
-        tokenizer_options: Mapping[str, Any] | None = None,
+        from_hub: Mapping[str, Any] | None = None,
     ) -> None:
         known = {"vocab_size": engine.vocab_size, "max_running_requests": engine.num_slots}
-        self._tokenizer_options = tokenizer_options or {}
-        super().__init__(description.model_copy(update=known), revision=self._tokenizer_options.get("revision"))
+        self._from_hub = from_hub or {}
+        super().__init__(description.model_copy(update=known), revision=self._from_hub.get("revision"))
         self._tokenizer: Any = None
         self._engine = engine
         self._on_failure = on_failure
@@ -207,7 +207,7 @@ class EmbeddedEngine(Engine):
             return
         try:
             self._tokenizer = await asyncio.to_thread(
-                AutoTokenizer.from_pretrained, self.description.model, **self._tokenizer_options
+                AutoTokenizer.from_pretrained, self.description.model, **self._from_hub
             )
         except Exception as error:  # transformers may raise anything for a folder without a tokenizer
             raise HTTPException(400, f"stop: the model's tokenizer cannot be loaded: {error}") from error
