@@ -1,4 +1,4 @@
-"""What `Display` tells its views: every event, and its fields in the help of --json-logs. Imports nothing."""
+"""Every event of --json-logs, and its fields as the help lists them. Imports nothing."""
 
 JSON_EVENTS = {
     "start": "run, directory, pid, plan",

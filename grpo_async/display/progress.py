@@ -154,7 +154,7 @@ class Progress:
             )
 
     def set_past(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Fill the recent rewards from the metrics of earlier steps (after a resume)."""
+        """Fill the recent rewards from the metrics of earlier steps."""
         self.rewards.clear()
         self.rewards.extend(row["reward"] for row in rows if "reward" in row)
 
@@ -333,7 +333,7 @@ def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[Fact]:
     yield "checkpoint", join([newest, None if saved.writing is None else f"writing step {saved.writing}"]), ""
     length = progress.text("completions/mean_length", "mean {:.0f} tokens")
     yield "lengths", join([length, progress.text("completions/clipped_ratio", "{:.0%} truncated")]), ""
-    yield "zero variance", progress.text("frac_reward_zero_std", "{:.0%} of the groups") or "", ""
+    yield "zero std", progress.text("frac_reward_zero_std", "{:.0%} of the groups") or "", ""
     yield "overlap", progress.text("pipeline/overlap_efficiency", "{:.0%} efficiency") or "", ""
     if example is not None:
         yield "prompt", both_ends(f"{example.prompt} (step {example.step})", max(width, 3)), "dim"

@@ -184,13 +184,14 @@ def _picture(status: RunStatus, log: MetricsReader, console: Console) -> Rendera
 def _print_news(
     status: RunStatus, rows: Mapping[int, MetricRow], shown: Mapping[int, MetricRow], phase: str, console: Console
 ) -> str:
-    """What is new since `shown` and `phase`; returns the phase. A step that runs again has another row."""
+    """What is new since `shown` and `phase`; returns the phase. A step that runs again has another row; a resume writes those of
+    earlier steps into another file, where they are read again."""
     progress = Progress.of(status.content)
     if progress.phase != phase:
         print_line(console, progress.phase)
-    progress.set_past(row for step, row in rows.items() if shown.get(step) is row)
-    for step, row in rows.items():
-        if shown.get(step) is not row:
-            progress.add_step(step, progress.max_steps, row)
-            print_line(console, step_line(progress))
+    news = {step: row for step, row in rows.items() if (known := shown.get(step)) is not row and known != row}
+    progress.set_past(row for step, row in rows.items() if step not in news)
+    for step, row in news.items():
+        progress.add_step(step, progress.max_steps, row)
+        print_line(console, step_line(progress))
     return progress.phase

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -147,7 +147,7 @@ def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     if found is not None:
         return found
     text = f"no setting would help: trainer idle {trainer:.0%}, servers idle {servers:.0%}"
-    return replace(_bound("nothing", text), title="Nothing to tune")
+    return Finding(key="nothing", severity=Severity.NOTE, title="Nothing to tune", text=text)
 
 
 def _wasted(metrics: PipelineMetrics, setup: PipelineSetup) -> Iterator[Finding]:

@@ -1,5 +1,4 @@
-"""One line of evaluations.jsonl: an evaluation of a run, or one that was skipped or failed. Only finished ones
-are in the file.
+"""One line of evaluations.jsonl: an evaluation of a run that has ended or failed, or that was skipped.
 
 {"step": 20, "when": "during", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}, "prompt_rewards": [1.0, ...]}
 {"step": 24, "when": "during", "skipped": "the evaluation of step 20 was still running"}

@@ -65,8 +65,8 @@ class MetricsWriter(Writer):
 
 
 def keep_steps(path: Path, last_step: int) -> None:
-    """Drop the lines of steps after `last_step`, which a resume repeats, and a torn last line of a file with one JSON object a
-    line. Where other lines cannot be read they are left out, too, and the whole file is kept next to it. No file: nothing to do."""
+    """Drop the lines of steps after `last_step`, which a resume repeats, and a torn last line. Where other lines cannot be read
+    they are left out, too, and the whole file is kept next to it. No file: nothing to do."""
     if not path.exists():
         return
     content = path.read_bytes()

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.dashboard import Chart, columns, dashboard
-from grpo_async.display.progress import Checkpoints, Example, LastPush, Progress
+from grpo_async.display.progress import Checkpoints, Example, LastPush, Progress, run_rows
 from grpo_async.findings import Finding, Severity, Verdict
 from tests.display.support import METRICS
 
@@ -101,6 +101,8 @@ def test_everything_that_matters_is_there(width: int, height: int) -> None:
     assert "so it is 8" in text
     assert ("3 + 4 = (step 10)" in text) is (height > 24), "the prompt gives way first"
     assert any("\u2800" < character <= "\u28ff" for character in text), "a curve of braille dots"
+    names = [name for name, _, _ in run_rows(_progress(), NOW, width=width)]
+    assert max(map(len, names)) == 10, "texts begin where the number of lines that they take is counted from"
 
 
 def test_a_larger_terminal_shows_more_charts_more_servers_and_messages() -> None:

@@ -30,6 +30,7 @@ from grpo_async.findings.evidence import MetricsReader
 from grpo_async.launcher import advisor as advisor_module
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.utils.concurrency import in_thread
 from tests.display.support import METRICS
 from tests.findings.support import pipeline_setup
@@ -266,15 +267,17 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         watching.start()
         status.phase("training")
         assert shows("training")
-        for steps in ((1,), (2, 3), (2,)):  # one, two within a moment, and one again after a resume
+        for number, steps in enumerate(((1,), (2, 3), (2,))):  # one, two within a moment, and one again after a resume
+            if number == 2:
+                keep_steps(run_dir.metrics, 1)
             with run_dir.metrics.open("a") as file:
-                file.writelines(f'{{"step": {step}, "reward": 0.{step}25}}\n' for step in steps)
+                file.writelines(f'{{"step": {step}, "reward": 0.{step}2{number}}}\n' for step in steps)
             for step in steps:
                 status.step(step, 10, STEP)
             status.phase(f"phase {steps}")
             assert shows(f"phase {steps}")
             assert shows(f"step {steps[-1]}/10")
-        assert shows("0.225 (all groups")
+        assert shows("0.222 (all groups")
     status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()

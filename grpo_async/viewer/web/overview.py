@@ -4,6 +4,7 @@ prompts before and after training. It comes from the same data and code as the r
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -145,14 +146,15 @@ def on_axis(run: RunData, axis: str) -> RunData:
     """
     if axis not in AXES:
         return run
-    name, total = AXES[axis][0], 0.0
-    places = {0: 0.0}
+    name = AXES[axis][0]
+    steps, places = [0.0], [0.0]
     rows: list[MetricRow] = []
     for row in run.metrics:
-        total += row.get(name, 0.0)
-        places[int(row["step"])] = total
-        rows.append({**row, "step": total})
-    evaluations = [replace(each, step=round(places.get(each.step, total))) for each in run.evaluations]
+        steps.append(row["step"])
+        places.append(places[-1] + row.get(name, 0.0))
+        rows.append({**row, "step": places[-1]})
+    # one of a step without a row stands where the step before it does
+    evaluations = [replace(each, step=round(places[bisect(steps, each.step) - 1])) for each in run.evaluations]
     return replace(run, metrics=rows, evaluations=evaluations)
 
 

@@ -20,6 +20,7 @@ from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw_all
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of
+from grpo_async.viewer.web.overview import on_axis
 from tests.viewer.report.support import steps
 
 
@@ -154,3 +155,11 @@ def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores(
     assert baseline["label"] == "always the most frequent answer"
     other = replace(run, label="b")
     assert [each["label"] for each in _draw("held-out", run, other)["series"]] == ["a", "b"]
+
+
+def test_evaluations_on_an_axis_of_seconds_keep_their_order_also_where_the_row_of_a_step_is_missing() -> None:
+    metrics = [{"step": float(step), "step_time": 2.0} for step in (1, 2, 4)]  # the line of step 3 was damaged
+    run = replace(_run(metrics), evaluations=[EvaluationRecord(step=step) for step in (0, 2, 3, 4, 5)])
+    found = on_axis(run, "time")
+    assert [row["step"] for row in found.metrics] == [2.0, 4.0, 6.0]
+    assert [each.step for each in found.evaluations] == [0, 4, 4, 6, 6]
