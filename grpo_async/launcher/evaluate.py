@@ -31,6 +31,7 @@ from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher.gpus import fill_dtypes
+from grpo_async.launcher.prepare import Start, clear_run_dir
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import lead_run
 from grpo_async.processes import machine as machine_module
@@ -99,9 +100,9 @@ def _made(run_dir: RunDir) -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError):
-        shutil.rmtree(run_dir.root)
-        if is_there:
-            run_dir.root.mkdir()
+        clear_run_dir(run_dir, Start(removes=True))
+        if not is_there:
+            run_dir.root.rmdir()
         raise
 
 

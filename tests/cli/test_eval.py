@@ -92,13 +92,16 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatc
         run_evaluation(_config(tmp_path), checkpoint=None, out=tmp_path / "full")
     config, out = _config(tmp_path), tmp_path / "results"
     RunDir(config.run_path).checkpoint(5).mkdir(parents=True)  # without a manifest
-    for is_there in (False, True):  # the folder of the results stays as it was
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    for is_there, folder in ((False, out), (True, out), (True, link)):  # the folder of the results stays as it was
         if is_there:
-            out.mkdir()
+            out.mkdir(exist_ok=True)
         with pytest.raises(CheckpointError, match="step 5 cannot be used"):
-            run_evaluation(config, checkpoint="5", out=out)
+            run_evaluation(config, checkpoint="5", out=folder)
         assert out.exists() == is_there
         assert list(tmp_path.glob("results/*")) == []
+        assert link.is_symlink()
 
 
 def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) -> None:
