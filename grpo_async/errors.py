@@ -18,9 +18,16 @@ A message says what happened, with which value, and what to do.
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 
 class GrpoAsyncError(Exception):
     """Base class of every error raised on purpose; the command line prints it without a traceback."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without `__init__`, whose arguments differ: an error comes out of a child process as it was raised."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class ConfigError(GrpoAsyncError):

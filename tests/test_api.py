@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from grpo_async import Run, load_config, train
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import ConfigError, RunError
+from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError, RequestRejectedError, RunError
 from grpo_async.quickstart.prepare import prepare
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,15 @@ def test_in_a_running_event_loop_the_launcher_has_a_process_of_its_own(tmp_path:
             train(config)
 
     asyncio.run(cell())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [DeadlineError("node 1 to join", waited_s=3.0, setting="a.b", hint="Look."), RequestRejectedError(422, "no")],
+)
+def test_an_error_of_the_launcher_comes_out_of_its_process_as_it_was_raised(error: GrpoAsyncError) -> None:
+    read = pickle.loads(pickle.dumps(error))
+    assert (type(read), str(read), vars(read)) == (type(error), str(error), vars(error))
 
 
 def test_a_run_that_fails_raises_with_its_exit_code_and_resume_is_a_choice(
