@@ -49,11 +49,13 @@ def with_checked_arguments(reward: Reward) -> Reward:
 
     def check(arguments: Mapping[str, Any]) -> None:
         hints = get_type_hints(reward, include_extras=True)
-        for name in arguments.keys() & hints.keys():
+        for name, value in arguments.items():
+            if name not in hints:
+                continue
             try:
-                TypeAdapter(hints[name]).validate_python(arguments[name], strict=True)
+                TypeAdapter(hints[name]).validate_python(value, strict=True)
             except ValidationError as error:
-                raise ValueError(f"{name}: {arguments[name]!r}: {problems_of(error)}") from error
+                raise ValueError(f"{name}: {value!r}: {problems_of(error)}") from error
 
     reward.check_arguments = check  # type: ignore[attr-defined]
     return reward
