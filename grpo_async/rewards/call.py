@@ -72,7 +72,7 @@ class RewardError(GrpoAsyncError):
 
     def __init__(self, name: str, problem: str, is_lost: bool = False) -> None:
         self.name, self.problem, self.is_lost = name, problem, is_lost
-        super().__init__(name, problem, is_lost)  # all, so that the error survives pickling out of a worker process
+        super().__init__(name, problem)
 
     def __str__(self) -> str:
         return reward_failure(self.name, self.problem)
