@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import json
@@ -39,8 +38,11 @@ from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.processes import usable_cpus
+from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
+
+_warn_once = WarnOnce(logger)
 
 
 def _compiled(name: str) -> bytes:
@@ -206,13 +208,8 @@ def _verdict(lines: str) -> tuple[int, int]:
             continue
         passed += line[1]
         if line[2]:
-            _say_refused(line[2])
+            _warn_once(line[2], "code_tests: a test was refused, which counts as failed: %s", line[2])
     return passed, total
-
-
-@functools.cache  # each reason is logged once
-def _say_refused(why: str) -> None:
-    logger.warning("code_tests: a test was refused, which counts as failed: %s", why)
 
 
 def _work(row: RowTests) -> dict[str, Any]:
