@@ -59,7 +59,8 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"top_k": 5}, "loss": {"type": "gspo"}}, "gspo's ratio is that of a sequence; set another loss.type"),
         (
             {"rollout": {"top_p": 0.9}, "loss": {**TOKEN_WEIGHTS, "off_policy_mask": 0.1}},
-            "of sampler and policy, and rollout.top_p: 0.9 shifts the sampler's; leave one of them out",
+            "loss.off_policy_mask: 0.1 compares the log-probabilities of sampler and policy, and rollout.top_p: 0.9 shifts the "
+            "sampler's; leave one of them out",
         ),
         ({"rollout": {"top_p": 0.001}}, "greater than or equal to 0.01"),
         ({"rollout": {"structured_outputs": {"choice": ["a"]}}}, "rollout.structured_outputs samples from another distribution"),
