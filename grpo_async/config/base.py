@@ -140,7 +140,7 @@ ServerUrl = Annotated[
     str, AfterValidator(_check_server_url), WithJsonSchema({"type": "string", "pattern": r"^https?://[^/]+$"})
 ]
 Seconds = Annotated[float, Field(gt=0.0, le=2e6)]
-"""A timeout in seconds, at most 2e6 (23 days): about the longest wait that select and poll accept."""
+"""A timeout in seconds, at most 2e6 (23 days): about the longest wait that poll accepts, 2^31 ms."""
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 """How many of something are made or held at once."""
 SmallCount = Annotated[int, Field(ge=1, le=1024)]

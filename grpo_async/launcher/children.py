@@ -180,7 +180,7 @@ class Children:
 
 
 def _set_subreaper(enabled: bool) -> None:
-    """Whether orphans below this process become its children (Linux; elsewhere nothing changes)."""
+    """Let orphans below this process become its children, or no longer (Linux; elsewhere nothing changes)."""
     if sys.platform == "linux":
         prctl("child subreaper", PR_SET_CHILD_SUBREAPER, enabled)
 

@@ -36,7 +36,7 @@ class GpuShares:
 
 
 def fill_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
-    """With the dtypes that `config` leaves open; those of servers that run already as where the trainer runs."""
+    """Fill in the dtypes that `config` leaves open; servers that run already get that of the device of the trainer."""
     on_gpu = trains_on_gpu(config, gpus)
     return config.with_dtypes(
         trains_on_gpu=on_gpu, serves_on_gpu=on_gpu if engine.engine == "external" else engine.on_gpu

@@ -76,7 +76,7 @@ class NodeHub:
             self._launchers.post(rank, "start", assignment=self._assignment.model_dump(mode="json"))
 
     def name_of(self, rank: int) -> str:
-        """That of the machine `rank`, for messages."""
+        """Name of the machine `rank`, for messages."""
         return self._nodes[rank].name
 
     async def watch(self) -> None:

@@ -52,8 +52,8 @@ class Signals:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Before the event loop handles signals (`Signals.installed`): SIGTERM and SIGHUP raise SystemExit(143), so that context
-    managers clean up (the token's file, a temporary folder)."""
+    """While no event loop handles signals (`Signals.installed`), before it and after it: SIGTERM and SIGHUP raise SystemExit(143),
+    so that context managers clean up (the token's file, a temporary folder)."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(143)

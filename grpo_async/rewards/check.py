@@ -256,7 +256,7 @@ def _values(seen: Seen, best: Mapping[str, Rows], asks_for_gold: bool) -> Iterat
 
 
 def _comparisons(golds: Mapping[int, float], best: Mapping[str, Rows], tolerance: float) -> Iterator[Finding]:
-    """Right answers that do not get the highest score, and other completions that get a good one."""
+    """Right answers that do not get the highest score, and other completions that get a part of it."""
     others = {kind: rows for kind, rows in best.items() if kind not in (GOLD, LONG)}
     floors = {row: min(rows[row] for rows in best.values() if row in rows) for row in golds}
     unrewarded = []

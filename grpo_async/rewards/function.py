@@ -36,7 +36,7 @@ from grpo_async.utils.text import duplicates
 class RewardFunction:
     """Calls one reward function.
 
-    An async function runs on a separate event loop, so that it can block without delaying others; a plain one in a thread;
+    An async function runs on an event loop apart from the run's, which it may block; a plain one runs in a thread;
     `run_in="process"` runs either in worker processes, which are killed on timeout.
 
     Args:

@@ -1,7 +1,7 @@
 """Runs model-written code: in a separate process, under limits, without network, in an empty directory, and kills its whole tree.
 
     await Sandbox(limits).run(code) -> SandboxResult
-      |- the restrictions that work here, tried once per process `restrictions`
+      |- restrictions that work here, tried once per process  `restrictions`
       |- one run, from start to the last process' death       `execution`
       `- how the child restricts itself before the code       `inside`
 

@@ -1,8 +1,8 @@
-"""The code of the child process: it restricts itself step by step, and then runs the user's code.
+"""The code of the child process: it restricts itself step by step, and then runs the code.
 
     launcher   fresh interpreter, own session, dies with the thread that started it      `launcher`
-    |- namespaces available: user, mount, pid, network, ipc, ... of its own            `namespaces`
-    |    init      pid 1 of the sandbox: private root, watches the memory, dies last
+      |- namespaces available: user, mount, pid, network, ipc, ... of its own            `namespaces`
+      |    init      pid 1 of the sandbox: private root, watches the memory, dies last
       |      code    limits, no privileges, system call filter, exec                     `seccomp`
       `- otherwise
            code      limits, Landlock, system call filter, exec                          `landlock`

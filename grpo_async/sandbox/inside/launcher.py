@@ -130,9 +130,8 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
             landlock.restrict(plan["read_paths"], base)
     if SECCOMP in mechanisms:
         with report.problems(SECCOMP):
-            # Outside namespaces the kernel counts all processes of the user, and does not limit root at all: only a separate user
-            # can
-            # be limited to a number of threads.
+            # Outside namespaces the kernel counts all processes of the user, and does not limit root at all: only a
+            # separate user can be limited to a number of threads.
             with_threads = in_namespaces or user is not None
             seccomp.install(
                 with_namespaces=in_namespaces,
