@@ -27,7 +27,7 @@ class GrpoAsyncError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without `__init__`, whose arguments differ: an error comes out of a child process as it was raised."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(GrpoAsyncError):
