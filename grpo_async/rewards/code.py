@@ -65,6 +65,7 @@ from grpo_async.rewards.code_examiner import {main}
 {main}({descriptor})
 """
 _TOLERANCE = 1e-6  # for numbers in the output of programs
+_MAX_OUTPUT_CHARS = 1 << 22  # a program may print 10^5 numbers; the examiner prints a line for each test
 _EXAMINER_SPARE_S = 10.0  # time for the examiner to report the verdict after the candidate has ended
 
 
@@ -116,7 +117,7 @@ async def code_tests(
         SandboxError: the sandbox failed; this never becomes a score.
         ValueError: a row's tests cannot be read.
     """
-    limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb)
+    limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, max_output_chars=_MAX_OUTPUT_CHARS)
     judge = await asyncio.to_thread(
         _Judge, limits, require=tuple(require), with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
     )

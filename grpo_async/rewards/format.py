@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.records import THINKING
+from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.rewards.text import final_text
 
 
+@with_checked_arguments
 def think_format(completions: Sequence[Any], *, opened_by_template: bool = False, **_: Any) -> list[float | None]:
     """1.0 if a completion is `<think>`, some thinking, `</think>`, an answer: each tag once, neither part empty. The tags of
     Mistral's models, `[THINK]` and `[/THINK]`, are also accepted.

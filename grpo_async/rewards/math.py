@@ -19,6 +19,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.rewards.text import after_thinking, final_text, last_boxed
 from grpo_async.utils.extras import needs
 
@@ -48,6 +49,7 @@ def prepare_worker() -> None:
     math_verify.parse("$1$")  # builds its regular expressions
 
 
+@with_checked_arguments
 def math_answer(
     completions: Sequence[Any],
     answer: Sequence[Any] | None = None,

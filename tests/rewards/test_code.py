@@ -97,6 +97,11 @@ def test_programs_are_run_with_stdin() -> None:
     assert _score(code, cases) == 0.5
     assert _score(code, json.dumps({"inputs": ["1 2", "3 4"], "outputs": [["3"], "7"]})) == 1.0
     assert _score("print(3)\nraise SystemExit(1)", cases) == 0.0  # it printed 3, and failed
+    assert _score("print('3\\n' * 100_000)", [{"input": "", "output": "3\n" * 100_000}]) == 1.0  # more than 65,536 characters
+
+
+def test_a_row_may_have_thousands_of_tests() -> None:
+    assert _score(ADD, ["assert add(1, 2) == 3"] * 5000) == 1.0  # more than 65,536 characters of verdicts
 
 
 def test_calls_are_made_from_json() -> None:

@@ -220,6 +220,8 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
         ("code:code_tests", {"max_tests": 0}, "max_tests: 0: Input should be greater than or equal to 1"),
         ("code:code_tests", {"max_parallel": -3}, "max_parallel: -3: Input should be greater than or equal to 1"),
         ("reasoning_gym:task_score", {"answer_from": "box"}, "answer_from: 'box': Input should be 'after_thinking'"),
+        ("format:think_format", {"opened_by_template": "no"}, "opened_by_template: 'no': Input should be a valid boolean"),
+        ("math:math_answer", {"require_boxed": "no"}, "require_boxed: 'no': Input should be a valid boolean"),
     ],
 )
 def test_arguments_that_would_fail_every_group_are_refused_at_the_start(
