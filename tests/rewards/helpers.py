@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,8 +39,3 @@ async def score(
         columns or {},
         trainer_state=TrainerState(global_step=step, max_steps=10),
     )
-
-
-def values_of(function: str, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]] | None = None) -> Any:
-    with loaded(function) as reward:
-        return asyncio.run(score(reward, completions, columns=columns)).values

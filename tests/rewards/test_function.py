@@ -13,7 +13,7 @@ import pytest
 from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
-from tests.rewards.helpers import FAULTY, TRL, loaded, score, values_of
+from tests.rewards.helpers import FAULTY, TRL, loaded, score
 from tests.support.waiting import until
 
 _release = threading.Event()
@@ -220,7 +220,11 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
         ("code:code_tests", {"max_tests": 0}, "max_tests: 0: Input should be greater than or equal to 1"),
         ("code:code_tests", {"max_parallel": -3}, "max_parallel: -3: Input should be greater than or equal to 1"),
         ("reasoning_gym:task_score", {"answer_from": "box"}, "answer_from: 'box': Input should be 'after_thinking'"),
-        ("format:think_format", {"opened_by_template": "no"}, "opened_by_template: 'no': Input should be a valid boolean"),
+        (
+            "format:think_format",
+            {"opened_by_template": "no"},
+            "opened_by_template: 'no': Input should be a valid boolean",
+        ),
         ("math:math_answer", {"require_boxed": "no"}, "require_boxed: 'no': Input should be a valid boolean"),
     ],
 )
@@ -252,7 +256,8 @@ def test_functions_of_the_documentation_get_what_they_ask_for(
     function: str, completions: list[Any], columns: dict[str, list[Any]], values: list[float | None]
 ) -> None:
     """R1.11: sync or async, functions or partials, for plain text or messages; None where they do not apply."""
-    assert values_of(f"{TRL}:{function}", completions, columns) == values
+    with loaded(f"{TRL}:{function}") as reward:
+        assert asyncio.run(score(reward, completions, columns=columns)).values == values
 
 
 class Counting:

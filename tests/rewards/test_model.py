@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,8 +117,6 @@ def test_what_is_no_reward_model_is_said_before_the_start_or_at_the_first_call(
     headless.mkdir()
     for file in judge.iterdir():
         (headless / file.name).write_bytes(file.read_bytes())
-    config = json.loads((judge / "config.json").read_text())
-    (headless / "config.json").write_text(json.dumps(config))
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(judge / "model.safetensors")

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection
 
 import psutil
 
 from grpo_async.sandbox import SandboxResult
 
-
-class Run(Protocol):
-    """Run code under the restrictions of the test."""
-
-    def __call__(
-        self, code: str, *, stdin: str = ..., files: dict[str, str | bytes] | None = ..., **limits: float
-    ) -> SandboxResult: ...
-
+Run = Callable[..., SandboxResult]
+"""`conftest.run_code`, under the restrictions of the test."""
 
 # Puts `trial(action)` before an attack: prints what it raised, or that it went through.
 TRIAL = """
