@@ -26,13 +26,13 @@ from grpo_async.rewards.text import last_boxed
 
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")
 GOLD, WRONG, LONG = "right answer", "wrong answer", "very long"
-_PAID, _PAID_LIKE_GOLD = 0.1, 0.9  # fractions of the right answer's score, above the lowest score of the row
+_PART, _FULL = 0.1, 0.9  # fractions of the right answer's score, above the lowest score of the row
 _BY_CHANCE = 0.25  # fraction of the rows in which garbage may be right by chance
 _ROUNDING = 1e-3  # of the range of scores: batching alone changes a reward model's scores by less
 _MAX_LOST = 4  # calls that cost a process; after that the rest is not tried
 
-Rows = Mapping[int, float]
-"""Score by row; of the forms of an answer, the best score counts."""
+ScoreByRow = Mapping[int, float]
+"""Of the forms of an answer, the best score counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ def _same_shape(text: str) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
-    """Observations of one function. A `value` is a score, None (not applicable), or the text of an error."""
+class Observations:
+    """The calls of one function. A `value` is a score, None (not applicable), or the text of an error."""
 
     values: list[tuple[int, str, float | str | None]] = field(default_factory=list)  # (row, kind, value)
     seconds: list[float] = field(default_factory=list)  # durations of these calls
@@ -123,8 +123,8 @@ def check_reward(
     return report(seen, name=reward.name, runs_in=runs_in, asks_for_gold=asks_for_gold)
 
 
-async def _observe(reward: RewardFunction, prompts: Sequence[Prompt], golds: Sequence[str | None]) -> Seen:
-    seen = Seen()
+async def _observe(reward: RewardFunction, prompts: Sequence[Prompt], golds: Sequence[str | None]) -> Observations:
+    seen = Observations()
 
     async def call(prompt: Prompt, texts: Sequence[str]) -> list[float | None] | str:
         made = [[{"role": "assistant", "content": text}] if prompt.is_conversational else text for text in texts]
@@ -143,7 +143,7 @@ async def _observe(reward: RewardFunction, prompts: Sequence[Prompt], golds: Seq
     await call(prompts[0], [golds[0] or "1"])  # imports and caches are not measured
     seen.num_lost = 0
     for row, prompt in enumerate(prompts):
-        fine: dict[str, float | None] = {}
+        alone: dict[str, float | None] = {}  # score by text
         for kind, text in candidates(prompt, golds[row]):
             if seen.num_lost >= _MAX_LOST:
                 return seen
@@ -152,15 +152,15 @@ async def _observe(reward: RewardFunction, prompts: Sequence[Prompt], golds: Seq
             seen.seconds.append(time.perf_counter() - began)
             seen.values.append((row, kind, values if isinstance(values, str) else values[0]))
             if not isinstance(values, str):
-                fine[text] = values[0]
-        if len(fine) < 2 or sum(seen.seconds[-len(fine) :]) > 0.5 * reward.timeout_s:  # too slow for all in one call
+                alone[text] = values[0]
+        if len(alone) < 2 or sum(seen.seconds[-len(alone) :]) > 0.5 * reward.timeout_s:  # too slow for all in one call
             continue
-        together = await call(prompt, list(fine)[::-1])
+        together = await call(prompt, list(alone)[::-1])
         if isinstance(together, str):
             seen.group_errors.setdefault(together, []).append(row)
             continue
-        tolerance = _ROUNDING * _range([value for value in fine.values() if value is not None])
-        for one, other in zip(reversed(fine.values()), together, strict=True):
+        tolerance = _ROUNDING * _range([value for value in alone.values() if value is not None])
+        for one, other in zip(reversed(alone.values()), together, strict=True):
             if one != other and (one is None or other is None or abs(one - other) > tolerance):
                 seen.changing.add(row)
     return seen
@@ -173,7 +173,7 @@ def _range(values: Sequence[float]) -> float:
 # -------------------------------------------------------------------------------------------------- what it means
 
 
-def report(seen: Seen, *, name: str, runs_in: str, asks_for_gold: bool) -> RewardReport:
+def report(seen: Observations, *, name: str, runs_in: str, asks_for_gold: bool) -> RewardReport:
     """Scores and findings from the observations of the function `name`, which runs in `runs_in` (event loop, thread, process)."""
     best: dict[str, dict[int, float]] = defaultdict(dict)  # by kind
     for row, kind, value in seen.values:
@@ -195,7 +195,7 @@ def report(seen: Seen, *, name: str, runs_in: str, asks_for_gold: bool) -> Rewar
     )
 
 
-def _faults(seen: Seen, runs_in: str) -> Iterator[Finding]:
+def _faults(seen: Observations, runs_in: str) -> Iterator[Finding]:
     """Findings that do not depend on the quality of the scores."""
     by_error: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for row, kind, value in seen.values:
@@ -223,7 +223,7 @@ def _faults(seen: Seen, runs_in: str) -> Iterator[Finding]:
         yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.changing))
 
 
-def _values(seen: Seen, best: Mapping[str, Rows], asks_for_gold: bool) -> Iterator[Finding]:
+def _values(seen: Observations, best: Mapping[str, ScoreByRow], asks_for_gold: bool) -> Iterator[Finding]:
     """Findings about the quality of the scores."""
     scored = [value for *_, value in seen.values if not isinstance(value, str)]
     numbers = [value for value in scored if value is not None]
@@ -255,7 +255,7 @@ def _values(seen: Seen, best: Mapping[str, Rows], asks_for_gold: bool) -> Iterat
     yield _finding("values", Severity.ERROR if asks_for_gold else Severity.NOTE, title, fix)
 
 
-def _comparisons(golds: Mapping[int, float], best: Mapping[str, Rows], tolerance: float) -> Iterator[Finding]:
+def _comparisons(golds: ScoreByRow, best: Mapping[str, ScoreByRow], tolerance: float) -> Iterator[Finding]:
     """Right answers that do not get the highest score, and other completions that get a part of it."""
     others = {kind: rows for kind, rows in best.items() if kind not in (GOLD, LONG)}
     floors = {row: min(rows[row] for rows in best.values() if row in rows) for row in golds}
@@ -266,29 +266,28 @@ def _comparisons(golds: Mapping[int, float], best: Mapping[str, Rows], tolerance
             unrewarded.append((row, gold, kind, score))
     if unrewarded:
         row, gold, kind, score = max(unrewarded, key=lambda entry: entry[3] - entry[1])
-        title = f"The right answer does not get the most: on row {row} it got {gold:g}, `{kind}` {score:g}."
+        title = f"The right answer does not get the highest score: on row {row} it got {gold:g}, `{kind}` {score:g}."
         fix = "Look at the gold answers of these rows: they may be wrong, or in a form that the function cannot read."
         yield _finding("gold-too-low", Severity.ERROR, title, fix, [entry[0] for entry in unrewarded])
     for kind, rows in others.items():
-        paid = {
+        fractions = {
             row: (score - floors[row]) / (golds[row] - floors[row])
             for row, score in rows.items()
             if score > 0.0 and row in golds and golds[row] - floors[row] > tolerance
         }
-        paid = {row: fraction for row, fraction in paid.items() if fraction >= _PAID}
-        if not paid:
+        partly = [row for row, fraction in fractions.items() if fraction >= _PART]
+        if not partly:
             continue
-        row = max(paid, key=lambda each: paid[each])
-        like_gold = [each for each, fraction in paid.items() if fraction >= _PAID_LIKE_GOLD]
-        severity, how = Severity.WARNING, "as much as the right answer" if like_gold else f"{paid[row]:.0%} of that"
-        fix = "Fine as partial credit; else a policy may settle for it."
-        if len(like_gold) > _BY_CHANCE * len(golds):
-            severity, fix = (
-                Severity.ERROR,
-                "A policy finds this out quickly; make the function ask for the answer itself.",
-            )
-        title = f"It pays `{kind}`: on row {row} it got {rows[row]:g}, {how}."
-        yield _finding("pays", severity, title, fix, sorted(like_gold or paid))
+        fully = [row for row in partly if fractions[row] >= _FULL]
+        if len(fully) > _BY_CHANCE * len(golds):
+            severity = Severity.ERROR
+            fix = "A policy finds this out quickly; make the function ask for the answer itself."
+        else:
+            severity, fix = Severity.WARNING, "Fine as partial credit; otherwise a policy may settle for it."
+        row = max(partly, key=fractions.__getitem__)
+        how = "as much as the right answer" if fully else f"{fractions[row]:.0%} of the right answer's score"
+        title = f"It rewards `{kind}`: on row {row} it got {rows[row]:g}, {how}."
+        yield _finding("pays", severity, title, fix, sorted(fully or partly))
 
 
 def _finding(

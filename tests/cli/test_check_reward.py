@@ -52,7 +52,9 @@ def test_a_table_says_what_is_paid_and_an_error_is_exit_code_1_with_what_to_do()
     assert lines[-1] == "1 reward function(s) checked: 0 error(s), 0 warning(s)."
     result = _check([_reward("substring")], "--rows", "2")
     assert result.exit_code == 1
-    assert "error: It pays `counting`: on row 0 it got 1, as much as the right answer. A policy finds" in result.stdout
+    assert (
+        "error: It rewards `counting`: on row 0 it got 1, as much as the right answer. A policy finds" in result.stdout
+    )
     assert "Rows: 0, 1." in result.stdout
     result = _check([_reward("constant")], "--rows", "2")
     assert result.exit_code == 0

@@ -10,7 +10,7 @@ import pytest
 from grpo_async.config.sections import RewardSection
 from grpo_async.data import make_prompt
 from grpo_async.findings import Finding
-from grpo_async.rewards.check import GOLD, WRONG, RewardReport, Seen, candidates, check_reward, report
+from grpo_async.rewards.check import GOLD, WRONG, Observations, RewardReport, candidates, check_reward, report
 from grpo_async.rewards.function import load_reward
 
 AUDITED = "tests.rewards.audited_rewards"
@@ -36,9 +36,9 @@ def _report(function: str, *, conversational: bool = False, **section: Any) -> R
     ("function", "severity", "what"),
     [
         ("raises_on_empty", "error", "It raised IndexError: list index out of range"),
-        ("pays_everything_with_a_digit", "error", "It pays `wrong answer`"),
-        ("substring", "error", "It pays `counting`: on row 0 it got 1, as much as the right answer."),
-        ("prefers_garbage", "error", "The right answer does not get the most: on row 0 it got 0.5"),
+        ("pays_everything_with_a_digit", "error", "It rewards `wrong answer`"),
+        ("substring", "error", "It rewards `counting`: on row 0 it got 1, as much as the right answer."),
+        ("prefers_garbage", "error", "The right answer does not get the highest score: on row 0 it got 0.5"),
         ("asks_but_ignores", "error", "It does not tell right from wrong"),
         ("form_only", "note", "It does not tell right from wrong"),
         ("constant", "warning", "It gives every completion the same score (1)."),
@@ -114,7 +114,7 @@ def test_the_right_answer_is_tried_in_every_form_beside_a_wrong_one_of_its_shape
 def _find(rows: Sequence[dict[str, float | None]], *, asks_for_gold: bool = False) -> Sequence[Finding]:
     """`rows`: score by kind of completion."""
     values = [(row, kind, value) for row, scores in enumerate(rows) for kind, value in scores.items()]
-    return report(Seen(values=list(values)), name="f", runs_in="thread", asks_for_gold=asks_for_gold).findings
+    return report(Observations(values=list(values)), name="f", runs_in="thread", asks_for_gold=asks_for_gold).findings
 
 
 @pytest.mark.parametrize(("score", "severity"), [(0.05, None), (0.3, "warning"), (0.89, "warning"), (0.95, "error")])
@@ -135,7 +135,7 @@ def test_a_row_whose_right_answer_gets_nothing_or_less_than_garbage_is_an_error(
     assert (lost.severity, list(lost.rows)) == ("error", [2])
     less = _find([good, {**good, GOLD: 0.5, "garbage": 1.0}])[0]
     assert (less.severity, list(less.rows)) == ("error", [1])
-    assert less.title == "The right answer does not get the most: on row 1 it got 0.5, `garbage` 1."
+    assert less.title == "The right answer does not get the highest score: on row 1 it got 0.5, `garbage` 1."
 
 
 def test_the_same_score_for_everything_and_none_for_the_right_answer_are_told() -> None:
