@@ -29,6 +29,7 @@ from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.sandbox.inside import NAMESPACES
 from grpo_async.sandbox.inside.namespaces import BASE
 from grpo_async.utils.child_process import CHUNK, ChildProcess
+from grpo_async.utils.text import last_line
 
 
 class SandboxError(GrpoAsyncError):
@@ -96,8 +97,7 @@ class SandboxResult:
     @property
     def last_error_line(self) -> str:
         """The last non-empty line of stderr, or ""; for a traceback, the line with the error."""
-        lines = [line for line in self.stderr.splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
+        return last_line(self.stderr)
 
 
 _SYSTEM_PATHS = (
@@ -439,8 +439,7 @@ def _status_of(exit_code: int, cpu_s: float, limits: SandboxLimits, stderr: str)
         return SandboxStatus.CPU
     if exit_code < 0:
         return SandboxStatus.KILLED
-    last = stderr.rstrip().rpartition("\n")[2]
-    return SandboxStatus.MEMORY if last.startswith("MemoryError") else SandboxStatus.ERROR
+    return SandboxStatus.MEMORY if last_line(stderr).startswith("MemoryError") else SandboxStatus.ERROR
 
 
 async def _remove_tree(path: str) -> None:

@@ -22,7 +22,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
-from grpo_async.user_code.calls import own_name, unwrap_partial
+from grpo_async.user_code.calls import own_name, partials_of, unwrap_partial
 from grpo_async.utils.text import backticked, clipped, did_you_mean
 
 Arguments = TypeAdapter[dict[str, Any]]
@@ -133,7 +133,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         signature = inspect.signature(function)
     except ValueError as error:
         raise UnusableError(["has no signature that can be read; wrap it in a `def`"]) from error
-    hidden = {*hidden, *_fixed_by_partial(function)}
+    hidden = {*hidden, *(name for partial in partials_of(function) for name in partial.keywords)}
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
     problems = _problems_of(parameters)
     if problems:
@@ -175,14 +175,6 @@ def _documentation(function: Callable[..., Any]) -> str:
         return (inspect.getdoc(inner) or "").strip()
     own = type(inner).__call__.__doc__ or type(inner).__doc__  # inspect.getdoc would inherit the docstring of `type`
     return inspect.cleandoc(own or "").strip()
-
-
-def _fixed_by_partial(function: Any) -> set[str]:
-    fixed: set[str] = set()
-    while hasattr(function, "func") and hasattr(function, "keywords"):
-        fixed.update(function.keywords)
-        function = function.func
-    return fixed
 
 
 def _problems_of(parameters: list[inspect.Parameter]) -> list[str]:

@@ -14,12 +14,13 @@ and one for agents.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -39,8 +40,8 @@ class CallError(GrpoAsyncError):
     Attributes:
         problem: what happened, as the end of a sentence that begins with the function: "raised KeyError: 'a' (mine.py, line 7)".
         error: its exception; None if it did not end, could not be called, or raised one that cannot be pickled.
-        is_timeout: whether it took too long.
-        is_lost: whether it took too long, or its process ended.
+        is_timeout: it took too long.
+        is_lost: it took too long, or its process ended.
     """
 
     def __init__(
@@ -169,10 +170,17 @@ def _is_library(file: str) -> bool:
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in _LIBRARIES)))
 
 
+def partials_of(function: Any) -> Iterator[functools.partial[Any]]:
+    """The (nested) functools.partial objects around a callable, from the outside in."""
+    while isinstance(function, functools.partial):
+        yield function
+        function = function.func
+
+
 def unwrap_partial(function: Any) -> Any:
     """The callable inside (nested) functools.partial objects."""
-    while hasattr(function, "func") and hasattr(function, "keywords"):
-        function = function.func
+    for partial in partials_of(function):
+        function = partial.func
     return function
 
 

@@ -72,6 +72,11 @@ def first_line(text: str) -> str:
     return text.strip().partition("\n")[0].rstrip()
 
 
+def last_line(text: str) -> str:
+    """The last that is not blank, without the space around it; "" where all are."""
+    return text.rstrip().rpartition("\n")[2].strip()
+
+
 def shortlist(texts: Collection[str], separator: str = "; ", *, limit: int = 8) -> str:
     """The first of them, and how many more there are: a, b, c with `limit` 2 -> "a; b and 1 more"."""
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
