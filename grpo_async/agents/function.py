@@ -21,7 +21,7 @@ from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import Caller, CallError, UserCall, is_async
 from grpo_async.user_code.loop import UserLoop
-from grpo_async.user_code.references import resolve_plain_function
+from grpo_async.user_code.references import resolve_and_check
 from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.extras import needs
 
@@ -130,5 +130,5 @@ def load_function_agent(section: AgentSection, *, max_concurrent: int) -> Functi
     """
     assert section.function is not None
     given: dict[str, Any] = {"row": {}, "client": None}
-    function = resolve_plain_function(section.function, SETTING, given=given, arguments=section.arguments)
+    function = resolve_and_check(section.function, SETTING, given=given, arguments=section.arguments, may_be_async=True)
     return FunctionAgent(function, section, max_concurrent=max_concurrent)

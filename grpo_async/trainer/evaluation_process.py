@@ -17,7 +17,7 @@ from grpo_async.inference.fleet import Fleet, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
-from grpo_async.user_code.threads import call_when_set
+from grpo_async.utils.concurrency import call_when_set
 from grpo_async.utils.text import count
 
 logger = logging.getLogger(__name__)

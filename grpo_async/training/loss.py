@@ -30,7 +30,7 @@ from grpo_async.config.sections import (
 from grpo_async.errors import RunError
 from grpo_async.training.logprobs import TokenObjective
 from grpo_async.training.model import PolicyOutput
-from grpo_async.user_code.references import resolve_plain_function
+from grpo_async.user_code.references import resolve_and_check
 
 _MAX_LOG_RATIO = 80.0
 
@@ -197,18 +197,14 @@ class UserLoss:
         section: `loss` with `type: custom`.
 
     Raises:
-        ConfigError: the function does not exist, is a coroutine, or does not accept its arguments.
+        ConfigError: the function does not exist, is async, or does not accept its arguments.
     """
 
     def __init__(self, section: CustomLoss) -> None:
         self._name = section.function
         self._arguments = dict(section.arguments)
-        self._function = resolve_plain_function(
-            section.function,
-            "loss.function",
-            given={"inputs": None},
-            arguments=self._arguments,
-            turns="tensors to turn into a tensor",
+        self._function = resolve_and_check(
+            section.function, "loss.function", given={"inputs": None}, arguments=self._arguments
         )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:

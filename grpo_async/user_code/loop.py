@@ -51,7 +51,7 @@ class UserLoop:
         self._abandoned: list[_Loop] = []
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float) -> Result:
-        """Run the coroutine that `work` makes, which must not raise.
+        """Run the coroutine that `work` makes, which must not raise SystemExit or KeyboardInterrupt.
 
         Raises:
             TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; BlockedLoopError: it cannot be cancelled.
@@ -72,7 +72,7 @@ class UserLoop:
         raise TimeoutError  # or the loop was closed meanwhile
 
     def post(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Start the coroutine that `work` makes, which must not raise. ThreadsExhaustedError: too many loops are blocked."""
+        """Like `run`, without a time limit: the caller waits for the future. ThreadsExhaustedError: too many loops are blocked."""
         return self._start(work)[0]
 
     def close(self) -> None:

@@ -95,23 +95,22 @@ def _choices(wanted: str, available: Sequence[str]) -> str:
     return shortlist([f"`{name}`" for name in available], ", ") + did_you_mean(wanted, available)
 
 
-def resolve_plain_function(
-    reference: str, setting: str, *, given: Mapping[str, Any], arguments: Mapping[str, Any], turns: str = ""
+def resolve_and_check(
+    reference: str, setting: str, *, given: Mapping[str, Any], arguments: Mapping[str, Any], may_be_async: bool = False
 ) -> Callable[..., Any]:
     """A user's function that is called as f(*given, **arguments), checked before anything is started.
 
     Args:
         setting: path of the setting that names it, such as `loss.function`; its arguments are next to it.
         given: name and an example of each positional argument.
-        turns: what it converts to what, for the error about an async function; "" if it may be async.
 
     Raises:
-        ConfigError: it does not exist, is a coroutine, or does not accept its arguments.
+        ConfigError: it does not exist, is async although it must not be, or does not accept its arguments.
     """
     where = f"{setting}: {reference}"
     function = resolve_function(reference, where)
-    if turns and is_async(function):
-        raise ConfigError(f"{where}: is async; make it a plain function, it has {turns}")
+    if is_async(function) and not may_be_async:
+        raise ConfigError(f"{where}: is async; make it a plain function")
     names = ", ".join(given)
     try:
         inspect.signature(function).bind(*given.values(), **arguments)

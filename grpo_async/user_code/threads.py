@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.utils.concurrency import in_thread
 
 Result = TypeVar("Result")
 
@@ -84,7 +83,7 @@ class ThreadRunner:
             future, make = _job(work)
             threading.Thread(target=make, name=self._name, daemon=True).start()
             try:
-                return await _result_within(future, timeout_s)
+                return await _await_within(future, timeout_s)
             except (TimeoutError, asyncio.CancelledError):  # the latter: the event loop ends
                 self._abandoned.add(future)
                 future.add_done_callback(self._abandoned.discard)
@@ -115,14 +114,14 @@ class InstanceThread:
 
     async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
         """Run `work`; it continues in the thread if this is cancelled or too slow (TimeoutError)."""
-        return await _result_within(self.post(work), timeout_s)
+        return await _await_within(self.post(work), timeout_s)
 
     def stop(self) -> None:
         """End the thread after the queued work."""
         self._queue.put(None)
 
 
-async def _result_within(future: Future[Result], timeout_s: float) -> Result:
+async def _await_within(future: Future[Result], timeout_s: float) -> Result:
     async with asyncio.timeout(timeout_s):
         return await asyncio.wrap_future(future)
 
@@ -140,13 +139,3 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (make := queue.get()) is not None:  # stop() posts the None
         make()
         del make  # it holds the call's arguments, and the next call may come much later
-
-
-def call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
-    """Call `function`, in a separate thread, as soon as the event is set."""
-
-    def wait() -> None:
-        event.wait()  # may wait forever, in a daemon thread
-        function()
-
-    in_thread(wait, name="stop-watch")

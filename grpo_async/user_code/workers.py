@@ -1,5 +1,5 @@
-"""Worker processes of one function, with both ends: started at the first call, killed on timeout, replaced when they die. A
-death or a timeout is an error of that call only.
+"""Worker processes that run one function: started at the first call, killed on timeout, replaced when they die. A death or a
+timeout is an error of that call only.
 
     WorkerPool   runs calls, each on a worker of its own, on a separate event loop
     Worker       one process from its owner's side: start, exchange messages, kill
@@ -57,7 +57,7 @@ class WorkerPool:
         name: what runs in them, for thread names ("reward judge").
         reference: `module:attribute` of the function.
         first: a first call of each worker, part of its start, which then has more time: it loads something large, so there is only
-            one worker; otherwise there is one for every second CPU, 1 to 4. The next call meets and reports the errors of this one.
+            one worker; otherwise there is one for every second CPU, 1 to 4. What it raises, the next call raises again and reports.
     """
 
     def __init__(self, name: str, reference: str, *, first: Request | None = None) -> None:

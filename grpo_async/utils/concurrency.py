@@ -28,6 +28,16 @@ def in_thread(function: Callable[[], Result], *, name: str) -> Future[Result]:
     return future
 
 
+def call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
+    """Call `function`, in a separate thread, as soon as the event is set."""
+
+    def wait() -> None:
+        event.wait()  # may wait forever, in a daemon thread
+        function()
+
+    in_thread(wait, name="stop-watch")
+
+
 @contextlib.asynccontextmanager
 async def in_background(work: Coroutine[Any, Any, Result], *, name: str) -> AsyncIterator[asyncio.Task[Result]]:
     """`work` runs while the context is open, and is cancelled when it is left. Its error ends the context at once, and is raised
