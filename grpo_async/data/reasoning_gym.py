@@ -36,13 +36,12 @@ def read_reasoning_gym(source: ReasoningGymSource) -> LocatedRows:
             if setting in task.config:
                 raise ConfigError(f"tasks.{number}.config.{setting}: set `{setting}` beside `tasks`, for all of them")
     size = min(source.size, source.limit or source.size)
-    turns = list(islice(mixed_evenly([task.weight for task in source.tasks]), size))
-    made = _run_child(source, [turns.count(number) for number in range(len(source.tasks))])
-    next_row = [0] * len(made)
-    for turn in turns:
-        name, index = source.tasks[turn].name, next_row[turn]
-        next_row[turn] += 1
-        question, answer, task_data = made[turn][index]
+    order = list(islice(mixed_evenly([task.weight for task in source.tasks]), size))
+    made = _run_child(source, [order.count(number) for number in range(len(source.tasks))])
+    rows = [enumerate(of_task) for of_task in made]
+    for number in order:
+        name = source.tasks[number].name
+        index, (question, answer, task_data) = next(rows[number])
         yield f"{name}, row {index}", {"prompt": question, "answer": answer, "task": name, "task_data": task_data}
 
 

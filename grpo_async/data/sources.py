@@ -72,13 +72,10 @@ def load_rows(source: Source, *, count_tokens: CountTokens | None = None) -> Row
     """
     rows = _read(source)
     if not rows:
-        raise ConfigError(f"{source_name(source)}: there are no rows in it; at least one with a `prompt` is needed")
-    try:
-        rows = drop_long_prompts(rows, source, count_tokens)
-    except ConfigError as error:
-        raise ConfigError(f"{source_name(source)}: {error}") from error
-    belonging = task_columns(source)
-    rows.notes += describe_duplicates(rows, [task_key(row, belonging) for row in rows])
+        raise ConfigError(f"{_source_name(source)}: there are no rows in it; at least one with a `prompt` is needed")
+    rows = _drop_long_prompts(rows, source, count_tokens)
+    columns = task_columns(source)
+    rows.notes += describe_duplicates(rows, [task_key(row, columns) for row in rows])
     return rows
 
 
@@ -88,7 +85,7 @@ def first_rows(source: Source, count: int) -> Rows:
     return load_rows(source.without_filters().model_copy(update={"limit": limit}))
 
 
-def source_name(source: Source) -> str:
+def _source_name(source: Source) -> str:
     """What the user called it."""
     if isinstance(source, HubSource):
         return hub_name(source)
@@ -192,7 +189,7 @@ def _look_up(row: Row, path: str, location: str) -> Any:
 CountTokens = Callable[[Prompt], int]
 
 
-def drop_long_prompts(rows: Rows, source: Source, count_tokens: CountTokens | None) -> Rows:
+def _drop_long_prompts(rows: Rows, source: Source, count_tokens: CountTokens | None) -> Rows:
     """The rows within `max_prompt_tokens`, with a note of how many were left out: "max_prompt_tokens: 3 left out 1 of 2 rows".
 
     Raises:
@@ -210,7 +207,7 @@ def drop_long_prompts(rows: Rows, source: Source, count_tokens: CountTokens | No
         return rows
     note = f"max_prompt_tokens: {limit} left out {len(rows) - len(kept)} of {len(rows)} rows"
     if not kept:
-        raise ConfigError(f"no row is left: {note}; raise it")
+        raise ConfigError(f"{_source_name(source)}: no row is left: {note}; raise it")
     passed = rows.take(kept)
     passed.notes = [*rows.notes, note]
     return passed
