@@ -126,7 +126,7 @@ class RewardRequest:
             if math.isfinite(number := float(value)):
                 metrics.setdefault(name, []).append(number)
             else:
-                logger.warning("log_metric(%r) got %s; left out, for it would spoil the mean", name, number)
+                logger.warning("log_metric(%r) got %s, which is ignored: the mean would not be a number", name, number)
 
         def finish(raw: Any) -> RewardOutcome:
             try:

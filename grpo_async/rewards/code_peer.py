@@ -183,7 +183,7 @@ def decode(value: Any, find: Callable[[list[Any]], Any], may_be_nan: bool = True
 def _must(is_so: bool) -> None:
     """Raise ValueError if false. Not an assertion: the data is not ours."""
     if not is_so:
-        raise ValueError("this is no data of `encode`, or NaN, which the tests do not mention")
+        raise ValueError("this is not an output of `encode`, or it is NaN, which the tests do not mention")
 
 
 def _parts(value: Any, kind: type) -> Sequence[Any] | None:

@@ -26,7 +26,7 @@ class RowKind(StrEnum):
     """The kind of `RowTests.tests`, and so how they are run."""
 
     ASSERTS = (
-        "asserts"  # statements, each a test. MBPP's `test_list`: "assert add(1, 2) == 3"; or calls of the entry point
+        "asserts"  # statements, each a test: "assert add(1, 2) == 3" (MBPP's `test_list`), or calls of the entry point
     )
     SCRIPT = "script"  # one script: `check(candidate)` as in HumanEval, functions `test_...`, unittest classes, or bare asserts
     PROGRAMS = "programs"  # runs of the whole program: (stdin, expected stdout)
@@ -186,7 +186,7 @@ def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None)
 def _arguments(given: Any, name: str) -> list[Any]:
     arguments = _json_or(given)
     if not isinstance(arguments, list | tuple):
-        raise ValueError(f"the input {clipped(repr(given), 200)} of `{name}` is no list of arguments")
+        raise ValueError(f"the input {clipped(repr(given), 200)} of `{name}` is not a list of arguments")
     return list(arguments)
 
 
@@ -195,7 +195,7 @@ def _check(row: RowTests) -> None:
         try:
             ast.parse(text)
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"the tests are no Python: {error}; in {clipped(repr(text), 200)}") from error
+            raise ValueError(f"the tests are not valid Python: {error}; in {clipped(repr(text), 200)}") from error
     if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
         raise ValueError("the script defines `check` and never calls it; name its argument in the column `entry_point`")
     names_of("\n".join(row.sources), row.entry_point)

@@ -52,7 +52,7 @@ class RemoteSettings(StrictModel, strict=True):
     format: Literal["json", "classify"] = "json"
     """See the top of the module."""
     token_env: str | None = None
-    """Name of the environment variable that holds a bearer token; the token itself never stands in the YAML."""
+    """Name of the environment variable that holds a bearer token, which does not belong in the YAML."""
     model: str | None = None
     """vLLM's `model`, needed if it serves several."""
     use_activation: bool | None = None

@@ -133,7 +133,7 @@ def task_score(
 ) -> list[float | None]:
     r"""The score that the row's task gives the answer, from 0.0 to 1.0.
 
-    Example: the task `gcd` with the answer 6: "<think>...</think> 6" -> 1.0, "12" -> 0.0, "it is 6" -> 0.14 (the library pays
+    Example: the task `gcd` with the answer 6: "<think>...</think> 6" -> 1.0, "12" -> 0.0, "it is 6" -> 0.14 (the library gives
     1 character of 7), with `binarize` 0.0, with `answer_from: boxed` and r"it is \boxed{6}" 1.0.
 
     Args:
@@ -150,8 +150,8 @@ def task_score(
     scores: list[float | None] = []
     for completion, data in zip(completions, task_data, strict=True):
         answer = _answer(after_thinking(final_text(completion)), answer_from)
-        paid = 0.0 if answer is None else scorers[data].pay(answer)
-        scores.append(float(paid >= _FULL_SCORE) if binarize else paid)
+        score = 0.0 if answer is None else scorers[data].score(answer)
+        scores.append(float(score >= _FULL_SCORE) if binarize else score)
     return scores
 
 
@@ -163,17 +163,17 @@ class _Scorer:
         self._task = task
         self._entry: dict[str, Any] = data["entry"]
         self._score_answer = _scorer_of(task, repr(data["config"]))
-        self._paid_for_nothing = max(self._score(text, quiet=True) for text in _NO_ANSWERS)
+        self._score_of_no_answer = max(self._library_score(text, quiet=True) for text in _NO_ANSWERS)
 
-    def pay(self, answer: str) -> float:
+    def score(self, answer: str) -> float:
         """The score, from 0 to 1. Code that the scorer would run scores 0; the known answer may always be evaluated."""
         is_safe = self._task not in EVALUATED or answer == self._entry["answer"] or is_harmless(answer)
         if len(answer) > _MAX_ANSWER_CHARS or not is_safe:
             return 0.0
-        score = self._score(answer)
-        return score if score > self._paid_for_nothing else 0.0
+        score = self._library_score(answer)
+        return score if score > self._score_of_no_answer else 0.0
 
-    def _score(self, answer: str, *, quiet: bool = False) -> float:
+    def _library_score(self, answer: str, *, quiet: bool = False) -> float:
         """The scorer's result; 0 if it raised, ran out of time or returned no finite number."""
         try:
             with _time_limit():

@@ -14,8 +14,8 @@ from grpo_async.records import answer_start
 from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.utils.text import text_of_parts
 
-# A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
-# (`H2O`, `m^2`, `1.2.3`) are no numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
+# A sign counts only where no operand comes before it (`3-5` ends in 5). Digits that belong to a name or an exponent
+# (`H2O`, `m^2`, `1.2.3`) are not numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
 _INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]])(?<!\^\{{)([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")

@@ -121,7 +121,7 @@ def _check(require: Iterable[str]) -> None:
             "the sandbox for model-written code cannot enforce this here:\n" + "\n".join(lines) + "\n"
             "Allow unprivileged user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0, or "
             "user.max_user_namespaces > 0), or run on Linux 5.13 or later with Landlock and seccomp, in a container too; "
-            f"or do without on your own risk: `require: {rest}`"
+            f"or do without them at your own risk: `require: {rest}`"
         )
 
 

@@ -97,7 +97,9 @@ def test_programs_are_run_with_stdin() -> None:
     assert _score(code, cases) == 0.5
     assert _score(code, json.dumps({"inputs": ["1 2", "3 4"], "outputs": [["3"], "7"]})) == 1.0
     assert _score("print(3)\nraise SystemExit(1)", cases) == 0.0  # it printed 3, and failed
-    assert _score("print('3\\n' * 100_000)", [{"input": "", "output": "3\n" * 100_000}]) == 1.0  # more than 65,536 characters
+    assert (
+        _score("print('3\\n' * 100_000)", [{"input": "", "output": "3\n" * 100_000}]) == 1.0
+    )  # more than 65,536 characters
 
 
 def test_a_row_may_have_thousands_of_tests() -> None:
@@ -197,12 +199,12 @@ def test_the_last_block_after_the_thinking_is_the_code() -> None:
 @pytest.mark.parametrize(
     ("tests", "problem"),
     [
-        (["assert ("], "the tests are no Python"),
+        (["assert ("], "the tests are not valid Python"),
         (7, "in no known form"),
         ([{"input": "1"}], "in no known form"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"fn_name": "f", "inputs": [5], "outputs": [5]}, "the input 5 of `f` is no list of arguments"),
-        ({"fn_name": "f", "inputs": ["ab"], "outputs": [5]}, "the input 'ab' of `f` is no list of arguments"),
+        ({"fn_name": "f", "inputs": [5], "outputs": [5]}, "the input 5 of `f` is not a list of arguments"),
+        ({"fn_name": "f", "inputs": ["ab"], "outputs": [5]}, "the input 'ab' of `f` is not a list of arguments"),
         ({"inputs": 5, "outputs": 5}, "in no known form"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "column `entry_point`"),
         ("def check(candidate):\n    assert candidate(1)", "never calls it"),
@@ -214,7 +216,7 @@ def test_tests_that_cannot_be_read_are_an_error(tests: Any, problem: str) -> Non
 
 
 def test_an_unreadable_row_fails_the_call_and_names_the_completion() -> None:
-    with pytest.raises(ValueError, match="code_tests, completion 0: the tests are no Python"):
+    with pytest.raises(ValueError, match="code_tests, completion 0: the tests are not valid Python"):
         _scores([ADD, ADD], ["assert ("])
 
 

@@ -103,7 +103,7 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
     mechanisms = plan["mechanisms"]
     in_namespaces = NAMESPACES in mechanisms
     with report.problems("start"):
-        os.setpgid(0, 0)  # what it sends to its process group does not reach the launcher; the session tells its kin
+        os.setpgid(0, 0)  # its signals to its own group do not reach the launcher; the owner finds it by its session
         if _IS_LINUX and not in_namespaces:
             prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
         user = _prepare(plan, base, has_other_user) if plan["is_confined"] else None
