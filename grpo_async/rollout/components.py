@@ -14,7 +14,7 @@ from grpo_async.agents.environments import load_environment_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import EvaluationSection, RolloutSection
+from grpo_async.config.sections import SAMPLING, EvaluationSection, RolloutSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
@@ -87,11 +87,7 @@ class Components:
         """The producer that samples `group_size` rollouts of a prompt, as the configuration says. `tracks`: its timeline tracks."""
         rollout = config.rollout
         settings = SamplingSettings(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
+            **{name: getattr(sampling, name) for name in SAMPLING},
             structured_outputs=None if sampling.structured_outputs is None else sampling.structured_outputs.as_vllm(),
             stop=rollout.stop if sampling.stop is None else sampling.stop,
             max_completion_tokens=rollout.max_completion_tokens,

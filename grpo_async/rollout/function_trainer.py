@@ -88,13 +88,9 @@ class FunctionTrainer:
         self.args = SimpleNamespace(  # named as in TRL
             num_generations=setup.num_generations,
             max_completion_length=settings.max_completion_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            min_p=settings.min_p,
-            repetition_penalty=settings.repetition_penalty,
             seed=setup.seed,
             chat_template_kwargs=setup.chat_template_kwargs,
+            **{name: getattr(settings, name) for name in SAMPLING},
         )
 
     @cached_property
