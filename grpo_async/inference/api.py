@@ -51,6 +51,14 @@ from grpo_async.records import FinishReason
 
 PauseMode = Literal["keep", "drain", "abort"]
 
+OUT_OF_ORDER = 409
+"""Status of a call that the server cannot make in its present state, such as /resume with a part of an update loaded."""
+NOT_DRAINED = 504
+"""Status of a /pause that could not drain in time."""
+KEEP_ALIVE_S = 600
+"""Idle connections are closed by servers after this time, and by clients after half of it: a request that is sent into a connection
+that is just being closed is lost."""
+
 
 class ApiModel(BaseModel):
     """Base of all messages: unknown keys are refused on both sides."""

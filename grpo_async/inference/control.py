@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
 from grpo_async.inference.api import (
+    NOT_DRAINED,
     PauseMode,
     ScoreAnswer,
     ScoreRequest,
@@ -29,7 +30,6 @@ from grpo_async.utils.validation import problems_of
 
 _DRAIN_MARGIN_S = 10.0
 """Margin for a draining server to report that it could not drain."""
-_GATEWAY_TIMEOUT = 504  # "not drained in time": asking again would wait for as long again
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -148,8 +148,8 @@ class ServerControl:
         self._request("POST", "/pause", query=query, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
-        """Continue generating; allowed when not paused. RequestRejectedError with status 409: a part of an update is loaded, and
-        the server stays paused until it has a complete one."""
+        """Continue generating; allowed when not paused. RequestRejectedError with the status OUT_OF_ORDER: a part of an update is
+        loaded, and the server stays paused until it has a complete one."""
         self._request("POST", "/resume", timeout_s=timeout_s)
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float | None = None) -> None:
@@ -198,7 +198,8 @@ class ServerControl:
                 timeout = httpx.Timeout(left_s, connect=min(10.0, left_s))
                 response = self._http.request(method, path, params=query, json=body, timeout=timeout)
                 if response.status_code >= 400:
-                    may_retry, answered = response.status_code != _GATEWAY_TIMEOUT, True
+                    # a drain that is asked for again would wait for as long again
+                    may_retry, answered = response.status_code != NOT_DRAINED, True
                     raise error_for_status(response.status_code, response.content)
                 return response.content
             except (httpx.TransportError, ServerUnavailableError) as error:

@@ -28,6 +28,8 @@ from starlette.types import Receive, Scope, Send
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import (
+    NOT_DRAINED,
+    OUT_OF_ORDER,
     FinishBody,
     GenerateChunk,
     GenerateRequest,
@@ -135,11 +137,13 @@ class Engine(ABC):
 
     async def sleep(self) -> None:
         """Freeze generation, and free the GPU's memory."""
-        raise HTTPException(409, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU")
+        raise HTTPException(
+            OUT_OF_ORDER, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU"
+        )
 
     async def wake_up(self) -> None:
         """Undo `sleep`; allowed when awake."""
-        raise HTTPException(409, "this server cannot sleep")
+        raise HTTPException(OUT_OF_ORDER, "this server cannot sleep")
 
 
 class RolloutApp:
@@ -277,7 +281,7 @@ class RolloutApp:
         """Return when the engine has ended all requests. If this raises, the server is not paused. `number`: that of the /pause.
 
         Raises:
-            HTTPException: 504: not drained within `timeout_s`; 409: another /pause or /resume came.
+            HTTPException: NOT_DRAINED within `timeout_s`; OUT_OF_ORDER: another /pause or /resume came.
         """
         async with self._lock:
             if not self._is_whole:  # no request can run to its end
@@ -291,10 +295,10 @@ class RolloutApp:
         except TimeoutError:
             is_drained = False
         if number != self._pause_number:
-            raise HTTPException(409, "another /pause or /resume came while requests were draining")
+            raise HTTPException(OUT_OF_ORDER, "another /pause or /resume came while requests were draining")
         if not is_drained:
             raise HTTPException(
-                504,
+                NOT_DRAINED,
                 f"{len(self._requests.in_engine)} requests in flight have not ended within {timeout_s:g} s, so the server is not "
                 "paused; raise weights.drain_timeout_s if this is expected",
             )
@@ -304,7 +308,7 @@ class RolloutApp:
         async with self._lock:
             if not self._is_whole:
                 raise HTTPException(
-                    409,
+                    OUT_OF_ORDER,
                     "this server has loaded part of a weight update, so it stays paused until it has received a complete one",
                 )
             await self._engine.resume()
@@ -355,9 +359,11 @@ class RolloutApp:
         async with self._lock:
             info, self._announced = self._announced, None
             if info is None:
-                raise HTTPException(409, "no update was started: POST /start_weight_update first")
+                raise HTTPException(OUT_OF_ORDER, "no update was started: POST /start_weight_update first")
             if not await self._engine.is_paused():
-                raise HTTPException(409, "a server has to be paused and awake to load an update: POST /pause first")
+                raise HTTPException(
+                    OUT_OF_ORDER, "a server has to be paused and awake to load an update: POST /pause first"
+                )
             self._is_whole = self._is_loaded = False
             try:
                 await self._engine.load_update(info)
@@ -375,7 +381,7 @@ class RolloutApp:
                 self._is_whole, self._is_loaded = True, False
             elif not self._is_whole or version != self._engine.policy_version:  # else the client lost our answer
                 raise HTTPException(
-                    409,
+                    OUT_OF_ORDER,
                     f"there is no loaded update to serve as version {version}: POST /start_weight_update and /update_weights",
                 )
         return JSONResponse({})

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.servers.requests import EngineDeadError, EngineOutput, Gate, RequestTracker, TokenStream
-from grpo_async.servers.vllm.patches import mark_asking, wait_until_handed_out
+from grpo_async.servers.vllm.patches import track_get_output, wait_until_delivered
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -135,7 +135,7 @@ def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was
     events: list[str] = []
 
     async def handle_outputs(client: Any, may_handle: asyncio.Semaphore) -> None:
-        ask = mark_asking(_Client.get)
+        ask = track_get_output(_Client.get)
         while True:
             batch = await ask(client)
             events.append(f"took {batch}")
@@ -143,7 +143,7 @@ def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was
             events.append(f"handled {batch}")
 
     async def wait(client: Any) -> None:
-        await wait_until_handed_out(client, timeout_s=5.0)
+        await wait_until_delivered(client, timeout_s=5.0)
         events.append("waited")
 
     async def run() -> None:

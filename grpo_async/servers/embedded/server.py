@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from grpo_async.config.sections import TlsOptions
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import (
+    KEEP_ALIVE_S,
     GenerateRequest,
     ScoreAnswer,
     ServedParameters,
@@ -120,18 +121,18 @@ class EmbeddedEngine(Engine):
                     self._engine.step()
                 else:
                     self._commands.get()()
-                self._hand_out()
+                self._deliver()
             self._end("the server is shutting down")
         except Exception as error:
             logger.exception("the engine failed; every request fails")
             reason = f"the engine failed: {type(error).__name__}: {error}"
             self._end(reason)
             self._engine.fail_all(reason)
-            self._hand_out()
+            self._deliver()
             self._in_loop(self.requests.gate.break_down, reason)
             self._in_loop(self._on_failure)
 
-    def _hand_out(self) -> None:
+    def _deliver(self) -> None:
         if outputs := self._engine.take_outputs():
             self._in_loop(self._receive, outputs, self._engine.policy_version)
 
@@ -304,7 +305,7 @@ class EmbeddedServer(uvicorn.Server):
             ws="none",
             server_header=False,
             date_header=False,
-            timeout_keep_alive=600,  # clients pool connections; closing an idle one races with its next request
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
             ssl_certfile=tls.certificate if tls is not None else None,
             ssl_keyfile=tls.key if tls is not None else None,

@@ -18,6 +18,7 @@ from typing import Literal, NoReturn
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
+from grpo_async.inference.api import KEEP_ALIVE_S
 from grpo_async.inference.token import TOKEN_VARIABLE, require_token
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
 from grpo_async.utils.processes import die_with_launcher, is_cpu_build
@@ -233,8 +234,7 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
         "VLLM_HOST_IP": "127.0.0.1",
         # forked children would not run our plugin, which ties them to their parent
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # the default of 5 s closes pooled connections just when a client wants to use them again
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
     }
     if plugins := base.get("VLLM_PLUGINS"):  # a list of allowed plugins, which must contain ours
         environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins.split(","), _PLUGIN]))

@@ -28,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
+from grpo_async.config.sections import SAMPLING
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.requests import EngineOutput
@@ -212,12 +213,8 @@ def _sampling_params(request: GenerateRequest) -> Any:
     the policy's. Per-request generators also make its sampler loop over them in Python, and on a CPU they end the server ("CPU
     Generator does not use offset"). `--seed` seeds the one stream from which all requests draw."""
     return SamplingParams(
+        **{name: getattr(request, name) for name in SAMPLING},
         max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         structured_outputs=StructuredOutputsParams(**request.structured_outputs)
@@ -342,7 +339,7 @@ async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
     `keep_cache`, requests that continue recompute their context. (vLLM's documentation of clear_cache is wrong for mode=keep.)
 
     This is AsyncLLM.pause_generation without its final sleep of 20 ms, which waits for tokens that this process already has;
-    `patches.wait_until_handed_out` waits for those. It also lacks the refusal of new requests with which 0.33 begins mode=abort:
+    `patches.wait_until_delivered` waits for those. It also lacks the refusal of new requests with which 0.33 begins mode=abort:
     ours wait at the gate."""
     if not keep_cache:
         await engine.renderer.clear_mm_cache_async()

@@ -17,6 +17,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from grpo_async.inference.api import (
+    OUT_OF_ORDER,
     GenerateRequest,
     ScoreAnswer,
     ServedParameters,
@@ -33,7 +34,7 @@ from grpo_async.weights.receiver import UpdateFailedError
 logger = logging.getLogger("vllm.grpo_async")
 
 _DEAD = "the engine is dead; see the server's log"
-_HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
+_DELIVERY_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
 _NUM_AT_ONCE = 4  # concurrent requests of the warmup
 _FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
 
@@ -155,11 +156,11 @@ class VllmEngine(Engine):
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
         await compat.pause(self._client, abort=abort, keep_cache=keep_cache)
         self.requests.set_paused(True)
-        await self._wait_until_handed_out()
+        await self._wait_until_delivered()
 
     async def resume(self) -> None:
         if self._is_asleep:
-            raise HTTPException(409, "the server sleeps: POST /wake_up first")
+            raise HTTPException(OUT_OF_ORDER, "the server sleeps: POST /wake_up first")
         await self._client.resume_generation()
         self.requests.set_paused(False)
 
@@ -180,8 +181,8 @@ class VllmEngine(Engine):
             await self._client.wake_up()
         self._is_asleep = False
 
-    async def _wait_until_handed_out(self) -> None:
-        await patches.wait_until_handed_out(self._client.engine_core, timeout_s=_HANDOUT_TIMEOUT_S)
+    async def _wait_until_delivered(self) -> None:
+        await patches.wait_until_delivered(self._client.engine_core, timeout_s=_DELIVERY_TIMEOUT_S)
 
     # ---- weight updates ----
 
@@ -198,7 +199,7 @@ class VllmEngine(Engine):
 
     async def check_update(self, info: WeightUpdateInfo) -> None:
         if self._is_asleep:
-            raise HTTPException(409, "the server sleeps: POST /wake_up first")
+            raise HTTPException(OUT_OF_ORDER, "the server sleeps: POST /wake_up first")
         await super().check_update(info)
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
@@ -212,7 +213,7 @@ class VllmEngine(Engine):
         # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
         # that queue is handled, then change the version: all that arrives later was sampled after the coming /resume, by the
         # new weights.
-        await self._wait_until_handed_out()
+        await self._wait_until_delivered()
         self._version = version
         self._num_updates += 1
 

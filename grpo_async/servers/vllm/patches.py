@@ -62,8 +62,8 @@ def ask_for_amx() -> None:
 
 # ---- vLLM, API server: AsyncMPClient.get_output_async ----
 #
-# AsyncLLM has one task that loops: get one batch of outputs from the engine core's client, then hand every token in it to its
-# request. So if that task asks for the next batch while the client's queue is empty, all earlier tokens have been handed out.
+# AsyncLLM has one task that loops: get one batch of outputs from the engine core's client, then deliver every token in it to its
+# request. So if that task asks for the next batch while the client's queue is empty, all earlier tokens have been delivered.
 # (The spans of weight versions that vLLM has from 0.32 on come with a request's last output, too late for streaming.)
 
 _ASKED = "_grpo_async_asked"
@@ -71,8 +71,8 @@ _ASKED = "_grpo_async_asked"
 GetOutput = Callable[[Any], Awaitable[Any]]
 
 
-def mark_asking(get_output: GetOutput) -> GetOutput:
-    """Wrap a client class's `get_output_async` so that the client remembers when it is being called."""
+def track_get_output(get_output: GetOutput) -> GetOutput:
+    """Wrap a client class's `get_output_async` so that `wait_until_delivered` can tell when it is being called."""
 
     @wraps(get_output)
     async def get_output_async(client: Any) -> Any:
@@ -85,11 +85,11 @@ def mark_asking(get_output: GetOutput) -> GetOutput:
     return get_output_async
 
 
-async def wait_until_handed_out(client: Any, *, timeout_s: float) -> None:
-    """Return when every batch that is now in the client's queue has been handled.
+async def wait_until_delivered(client: Any, *, timeout_s: float) -> None:
+    """Return when every batch that is now in the client's queue has been delivered to its requests.
 
     Raises:
-        TimeoutError: not handled within `timeout_s`.
+        TimeoutError: not delivered within `timeout_s`.
     """
     asked: asyncio.Event | None = client.__dict__.get(_ASKED)
     if asked is None:  # the task has never run: nothing was ever requested
@@ -100,12 +100,12 @@ async def wait_until_handed_out(client: Any, *, timeout_s: float) -> None:
             await asked.wait()
 
 
-def mark_handled_outputs() -> None:
-    """Prepare `wait_until_handed_out`."""
+def track_deliveries() -> None:
+    """Make `wait_until_delivered` possible for the clients of this process."""
     from vllm.v1.engine.core_client import AsyncMPClient
 
     if not hasattr(AsyncMPClient.get_output_async, "__wrapped__"):
-        AsyncMPClient.get_output_async = mark_asking(AsyncMPClient.get_output_async)
+        AsyncMPClient.get_output_async = track_get_output(AsyncMPClient.get_output_async)
 
 
 # ---- vLLM, API server, one engine: AsyncMPClient.add_request_async, AsyncLLM.output_handler ----
