@@ -110,9 +110,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
         control.send("phase", name="waiting for the server")
         fleet.start()
         with timeline.span("waiting for the server", "run"):
-            is_ready = fleet.wait_for_members(
-                deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested
-            )
+            is_ready = fleet.wait_until_up(deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested)
         if not is_ready:  # stopped before anything was trained: there is nothing to save
             context.channel.send([StopCommand()] * assignment.world_size)
             return
@@ -144,7 +142,6 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             ),
             timeout_s=config.weights.timeout_s,
             device=context.device,
-            base=context.parameters.base,
         )
         stack.callback(transport.close)
         probes = probe_sequences(
@@ -346,8 +343,8 @@ class Leader:
             raise RunError("the preflight found problems that would spoil the run:\n" + "\n".join(failed))
 
     def _await_server(self) -> bool:
-        """Wait until a server is up, with heartbeats to the other ranks. See Fleet.wait_for_members."""
-        return self._fleet.wait_for_members(
+        """Wait until a server is up, with heartbeats to the other ranks. See Fleet.wait_until_up."""
+        return self._fleet.wait_until_up(
             deadline_s=self._config.inference.startup_timeout_s,
             stop=self._control.stop_requested,
             heartbeat=self.heartbeat,

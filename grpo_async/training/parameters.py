@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import ServedParameters
-from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
+from grpo_async.inference.api import AdapterBase, ServedParameters
+from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, update_problems
+from grpo_async.weights.push import GatheredParameters
 
 ADAPTER = "default"
 """peft's name of our only adapter."""
@@ -50,8 +51,8 @@ class NamedTensor:
     name: str
     tensor: torch.Tensor
     is_buffer: bool = False
-    product: LoraDelta | None = None
-    """The product of its adapter, if it has one."""
+    delta: LoraDelta | None = None
+    """What its adapter adds to it, if it has one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,9 +66,9 @@ class NamedTensor:
                 in 16 bits need half the bytes. None: the dtype of the tensor; float32 with an adapter.
         """
         tensor = self.tensor.detach()
-        if self.product is None:
+        if self.delta is None:
             return whole_of(tensor if dtype is None else tensor.to(dtype))
-        full = torch.addmm(whole_of(tensor).float(), *self.product.factors())
+        full = torch.addmm(whole_of(tensor).float(), *self.delta.factors())
         return full if dtype is None else full.to(dtype)
 
 
@@ -84,12 +85,12 @@ def list_sources(model: Any) -> list[NamedTensor]:
 
 def _walk(module: Any, prefix: str) -> Iterator[NamedTensor]:
     """A module's own tensors, then those of its children; for an adapted layer, those of its base layer with the adapter's
-    product."""
+    delta."""
     if hasattr(module, "lora_A"):
         for source in _walk(module.get_base_layer(), prefix):
             if source.name == f"{prefix}.weight":
                 a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
-                source = replace(source, product=LoraDelta(a=a, b=b, scaling=module.scaling[ADAPTER]))
+                source = replace(source, delta=LoraDelta(a=a, b=b, scaling=module.scaling[ADAPTER]))
             yield source
         return
     dot = f"{prefix}." if prefix else ""
@@ -238,8 +239,8 @@ class ShardedParameters:
             for name, (shape, dtype) in group.outputs.items()
         ]
 
-    base: dict[str, str] | None = None
-    """Fields of api.AdapterBase; None: whole parameters are sent."""
+    base = None
+    """Whole parameters are sent."""
 
     def problems(self, served: ServedParameters) -> list[str]:
         """Why a server cannot take these parameters; [] if it can."""
@@ -274,7 +275,7 @@ class ShardedParameters:
 
 
 class AdapterParameters:
-    """The factors of each adapted weight; see weights.adapters. It has the same interface as ShardedParameters.
+    """The factors of each adapted weight; see weights.adapters.
 
     Args:
         model: the Hugging Face model inside the policy, with adapters.
@@ -290,21 +291,19 @@ class AdapterParameters:
         self._device = device or torch.device("cpu")
         self._path = path
         base = BaseWeights(path)
-        self.base: dict[str, str] | None = {
-            "digest": base.digest, "dtype_name": str(served_dtype).removeprefix("torch.")
-        }  # fmt: skip
+        self.base = AdapterBase(digest=base.digest, dtype_name=str(served_dtype).removeprefix("torch."))
         sources = {source.name: source for source in list_sources(model)}
-        self._products: dict[str, LoraDelta] = {}
+        self._deltas: dict[str, LoraDelta] = {}
         metas = {name: torch.empty(source.shape, device="meta") for name, source in sources.items()}
         for group in checkpoint_groups(model, metas):
             for name in group.sources:
-                product = sources[name].product
-                if product is not None:
+                delta = sources[name].delta
+                if delta is not None:
                     _check_adapted(sources[name], group, base)
-                    self._products[next(iter(group.outputs))] = product
-        if not self._products:
+                    self._deltas[next(iter(group.outputs))] = delta
+        if not self._deltas:
             raise ConfigError("model.lora.push: adapter needs adapters, and the model has none; set model.lora")
-        self._specs = [spec for name, product in self._products.items() for spec in _factor_specs(name, product)]
+        self._specs = [spec for name, delta in self._deltas.items() for spec in _factor_specs(name, delta)]
 
     @property
     def specs(self) -> list[ParameterSpec]:
@@ -312,13 +311,12 @@ class AdapterParameters:
 
     def problems(self, served: ServedParameters) -> list[str]:
         """Why a server cannot take these adapters; [] if it can."""
-        assert self.base is not None
-        return problems_with_base(self.base["digest"], served.base_digest, self._path)
+        return problems_with_base(self.base.digest, served.base_digest, self._path)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
         """Like ShardedParameters.buckets. A collective."""
         tensors = (
-            factor.to(self._device).contiguous() for product in self._products.values() for factor in product.factors()
+            factor.to(self._device).contiguous() for delta in self._deltas.values() for factor in delta.factors()
         )
         for bucket in cut_into_buckets(self._specs, bucket_bytes):
             yield [next(tensors) for _ in bucket]
@@ -326,7 +324,7 @@ class AdapterParameters:
 
 def choose_parameters(
     model: Any, section: ModelSection, *, served_dtype: torch.dtype, device: torch.device
-) -> ShardedParameters | AdapterParameters:
+) -> GatheredParameters:
     """The parameters that `model.lora.push` says to send."""
     if section.lora is not None and section.lora.push == "adapter":
         return AdapterParameters(model, path=section.path, served_dtype=served_dtype, device=device)
@@ -346,7 +344,7 @@ def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) 
         )
 
 
-def _factor_specs(name: str, product: LoraDelta) -> Iterator[ParameterSpec]:
-    (rows, rank), columns = product.b.shape, product.a.shape[1]
-    yield ParameterSpec(name=name + LEFT, dtype_name="float32", shape=(rows, rank))
-    yield ParameterSpec(name=name + RIGHT, dtype_name="float32", shape=(rank, columns))
+def _factor_specs(name: str, delta: LoraDelta) -> Iterator[ParameterSpec]:
+    (rows, rank), columns = delta.b.shape, delta.a.shape[1]
+    yield ParameterSpec(name=name + LORA_B, dtype_name="float32", shape=(rows, rank))
+    yield ParameterSpec(name=name + LORA_A, dtype_name="float32", shape=(rank, columns))

@@ -27,11 +27,11 @@ from grpo_async.training.checkpoint import CheckpointState, CheckpointWriter, lo
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
-from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.timing import peak_bytes
 from grpo_async.training.token_statistics import TokenCollector
+from grpo_async.weights.push import GatheredParameters
 from grpo_async.weights.verify import TrainerScores
 
 
@@ -179,7 +179,7 @@ class TrainerContext:
     optimizer: torch.optim.Optimizer
     objective: Objective
     reference: Reference | None  # if the objective has a KL term
-    parameters: ShardedParameters | AdapterParameters
+    parameters: GatheredParameters
     channel: CommandChannel
     checkpoints: CheckpointWriter
     tokenizer: Any

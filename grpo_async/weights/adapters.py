@@ -1,7 +1,7 @@
 """Pushes of adapters alone: what is sent, and how a server computes whole weights from it.
 
-    trainer: for each adapted weight W two factors, `W.left` (rows, r) and `W.right` (r, columns), float32, scaling included
-    server:  W = base + left @ right in float32, cast to the served dtype; base = the files that the server was started from
+    trainer: for each adapted weight W two factors, `W.lora_B` (rows, r), scaling included, and `W.lora_A` (r, columns), float32
+    server:  W = base + B @ A in float32, cast to the served dtype; base = the files that the server was started from
 
 The result equals a push of merged weights, and is loaded in the same way. Both ends compare a digest of their base, so that
 adapters are never added to another model. Over gloo only: between GPUs, sending whole weights is faster than reading and merging
@@ -24,7 +24,7 @@ from grpo_async.utils.text import duplicates
 from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec, update_problems
 from grpo_async.weights.weight_files import find_weights, open_weights
 
-LEFT, RIGHT = ".left", ".right"
+LORA_B, LORA_A = ".lora_B", ".lora_A"
 
 _SAMPLED_ROWS = 3
 
@@ -106,7 +106,7 @@ class BaseWeights:
         problems += [f"{name} is sent twice" for name in duplicates(spec.name for spec in specs)]
         for weight in dict.fromkeys(spec.name.rpartition(".")[0] for spec in specs):
             served = self.specs.get(weight)
-            pair = [factors.pop(weight + side, None) for side in (LEFT, RIGHT)]
+            pair = [factors.pop(weight + side, None) for side in (LORA_B, LORA_A)]
             if served is None or not _fit(pair, served.shape):
                 wanted = "has no weight of this name" if served is None else f"has {list(served.shape)}"
                 problems.append(f"{weight} needs two float32 factors that make its shape, and the base {wanted}")
@@ -134,18 +134,18 @@ class BaseWeights:
             if shapes and name not in shapes:
                 continue
             tensor: torch.Tensor = handle.get_tensor(name)
-            if name + LEFT in received:
-                left, right = (received[name + side].to(device) for side in (LEFT, RIGHT))
-                tensor = torch.addmm(tensor.to(device).float(), left, right).to(dtype)
+            if name + LORA_B in received:
+                b, a = (received[name + side].to(device) for side in (LORA_B, LORA_A))
+                tensor = torch.addmm(tensor.to(device).float(), b, a).to(dtype)
             yield name, tensor
 
 
 def _fit(pair: Sequence[ParameterSpec | None], shape: Sequence[int]) -> bool:
-    left, right = pair
-    if left is None or right is None or left.dtype_name != "float32" or right.dtype_name != "float32":
+    b, a = pair
+    if b is None or a is None or b.dtype_name != "float32" or a.dtype_name != "float32":
         return False
-    (rows, *left_rank), (*right_rank, columns) = left.shape or (0,), right.shape or (0,)
-    return len(left_rank) == 1 and left_rank == right_rank and (rows, columns) == tuple(shape)
+    (rows, *b_rank), (*a_rank, columns) = b.shape or (0,), a.shape or (0,)
+    return len(b_rank) == 1 and b_rank == a_rank and (rows, columns) == tuple(shape)
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:

@@ -36,7 +36,7 @@ import torch
 from grpo_async.config.base import PushMode, TransportKind
 from grpo_async.config.sections import WeightsSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
-from grpo_async.inference.api import AdapterBase, PauseMode, WeightUpdateInfo
+from grpo_async.inference.api import OUT_OF_ORDER, AdapterBase, PauseMode, ServedParameters, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
@@ -58,7 +58,6 @@ TRACK = "weights"
 GRACE_S = 10.0
 """Waited beyond the deadline of a call itself, so that the call's own error message comes first."""
 _SETTING = "weights.timeout_s"
-_OUT_OF_ORDER = 409  # the answer to resume while part of an update is loaded
 _RESUME_SILENT_S = 5.0  # for a server that has stopped answering, so that the others need not wait for it
 
 
@@ -89,10 +88,17 @@ class PushFailedError(WeightPushError):
 
 
 class GatheredParameters(Protocol):
-    """Parameters of the policy, gathered bucket by bucket; every rank iterates in lockstep. See training.parameters."""
+    """What a push sends, gathered bucket by bucket; every rank iterates in lockstep. See training.parameters."""
+
+    @property
+    def base(self) -> AdapterBase | None:
+        """The base of the adapters; None if whole parameters are sent."""
 
     @property
     def specs(self) -> list[ParameterSpec]: ...
+
+    def problems(self, served: ServedParameters) -> list[str]:
+        """Why a server cannot take these parameters; [] if it can."""
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
         """Contiguous tensors, one bucket at a time, in the order of `specs`."""
@@ -109,7 +115,6 @@ class WeightTransport:
         bucket_bytes: size of a bucket.
         timeout_s: deadline for joining and for each bucket.
         device: device of the trainer's weights.
-        base: fields of api.AdapterBase if only adapters are pushed.
 
     Raises:
         WeightPushError: `transport` is impossible on `device`.
@@ -123,7 +128,6 @@ class WeightTransport:
         bucket_bytes: int,
         timeout_s: float,
         device: torch.device,
-        base: dict[str, str] | None = None,
     ) -> None:
         try:
             check_device(transport, device)
@@ -133,8 +137,7 @@ class WeightTransport:
         self.bucket_bytes = bucket_bytes
         self._host = host
         self._timeout_s = timeout_s
-        self._own_device = device
-        self._base = AdapterBase.model_validate(base) if base else None
+        self._device = device
         self._backend: Backend | None = None
         self.members: tuple[str, ...] = ()
         """Names of the connected servers; () if not connected."""
@@ -169,7 +172,7 @@ class WeightTransport:
         joins = _start_calls(servers, ask_to_join, phase="connect")
         failure: RuntimeError | None = None
         try:
-            self._backend = rendezvous.join(self._transport, self._own_device)
+            self._backend = rendezvous.join(self._transport, self._device)
         except RuntimeError as error:
             failure = error
             rendezvous.abort(f"not all workers joined within {self._timeout_s:.0f} s")
@@ -180,15 +183,16 @@ class WeightTransport:
             raise _broken_group(what, "connect", errors, failure, f"deadline {self._timeout_s:.0f} s: {_SETTING}")
         self.members = tuple(ranks)
 
-    def describe(self, specs: Sequence[ParameterSpec]) -> WeightUpdateInfo:
+    def describe(self, parameters: GatheredParameters) -> WeightUpdateInfo:
         """The message that servers receive before an update of these parameters."""
+        specs = parameters.specs
         return WeightUpdateInfo(
             names=[spec.name for spec in specs],
             dtype_names=[spec.dtype_name for spec in specs],
             shapes=[list(spec.shape) for spec in specs],
             bucket_bytes=self.bucket_bytes,
             timeout_s=self._timeout_s,
-            base=self._base,
+            base=parameters.base,
         )
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -208,8 +212,8 @@ class WeightTransport:
         """
         return self._open().send(bucket, timeout_s=self._timeout_s)
 
-    def closer(self) -> Callable[[], None]:
-        """A function that ends the current group, and no later one. Thread-safe."""
+    def close_callback(self) -> Callable[[], None]:
+        """A function that closes the current group, and no later one. Thread-safe."""
         return self._open().close
 
     def close(self) -> None:
@@ -281,7 +285,7 @@ def push_weights(
             if not transport.members:
                 with clock.part("connect"):
                     transport.connect(servers)
-            update = transport.describe(parameters.specs)
+            update = transport.describe(parameters)
             call_all("start", lambda server: server.start_weight_update(update, timeout_s=timeout_s))
             before_gather(transport.bucket_bytes)
             with clock.part("transfer"):
@@ -344,7 +348,7 @@ def _transfer(
     # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering
     answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
     answers = _start_calls(servers, lambda server: server.update_weights(timeout_s=answer_s), phase="transfer")
-    end_group = transport.closer()  # bound to this group, however late an answer comes
+    end_group = transport.close_callback()  # bound to this group, however late an answer comes
     for answer in answers.values():
         # a send cannot succeed when a server has failed, so end it now if the backend can
         answer.add_done_callback(lambda ended: end_group() if ended.exception() is not None else None)
@@ -421,7 +425,7 @@ def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerContro
     calls = _start_calls(servers, lambda server: server.resume(timeout_s=limits[server.name]), phase="resume")
     lively = {name: call for name, call in calls.items() if name not in silent}
     for name, error in _failed_calls(lively, phase="resume", deadline_s=timeout_s + GRACE_S).items():
-        if not (isinstance(error, RequestRejectedError) and error.status == _OUT_OF_ORDER):
+        if not (isinstance(error, RequestRejectedError) and error.status == OUT_OF_ORDER):
             failures.setdefault(name, error)
     wait([calls[name] for name in silent], timeout=_RESUME_SILENT_S)
 

@@ -15,7 +15,7 @@ from grpo_async.errors import ConfigError, WeightPushError
 from grpo_async.inference.api import ServedParameters
 from grpo_async.training.load import load_policy
 from grpo_async.training.parameters import AdapterParameters, choose_parameters
-from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights
+from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights
 from grpo_async.weights.buckets import ParameterSpec
 from tests.servers.embedded_support import live, load
 from tests.support.adapter_push import adapted_policy, merged, push
@@ -74,23 +74,20 @@ WEIGHT = "model.layers.0.self_attn.q_proj.weight"  # (64, 64)
 def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
     base = BaseWeights(str(tiny_model))
     shapes = {name: list(spec.shape) for name, spec in base.specs.items()}
-    left, right = _spec(WEIGHT + LEFT, 64, 4), _spec(WEIGHT + RIGHT, 4, 64)
-    assert base.update_problems([left, right], shapes, []) == []
+    b, a = _spec(WEIGHT + LORA_B, 64, 4), _spec(WEIGHT + LORA_A, 4, 64)
+    assert base.update_problems([b, a], shapes, []) == []
     for wrong in (
-        [left],
-        [left, _spec(WEIGHT + RIGHT, 3, 64)],
-        [_spec(WEIGHT + LEFT, 32, 4), right],
-        [_spec("unknown.left", 4, 4), _spec("unknown.right", 4, 4)],
-        [_spec(WEIGHT + LEFT, 64, 4, dtype="bfloat16"), right],
-        [_spec(WEIGHT + LEFT, 256), right],
+        [b],
+        [b, _spec(WEIGHT + LORA_A, 3, 64)],
+        [_spec(WEIGHT + LORA_B, 32, 4), a],
+        [_spec("unknown.lora_B", 4, 4), _spec("unknown.lora_A", 4, 4)],
+        [_spec(WEIGHT + LORA_B, 64, 4, dtype="bfloat16"), a],
+        [_spec(WEIGHT + LORA_B, 256), a],
     ):
         assert "needs two float32 factors" in base.update_problems(wrong, shapes, [])[0], wrong
-    assert (
-        f"{WEIGHT}.middle is no factor"
-        in base.update_problems([left, right, _spec(f"{WEIGHT}.middle", 4)], shapes, [])[0]
-    )
-    twice = [left, _spec(WEIGHT + LEFT, 64, 4), right]
-    assert f"{WEIGHT}{LEFT} is sent twice" in base.update_problems(twice, shapes, [])
+    assert f"{WEIGHT}.middle is no factor" in base.update_problems([b, a, _spec(f"{WEIGHT}.middle", 4)], shapes, [])[0]
+    twice = [b, _spec(WEIGHT + LORA_B, 64, 4), a]
+    assert f"{WEIGHT}{LORA_B} is sent twice" in base.update_problems(twice, shapes, [])
     # the base itself has to be what is served
     assert base.update_problems([], {**shapes, "more": [3]}, []) == ["more is missing"]
 

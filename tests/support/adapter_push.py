@@ -33,12 +33,7 @@ def push(url: str, token: str | None, policy: Policy, section: ModelSection, ver
     parameters = choose_parameters(policy.model, section, served_dtype=torch.float32, device=torch.device("cpu"))
     control = ServerControl(url, token=token, timeout_s=LIMIT_S)
     transport = WeightTransport(
-        "gloo",
-        host="127.0.0.1",
-        bucket_bytes=10_000,
-        timeout_s=LIMIT_S,
-        device=torch.device("cpu"),
-        base=parameters.base,
+        "gloo", host="127.0.0.1", bucket_bytes=10_000, timeout_s=LIMIT_S, device=torch.device("cpu")
     )
     try:
         control.info()

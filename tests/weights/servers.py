@@ -12,8 +12,9 @@ import torch
 
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.receiver import WeightReceiver
+from grpo_async.weights.buckets import cut_into_buckets
+from grpo_async.weights.receiver import WeightReceiver, parameter_specs
+from tests.support.weight_push import announcement
 
 LIMIT_S = 60.0
 """Of every wait in these tests; none is reached when they pass."""
@@ -135,6 +136,8 @@ class DyingWorkers(Workers):
 class Parameters:
     """Random tensors of several dtypes and odd sizes, so that some start unaligned in their bucket."""
 
+    base = None
+
     def __init__(self, *, num_layers: int = 6, events: Events | None = None) -> None:
         generator = torch.Generator().manual_seed(3)
         self.tensors: dict[str, torch.Tensor] = {}
@@ -145,10 +148,7 @@ class Parameters:
             self.tensors[f"{layer}.half"] = torch.randn(3, generator=generator).bfloat16()
             self.tensors[f"{layer}.count"] = torch.tensor(layer)
             self.tensors[f"{layer}.flag"] = torch.tensor([True, False, True])
-        self.specs = [
-            ParameterSpec(name=name, dtype_name=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-            for name, tensor in self.tensors.items()
-        ]
+        self.specs = parameter_specs(announcement(self.tensors))
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
         self.num_gathered = 0

@@ -14,6 +14,8 @@ from grpo_async.weights.buckets import (
     unpack,
     update_problems,
 )
+from grpo_async.weights.receiver import parameter_specs
+from tests.support.weight_push import announcement
 
 
 def _specs(*num_floats: int) -> list[ParameterSpec]:
@@ -53,10 +55,7 @@ def test_what_was_packed_is_unpacked_also_where_tensors_start_unaligned() -> Non
         "half": torch.tensor([0.5]).bfloat16(),
         "count": torch.tensor(7),
     }
-    specs = [
-        ParameterSpec(name=name, dtype_name=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
+    specs = parameter_specs(announcement(tensors))
     total = sum(spec.num_bytes for spec in specs)
     assert total == 3 + 8 + 2 + 8
     buffer = pack(list(tensors.values()), into=torch.empty(total, dtype=torch.uint8))

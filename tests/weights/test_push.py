@@ -349,14 +349,14 @@ def test_a_server_that_does_not_answer_ends_the_phase_at_its_deadline(
 def test_a_send_is_ended_as_soon_as_a_server_is_out(transport: WeightTransport) -> None:
     """NCCL waits for a dead peer until its deadline; closing the transport ends that."""
     is_closed = threading.Event()
-    push, closer = _Push(transport, a={"transfer": BROKEN}), transport.closer
+    push, close_callback = _Push(transport, a={"transfer": BROKEN}), transport.close_callback
 
-    def noted_closer() -> Callable[[], None]:
-        close = closer()
+    def noted_callback() -> Callable[[], None]:
+        close = close_callback()
         return lambda: (close(), is_closed.set())[0]
 
     push.hold_sends(is_closed)
-    transport.closer = noted_closer  # type: ignore[method-assign]
+    transport.close_callback = noted_callback  # type: ignore[method-assign]
     failed = push.fail()
     assert failed.failures == {"a": BROKEN}
     assert transport.members == ()

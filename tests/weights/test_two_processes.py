@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.buckets import cut_into_buckets
 from grpo_async.weights.push import WeightTransport
-from grpo_async.weights.receiver import WeightReceiver
+from grpo_async.weights.receiver import WeightReceiver, parameter_specs
+from tests.support.weight_push import announcement
 
 TIMEOUT_S = 120.0
 SIZES = [(300, 70), (5,), (64, 64, 3), (1,), (1 << 18,)]
@@ -66,12 +67,9 @@ def test_what_the_trainer_sends_is_what_a_worker_gets(kind: Any, device: str) ->
         sender.connect([server])
         for dtype in (torch.float32, torch.bfloat16):
             tensors = {f"p{number}": torch.randn(shape).to(device, dtype) for number, shape in enumerate(SIZES)}
-            specs = [
-                ParameterSpec(name=name, dtype_name=str(dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-                for name, tensor in tensors.items()
-            ]
-            ours.send(sender.describe(specs).model_dump())
-            for bucket in cut_into_buckets(specs, sender.bucket_bytes):
+            update = announcement(tensors, bucket_bytes=sender.bucket_bytes, timeout_s=TIMEOUT_S)
+            ours.send(update.model_dump())
+            for bucket in cut_into_buckets(parameter_specs(update), sender.bucket_bytes):
                 sender.send(sender.pack([tensors[spec.name] for spec in bucket]))()
             assert ours.poll(TIMEOUT_S)
             received = ours.recv()
