@@ -133,15 +133,15 @@ def _connected(
     versions = itertools.count(1)
 
     def push() -> dict[str, float]:
-        (member,) = fleet.members()
+        (server,) = fleet.servers_up()
         return push_weights(
-            parameters, version=next(versions), servers=[member.control], transport=transport, settings=settings,
+            parameters, version=next(versions), servers=[server.control], transport=transport, settings=settings,
             loading=fleet.loading_weights,
         )  # fmt: skip
 
     fleet.start()
     try:
-        fleet.wait_for_members(stop=threading.Event(), deadline_s=_server.START_TIMEOUT_S)
+        fleet.wait_until_up(stop=threading.Event(), deadline_s=_server.START_TIMEOUT_S)
         buckets = parameters.buckets(transport.bucket_bytes)
         yield push, [sum(tensor.nbytes for tensor in tensors) for tensors in buckets]
     finally:

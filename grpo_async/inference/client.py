@@ -33,9 +33,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.api import GenerateChunk, GenerateRequest
+from grpo_async.inference.api import KEEP_ALIVE_S, GenerateChunk, GenerateRequest
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
-from grpo_async.inference.router import Endpoint, FencedError, Router, Servers
+from grpo_async.inference.router import FencedError, Router, ServerAddress, Servers
 from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
 from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
 from grpo_async.utils.retry import RetryPolicy
@@ -48,8 +48,6 @@ _CHUNKS_PER_TIMEOUT = 4
 
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
 _MAX_CONNECT_S = 30.0
-_KEEPALIVE_S = 300.0
-"""Less than the 600 s after which our servers close an idle connection, so that no request is sent into a closing one."""
 _MAX_LINE_BYTES = 1 << 24
 
 OnTokens = Callable[[int, int], None]
@@ -202,7 +200,7 @@ class InferenceClient:
         started = time.monotonic()
         generation.started_at = without_server_since = time.time()
         attempt = num_aborts = 0
-        server: Endpoint | None = None
+        server: ServerAddress | None = None
         avoid: int | None = None
         while True:
             if request.structured_outputs is not None:
@@ -246,7 +244,9 @@ class InferenceClient:
         generation.duration_s = time.monotonic() - started
         return generation
 
-    def _remaining_request(self, request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
+    def _remaining_request(
+        self, request: GenerateRequest, generation: Generation, server: ServerAddress
+    ) -> GenerateRequest:
         """The request for this server: without the tokens that have already been received."""
         update: dict[str, object] = {}
         if request.flush_interval_s > self._max_flush_interval_s:
@@ -259,7 +259,7 @@ class InferenceClient:
         return request.model_copy(update=update) if update else request
 
     async def _stream(
-        self, server: Endpoint, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None
+        self, server: ServerAddress, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None
     ) -> None:
         async with self._post(server.url, request.model_dump_json().encode()) as response:
             if response.status >= 400:
@@ -308,7 +308,7 @@ class InferenceClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=self._certificates, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._certificates, keepalive_timeout=KEEP_ALIVE_S / 2),
             headers=self._headers,
             skip_auto_headers=("accept-encoding",),
             timeout=aiohttp.ClientTimeout(

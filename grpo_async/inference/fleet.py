@@ -56,7 +56,7 @@ from grpo_async.errors import BadResponseError, DeadlineError, InferenceError, R
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.router import Endpoint
+from grpo_async.inference.router import ServerAddress
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.retry import backoff_s
@@ -86,13 +86,13 @@ class ServerState(StrEnum):
     GONE = "gone"  # given up
 
     @property
-    def is_member(self) -> bool:
+    def is_up(self) -> bool:
         """Whether weights can be pushed to it."""
         return self in (ServerState.READY, ServerState.SERVING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Server(Endpoint):
+class Server(ServerAddress):
     """One server at one moment, as the instance `instance_id` (empty while it is unknown). Every change of state makes a new
     record, and nothing else does, so the same record means that nothing has changed."""
 
@@ -162,7 +162,7 @@ class _Tracked:
     def current_info(self) -> ServerInfo | None:
         """Its latest report; None when it is not up."""
         is_current = self.last_info is not None and self.last_info.instance_id == self.server.instance_id
-        return self.last_info if is_current and self.server.state.is_member else None
+        return self.last_info if is_current and self.server.state.is_up else None
 
     def note(self, info: ServerInfo) -> None:
         """Keep a new report. Answers may arrive out of order: no counter goes back to an older value."""
@@ -256,9 +256,9 @@ class Fleet:
         with self._lock:
             return [tracked.server for tracked in self._tracked]
 
-    def members(self) -> list[Server]:
+    def servers_up(self) -> list[Server]:
         """Servers that are up: weights can be pushed to them."""
-        return [server for server in self.servers() if server.state.is_member]
+        return [server for server in self.servers() if server.state.is_up]
 
     def serving(self) -> list[Server]:
         """Servers that have the current weights: requests go to them."""
@@ -316,7 +316,7 @@ class Fleet:
             server.index: in_thread(
                 partial(server.control.info, timeout_s=_INFO_TIMEOUT_S, retries=0), name="server-info"
             )
-            for server in self.members()
+            for server in self.servers_up()
             if not self._tracked[server.index].is_silent  # until its next heartbeat
         }
         answered = wait(asked.values(), timeout=2 * _INFO_TIMEOUT_S).done
@@ -335,7 +335,7 @@ class Fleet:
             generated_tokens=sum(tokens for _, tokens in counted),
         )
 
-    def wait_for_members(
+    def wait_until_up(
         self, *, stop: threading.Event, deadline_s: float, heartbeat: Callable[[], object] = lambda: None
     ) -> bool:
         """Wait until a server is up; False if `stop` was set meanwhile. `heartbeat` is called several times a second.
@@ -348,7 +348,7 @@ class Fleet:
         while not stop.is_set():
             with self._lock:
                 states = [tracked.server.state for tracked in self._tracked]
-                if any(state.is_member for state in states):
+                if any(state.is_up for state in states):
                     return True
                 described = "; ".join(
                     f"{tracked.server.name} is {tracked.server.state}: {tracked.last_message}"
@@ -455,7 +455,7 @@ class Fleet:
             if self._is_closed or server.state is ServerState.GONE:
                 return
             try:
-                if server.state.is_member:
+                if server.state.is_up:
                     self._heartbeat(server)
                 else:
                     self._search(server)
@@ -547,7 +547,6 @@ class Fleet:
                 return
             why_not = self._why_not_back(tracked, info.instance_id)
             if not why_not:
-                server.control.num_workers = info.num_workers
                 tracked.num_restarts += tracked.last_instance_id not in ("", info.instance_id)
                 tracked.last_instance_id, tracked.last_message, tracked.exit_message = info.instance_id, "up", ""
                 tracked.note(info)
@@ -592,7 +591,7 @@ class Fleet:
             if not tracked.failures or tracked.failures[-1].recovery_s is not None:
                 failure = ServerFailure(index=server.index, name=server.name, reason=reason, at=tracked.server.since)
                 tracked.failures.append(failure)
-        logger.warning("%s is fenced: %s", server.name, reason)
+        logger.warning("%s is down: %s", server.name, reason)
         if ask and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 

@@ -32,7 +32,7 @@ _MAX_AFFINITIES = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Endpoint:
+class ServerAddress:
     """A server as requests need it. Two with the same index and instance are the same server."""
 
     index: int
@@ -46,7 +46,7 @@ class Endpoint:
 class Servers(Protocol):
     """The servers for requests: `fleet.Fleet`, or `FixedServers`."""
 
-    def serving(self) -> Sequence[Endpoint]: ...
+    def serving(self) -> Sequence[ServerAddress]: ...
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener`, from any thread, whenever `serving` has changed."""
@@ -61,9 +61,9 @@ class FixedServers:
     num_changes = 0
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._servers = [Endpoint(index=index, name=url, url=url) for index, url in enumerate(urls)]
+        self._servers = [ServerAddress(index=index, name=url, url=url) for index, url in enumerate(urls)]
 
-    def serving(self) -> Sequence[Endpoint]:
+    def serving(self) -> Sequence[ServerAddress]:
         """All servers, always."""
         return self._servers
 
@@ -85,7 +85,7 @@ Key = tuple[int, str]
 class _Route:
     """A server while it serves, and its requests in flight."""
 
-    server: Endpoint
+    server: ServerAddress
     requests: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
@@ -105,12 +105,12 @@ class Router:
         self._servers = servers
         self._wait_timeout_s = wait_timeout_s
         self._routes: dict[Key, _Route] = {}
-        self._homes: OrderedDict[str, Key] = OrderedDict()
+        self._key_by_affinity: OrderedDict[str, Key] = OrderedDict()
         self._is_open = asyncio.Event()  # some server serves
         self._is_attached = False
 
     @asynccontextmanager
-    async def lease(self, affinity: str = "", *, avoid: int | None = None) -> AsyncIterator[Endpoint]:
+    async def lease(self, affinity: str = "", *, avoid: int | None = None) -> AsyncIterator[ServerAddress]:
         """Lease the server for one request; waits while no server serves.
 
         Args:
@@ -154,8 +154,8 @@ class Router:
             for request in self._routes.pop(key).requests:
                 if not request.expired():
                     request.reschedule(0.0)
-            for affinity in [affinity for affinity, home in self._homes.items() if home == key]:
-                del self._homes[affinity]
+            for affinity in [affinity for affinity, other in self._key_by_affinity.items() if other == key]:
+                del self._key_by_affinity[affinity]
         for key, server in serving.items():
             self._routes.setdefault(key, _Route(server))
         if self._routes:
@@ -178,19 +178,19 @@ class Router:
         if not affinity:
             return least
         group = affinity.rpartition("/")[0] or affinity
-        chosen = self._home(affinity, least, avoid) or self._home(group, least, avoid) or least
-        self._homes.setdefault(group, chosen.key)
+        chosen = self._usable_route(affinity, least, avoid) or self._usable_route(group, least, avoid) or least
+        self._key_by_affinity.setdefault(group, chosen.key)
         if affinity != group:
-            self._homes[affinity] = chosen.key
-        self._homes.move_to_end(group)
-        self._homes.move_to_end(affinity)
-        while len(self._homes) > _MAX_AFFINITIES:
-            self._homes.popitem(last=False)
+            self._key_by_affinity[affinity] = chosen.key
+        self._key_by_affinity.move_to_end(group)
+        self._key_by_affinity.move_to_end(affinity)
+        while len(self._key_by_affinity) > _MAX_AFFINITIES:
+            self._key_by_affinity.popitem(last=False)
         return chosen
 
-    def _home(self, affinity: str, least: _Route, avoid: int | None) -> _Route | None:
+    def _usable_route(self, affinity: str, least: _Route, avoid: int | None) -> _Route | None:
         """The server with this affinity, if it may be used."""
-        key = self._homes.get(affinity)
+        key = self._key_by_affinity.get(affinity)
         route = None if key is None else self._routes[key]
         if (
             route is None

@@ -71,7 +71,7 @@ EVENTS = (
     EventInfo("starting", "server", "a server loads its model; one track for each server"),
     EventInfo("ready", "server", "it answers, and waits for weights"),
     EventInfo("serving", "server", "it has the current weights and gets requests"),
-    EventInfo("down", "server", "it is fenced; the detail `reason` says why"),
+    EventInfo("down", "server", "it failed, and gets no requests; the detail `reason` says why"),
     EventInfo("gone", "server", "it does not come back; the detail `reason` says why"),
     EventInfo(DROPPED, "run", "first line of a file whose older half was dropped to limit its size"),
     EventInfo(LOST, "run", "events that could not be written, or came faster than they are written; detail: `events`"),

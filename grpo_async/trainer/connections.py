@@ -128,7 +128,7 @@ class FleetReporter:
         self._timeline.instant(str(state), f"server/{server.index}", **({"reason": why} if is_lost else {}))
         texts = {ServerState.SERVING: "serves", ServerState.GONE: f"is given up: {why}"}
         if not is_first:  # at first a server may not be up yet
-            texts[ServerState.DOWN] = f"is fenced: {why}"
+            texts[ServerState.DOWN] = f"is down: {why}"
         if self._tells_changes and state in texts:
             serving = sum(each.state is ServerState.SERVING for each in servers)
             count = f"{serving} of {len(servers)} servers serve"
@@ -144,7 +144,7 @@ class FleetReporter:
             "url": server.url,
             "state": str(server.state),
             "restarts": self._fleet.restarts(server.index),
-            "reason": "" if server.state.is_member else self._fleet.last_message(server.index),
+            "reason": "" if server.state.is_up else self._fleet.last_message(server.index),
         }
         if (info := self._fleet.current_info(server.index)) is not None:
             described |= {

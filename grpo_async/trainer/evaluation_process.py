@@ -38,7 +38,7 @@ def evaluate_served(assignment: Assignment, config: ExperimentConfig, control: C
         control.send("phase", name="waiting for the server")
         _serve_what_is_loaded(config, fleet, control)
         fleet.start()
-        is_ready = fleet.wait_for_members(deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested)
+        is_ready = fleet.wait_until_up(deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested)
         result = _run(config, control, fleet, store, stack) if is_ready else None
         if result is None:
             return  # stopped
@@ -52,7 +52,7 @@ def _serve_what_is_loaded(config: ExperimentConfig, fleet: Fleet, control: Contr
     from grpo_async.trainer.weight_sync import check_server
 
     def take() -> None:
-        for server in fleet.members():
+        for server in fleet.servers_up():
             if server.state is ServerState.SERVING:
                 continue
             assert server.info is not None  # a ready server has reported its info

@@ -3,9 +3,9 @@ the servers that failed.
 
 To follow a push: FleetSync.push here, then weights/push.py.
 
-    members of the fleet -> (new group if they changed) -> push -> mark as serving
-            ^                                               |
-            '------- fence the servers that failed <--------'
+    servers that are up -> (new group if they changed) -> push -> mark as serving
+            ^                                              |
+            '------- fence the servers that failed <-------'
 
 A server that fails is fenced, and the push is repeated with the others; those that loaded a part of it pause until
 then. With no server left the push is skipped: training continues with the queued groups, and the weights follow when a server is
@@ -24,9 +24,8 @@ from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.utils.text import shortlist
-from grpo_async.weights.push import TRACK, PushFailedError, WeightTransport, push_weights
+from grpo_async.weights.push import TRACK, GatheredParameters, PushFailedError, WeightTransport, push_weights
 from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_server
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class FleetSync:
         config: ExperimentConfig,
         fleet: Fleet,
         transport: WeightTransport,
-        parameters: ShardedParameters | AdapterParameters,
+        parameters: GatheredParameters,
         *,
         probes: Sequence[Sequence[int]],
         on_serving: Callable[[Server], None],
@@ -85,12 +84,12 @@ class FleetSync:
         """
         self._wake_up()
         unattributed = 0
-        while members := self._fit_members():
+        while servers := self._fit_servers():
             try:
-                metrics = self._push_to(members, version, before_gather)
+                metrics = self._push_to(servers, version, before_gather)
             except PushFailedError as error:
                 self._transport.close()
-                unattributed = 0 if self._fence(members, error) else unattributed + 1
+                unattributed = 0 if self._fence(servers, error) else unattributed + 1
                 if unattributed >= _MAX_UNATTRIBUTED_FAILURES:
                     raise
                 logger.warning("%s; pushing again", error)
@@ -98,23 +97,23 @@ class FleetSync:
             except WeightPushError:
                 self._transport.close()
                 raise
-            self._mark_served(members, version)
+            self._mark_served(servers, version)
             return metrics
         logger.warning("no inference server is up: version %d will be pushed when one is", version)
         return None
 
     def _push_to(
-        self, members: Sequence[Server], version: int, before_gather: Callable[[int], None]
+        self, servers: Sequence[Server], version: int, before_gather: Callable[[int], None]
     ) -> dict[str, float]:
-        group = [(server.name, server.instance_id) for server in members]  # a restarted server has left the group
+        group = [(server.name, server.instance_id) for server in servers]  # a restarted server has left the group
         if self._group != group:
             self._transport.close()
         self._group = group
-        with self._timeline.span("push", TRACK, version=version, servers=len(members)) as span:
+        with self._timeline.span("push", TRACK, version=version, servers=len(servers)) as span:
             metrics = push_weights(
                 self._parameters,
                 version=version,
-                servers=[server.control for server in members],
+                servers=[server.control for server in servers],
                 transport=self._transport,
                 settings=self._config.weights,
                 before_gather=before_gather,
@@ -131,26 +130,26 @@ class FleetSync:
             version,
             metrics["sync/bytes"] / 1e6,
             metrics["sync/bytes_per_s"] / 1e6,
-            len(members),
+            len(servers),
             1000.0 * metrics["sync/push_s"],
             phases,
         )
         return metrics
 
-    def _mark_served(self, members: Sequence[Server], version: int) -> None:
+    def _mark_served(self, servers: Sequence[Server], version: int) -> None:
         every = self._config.weights.verify_every_pushes
-        joined = [server for server in members if server.state is not ServerState.SERVING]
+        joined = [server for server in servers if server.state is not ServerState.SERVING]
         is_first = self._num_pushes == 0  # the preflight compares after the first push
         is_due = self._num_pushes % every == 0 or bool(joined) if every else False
         self._verify_now = self._verify_now or (is_due and not is_first)
         self._num_pushes += 1
         self._version = version
         self._has_served = True
-        self._fleet.mark_serving(members, version=version)
+        self._fleet.mark_serving(servers, version=version)
         for server in joined:
             self._on_serving(server)
 
-    def _fence(self, members: Sequence[Server], error: PushFailedError) -> bool:
+    def _fence(self, servers: Sequence[Server], error: PushFailedError) -> bool:
         """Fence the servers that failed; returns whether there were any.
 
         Raises:
@@ -160,7 +159,7 @@ class FleetSync:
         if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
             raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
         for name, cause in error.failures.items():
-            server = next(server for server in members if server.control.name == name)
+            server = next(server for server in servers if server.control.name == name)
             reason = f"{error.phase} of a weight push failed: {cause}"
             if is_answer(cause) and self._was_restarted(server):
                 continue
@@ -185,10 +184,10 @@ class FleetSync:
         self._fleet.restarted(server, info)
         return True
 
-    def _fit_members(self) -> list[Server]:
-        """The members that can serve this run. If one cannot, it is given up when it joined late; the first server ends the run."""
+    def _fit_servers(self) -> list[Server]:
+        """The servers that are up and fit this run. One that does not fit is given up, but ends the run if none has served yet."""
         fit = []
-        for server in self._fleet.members():
+        for server in self._fleet.servers_up():
             assert server.info is not None  # a ready server has reported its info
             try:
                 if server.state is ServerState.SERVING or self._is_fit(server, server.info):

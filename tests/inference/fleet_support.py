@@ -36,8 +36,8 @@ class Watch:
 
     def serve_all(self, version: int = 1) -> list[Server]:
         """As after a first push: wait until all are up, and mark them. The next heartbeat is then an interval away."""
-        self.wait(lambda: len(self.fleet.members()) == len(self.states[0]), "all servers to be up")
-        self.fleet.mark_serving(self.fleet.members(), version=version)
+        self.wait(lambda: len(self.fleet.servers_up()) == len(self.states[0]), "all servers to be up")
+        self.fleet.mark_serving(self.fleet.servers_up(), version=version)
         for server in self.fleet.serving():
             self.wait(lambda server=server: server in self.heartbeats, "the heartbeat that follows a change")
         return self.fleet.serving()
@@ -50,14 +50,14 @@ class Watch:
         """A message of the launcher."""
         self.fleet.on_server_event({"kind": "server_event", "index": index, "event": event, "detail": detail})
 
-    def wait_for_members(
+    def wait_until_up(
         self,
         *,
         deadline_s: float = 60.0,
         stop: threading.Event | None = None,
         heartbeat: Callable[[], object] = lambda: None,
     ) -> bool:
-        return self.fleet.wait_for_members(stop=stop or threading.Event(), deadline_s=deadline_s, heartbeat=heartbeat)
+        return self.fleet.wait_until_up(stop=stop or threading.Event(), deadline_s=deadline_s, heartbeat=heartbeat)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.router import FixedServers, Servers
 from grpo_async.records import FinishReason
 from grpo_async.utils.retry import RetryPolicy
-from tests.inference.scripted_servers import ScriptedServers, endpoint
+from tests.inference.scripted_servers import ScriptedServers, address
 from tests.support.local_server import BreakOff, LocalServer, Refusal, Request, Script, line, local_server
 
 Answer = Sequence[bytes | Exception]
@@ -276,7 +276,7 @@ def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> N
         servers.on_suspect = lambda _: servers.set()  # the fleet asks it, and it is dead
         async with _client(servers, max_retries=1) as client, asyncio.TaskGroup() as tasks:
             task = tasks.create_task(client.generate(_request()))
-            for life in ("second", "third", "fourth"):
+            for instance_id in ("second", "third", "fourth"):
                 asked = len(server.requests)
                 await asyncio.to_thread(
                     server.wait_for, lambda asked=asked: len(server.requests) > asked, "the request"
@@ -284,11 +284,11 @@ def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> N
                 await asyncio.to_thread(server.stop)
                 while servers.members:
                     await asyncio.sleep(0.001)
-                server.instance_id = life
-                if life == "fourth":
+                server.instance_id = instance_id
+                if instance_id == "fourth":
                     server.script = _counting(4)
                 await asyncio.to_thread(server.start)
-                servers.set(endpoint(0, server.url, life))
+                servers.set(address(0, server.url, instance_id))
         return task.result()
 
     with local_server(_holding(3)) as server:
@@ -297,12 +297,12 @@ def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> N
     assert generation.policy_versions[-1] == 4
 
 
-def test_every_request_names_the_life_of_the_server_that_it_is_meant_for() -> None:
+def test_every_request_names_the_instance_of_the_server_that_it_is_meant_for() -> None:
     """A server that was restarted has other weights: it refuses, is reported, and the request waits for it to be fit again."""
 
     async def test(server: LocalServer) -> Generation:
         servers = ScriptedServers(server.url)
-        servers.on_suspect = lambda _: servers.set(endpoint(0, server.url, "second"))  # seen, and pushed the weights
+        servers.on_suspect = lambda _: servers.set(address(0, server.url, "second"))  # seen, and pushed the weights
         async with _client(servers, max_retries=1) as client:
             first = await client.generate(_request())
             server.instance_id = "second"

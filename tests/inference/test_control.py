@@ -95,7 +95,7 @@ def test_a_server_with_a_certificate_is_reached_by_those_who_trust_its_authority
             assert list(asyncio.run(_generate(watch.fleet, signed.ca_certs)).token_ids) == [7, 8]
         message = r"given up: .*CERTIFICATE_VERIFY.*inference\.tls\.ca_certs"  # at once, not at the deadline
         with watched([server.url], ca_certs=other.ca_certs) as watch, pytest.raises(RunError, match=message):
-            watch.wait_for_members()
+            watch.wait_until_up()
     with pytest.raises(ConfigError, match="not a PEM file"):
         ServerControl("https://localhost", token=None, timeout_s=1.0, ca_certs=tmp_path)
 

@@ -10,7 +10,7 @@ import pytest
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.router import FixedServers, Servers
-from tests.inference.scripted_servers import ScriptedServers, endpoint
+from tests.inference.scripted_servers import ScriptedServers, address
 from tests.servers.embedded_support import live, load
 
 NUM_REQUESTS, NUM_TOKENS = 16, 200
@@ -26,7 +26,7 @@ async def _generate(servers: Servers, *, disturb: ScriptedServers | None = None)
         before, num_tokens = num_tokens, num_tokens + number
         if disturb is not None and before // 300 != num_tokens // 300:
             survivor = members[num_tokens // 300 % 2]
-            disturb.set(endpoint(survivor.index, survivor.url, ""))
+            disturb.set(address(survivor.index, survivor.url, ""))
 
     async with InferenceClient(servers, token=None, request_timeout_s=60.0, wait_timeout_s=60.0) as client:
         requests = [
@@ -49,7 +49,7 @@ async def _generate(servers: Servers, *, disturb: ScriptedServers | None = None)
 def test_requests_whose_servers_are_fenced_over_and_over_lose_no_token_and_double_none(tiny_model: Path) -> None:
     with live(load(tiny_model)) as first, live(load(tiny_model)) as second:
         servers = ScriptedServers(first.url, second.url)
-        servers.members = [endpoint(member.index, member.url, "") for member in servers.members]
+        servers.members = [address(member.index, member.url, "") for member in servers.members]
         expected = asyncio.run(_generate(FixedServers([first.url])))
         found = asyncio.run(_generate(servers, disturb=servers))
     for one, other in zip(found, expected, strict=True):

@@ -33,10 +33,10 @@ def test_a_server_serves_only_after_it_has_been_pushed_the_weights() -> None:
     with local_server() as server, watched([server.url]) as watch:
         watch.wait_state(READY)
         fleet = watch.fleet
-        assert (len(fleet.members()), fleet.serving(), fleet.has_ready) == (1, [], True)
-        assert fleet.members()[0].control.num_workers == 2  # as its info says
+        assert (len(fleet.servers_up()), fleet.serving(), fleet.has_ready) == (1, [], True)
+        assert fleet.servers_up()[0].control.num_workers == 2  # as its info says
         changes = fleet.num_changes
-        fleet.mark_serving(fleet.members(), version=3)
+        fleet.mark_serving(fleet.servers_up(), version=3)
         assert (len(fleet.serving()), fleet.has_ready) == (1, False)
         assert fleet.num_changes == changes + 1
         assert watch.states == [[STARTING], [READY], [SERVING]]  # the listener heard of each
@@ -72,7 +72,7 @@ def test_one_broken_connection_is_no_death() -> None:
         assert watch.fleet.failures == []
 
 
-def test_a_hung_engine_is_fenced_after_the_timeout_and_comes_back_in_a_new_life_only() -> None:
+def test_a_hung_engine_is_fenced_after_the_timeout_and_comes_back_as_a_new_instance_only() -> None:
     """Although its process says that it is well. It was told to be killed; what it would still generate is of weights that nobody
     counts on."""
     with local_server() as server, watched([server.url], timeout_s=1.0) as watch:
@@ -111,7 +111,7 @@ def test_a_server_of_others_comes_back_when_it_answers_again_and_needs_the_weigh
 
 
 def test_a_server_that_was_restarted_behind_our_back_is_fenced_before_it_is_ready() -> None:
-    """And weights that an earlier life got do not make the present one serve."""
+    """And weights that an earlier instance got do not make the present one serve."""
     with local_server() as server, watched([server.url]) as watch:
         pushed_to = watch.serve_all()
         server.instance_id = "second"
@@ -122,7 +122,7 @@ def test_a_server_that_was_restarted_behind_our_back_is_fenced_before_it_is_read
         assert watch.fleet.metrics()["servers/restarts"] == 1.0
         watch.fleet.mark_serving(pushed_to, version=1)
         assert watch.fleet.serving() == []
-        watch.fleet.fence(pushed_to[0], "the push to the first life failed")
+        watch.fleet.fence(pushed_to[0], "the push to the first instance failed")
         assert watch.fleet.server(0).state is READY
 
 
@@ -162,7 +162,7 @@ def test_a_server_that_will_never_take_part_is_given_up_at_once(status: int, fix
     with local_server(refuses={"/is_paused": status}) as server, watched([server.url], spawned=False) as watch:
         watch.wait_state(GONE)
         with pytest.raises(RunError, match=f"{status}.*{fix}"):
-            watch.wait_for_members()
+            watch.wait_until_up()
 
 
 def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(
@@ -235,16 +235,16 @@ def test_a_restart_that_the_launcher_makes_by_itself_is_not_asked_for() -> None:
 def test_the_wait_for_a_server_ends_with_one_with_a_stop_with_its_deadline_or_when_all_are_given_up() -> None:
     stop = threading.Event()
     with local_server() as server, watched([server.url]) as watch:
-        assert watch.wait_for_members()
+        assert watch.wait_until_up()
         server.stop()
         watch.wait_state(DOWN)
         with pytest.raises(DeadlineError, match=rf"server 0 \({server.url}\) is down.*`inference\.startup_timeout_s`"):
-            watch.wait_for_members(deadline_s=0.3)
-        assert not watch.wait_for_members(stop=stop, heartbeat=stop.set)
+            watch.wait_until_up(deadline_s=0.3)
+        assert not watch.wait_until_up(stop=stop, heartbeat=stop.set)
         watch.tell("given_up", "died 3 times in a row; CUDA out of memory")
         assert watch.fleet.server(0).state is GONE
         with pytest.raises(RunError, match="CUDA out of memory"):
-            watch.wait_for_members()
+            watch.wait_until_up()
 
 
 @pytest.mark.clock

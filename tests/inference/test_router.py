@@ -12,7 +12,7 @@ import pytest
 from grpo_async.errors import DeadlineError
 from grpo_async.inference import router as router_module
 from grpo_async.inference.router import FencedError, Router
-from tests.inference.scripted_servers import ScriptedServers, endpoint
+from tests.inference.scripted_servers import ScriptedServers, address
 
 Start = Callable[..., Any]
 
@@ -111,7 +111,7 @@ def test_a_request_waits_for_a_server_and_the_wait_has_a_deadline() -> None:
 
         tasks = [asyncio.create_task(name()) for _ in range(3)]
         await asyncio.sleep(0)
-        servers.set(endpoint(0, "late"))
+        servers.set(address(0, "late"))
         assert await asyncio.gather(*tasks) == ["late"] * 3
 
     _run(test)
@@ -128,13 +128,13 @@ def test_affinities_are_forgotten_when_they_were_not_used_for_long_or_their_serv
         for number in range(50):
             async with router.lease(f"g{number}/r0"), router.lease("kept/r0"):
                 pass
-        assert len(router._homes) == 10
+        assert len(router._key_by_affinity) == 10
         async with _requests(router) as start:
             await start()  # a is loaded
             assert await start("kept/r0") == "b"
             assert await start("g1/r0") == "a"  # forgotten: the least loaded one
         servers.set(servers.members[0])
         await asyncio.sleep(0)
-        assert "kept/r0" not in router._homes
+        assert "kept/r0" not in router._key_by_affinity
 
     _run(test)

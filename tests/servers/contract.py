@@ -129,7 +129,7 @@ def _watched(server: Served) -> Iterator[Fleet]:
     assert "servers/running" not in fleet.metrics(), "nobody has said anything yet"
     fleet.start()
     try:
-        assert fleet.wait_for_members(stop=threading.Event(), deadline_s=30.0)
+        assert fleet.wait_until_up(stop=threading.Event(), deadline_s=30.0)
         yield fleet
     finally:
         fleet.close()

@@ -37,7 +37,7 @@ from tests.trainer.fakes import FakeSource, FakeSync
 
 
 class _Fleet:
-    """inference.fleet.Fleet with one server. `up`: answers of `wait_for_members`, one after the other; then True."""
+    """inference.fleet.Fleet with one server. `up`: answers of `wait_until_up`, one after the other; then True."""
 
     def __init__(self, events: list[str], closed: list[str]) -> None:
         self.events = events
@@ -51,7 +51,7 @@ class _Fleet:
         self.close = lambda: closed.append("fleet")
         self.subscribe_info: Callable[[Callable[[], None]], None] = lambda listener: None
 
-    def wait_for_members(self, *, deadline_s: float, stop: Any, heartbeat: Callable[[], object] = lambda: None) -> bool:
+    def wait_until_up(self, *, deadline_s: float, stop: Any, heartbeat: Callable[[], object] = lambda: None) -> bool:
         heartbeat()
         self.deadlines_s.append(deadline_s)
         answer = self.up.pop(0) if self.up else True

@@ -54,7 +54,7 @@ def test_every_change_that_matters_is_told_once() -> None:
     fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection was lost"
     reporter.on_change()
     assert told[1:] == [
-        "warning: server 0 is fenced: its connection was lost; 1 of 2 servers serve", "note: server 1 serves; 1 of 2 servers serve",
+        "warning: server 0 is down: its connection was lost; 1 of 2 servers serve", "note: server 1 serves; 1 of 2 servers serve",
     ]  # fmt: skip
     fleet.states, fleet.words[0] = [ServerState.GONE, serving], "401"
     reporter.on_change()

@@ -100,7 +100,7 @@ class _Fleet:
         self.given_up: list[str] = []
         self.suspected: list[int] = []
 
-    def members(self) -> list[_Server]:
+    def servers_up(self) -> list[_Server]:
         return list(self.up)
 
     def serving(self) -> list[_Server]:
