@@ -389,26 +389,26 @@ class Messages(Exchange):
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
             blocks.append(block)
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        # a stop string that ends a tool call is not the reason that counts: the client has to run the tool
+        stop_string = None if reply.tool_calls else reply.generation.stop_reason
         return {
             "id": f"msg_{self.id}",
             "type": "message",
             "role": "assistant",
             "model": self.model,
             "content": blocks,
-            "stop_reason": reasons[reply.finish_reason] if reply.generation.stop_reason is None else "stop_sequence",
-            "stop_sequence": reply.generation.stop_reason,
+            "stop_reason": reasons[reply.finish_reason] if stop_string is None else "stop_sequence",
+            "stop_sequence": stop_string,
             "usage": {"input_tokens": reply.request.num_tokens, "output_tokens": len(reply.ids)},
         }
 
     def events(self, answer: Mapping[str, Any]) -> Iterator[Event]:
-        begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
-        for name, content in self._typeless_events(answer, begun):
+        for name, content in self._typeless_events(answer):
             yield name, {"type": name, **content}
 
     @staticmethod
-    def _typeless_events(
-        answer: Mapping[str, Any], begun: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _typeless_events(answer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
         yield "message_start", {"message": begun}
         for index, block in enumerate(answer["content"]):
             match block["type"]:

@@ -18,7 +18,7 @@ from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
-from tests.agents.support import ADD, FakePolicy, call_text, check_exact, renderer, serving, user
+from tests.agents.support import ADD, FakePolicy, calls, check_exact, renderer, serving, user
 from tests.support.waiting import until
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
@@ -52,7 +52,7 @@ def _run(policy: FakePolicy, agent: Callable[[AgentSession], Any], *, num_branch
     return asyncio.run(main())
 
 
-THOUGHT = f"<think>\n1 and 2\n</think>\n\nI add.\n{call_text(a=1, b=2)}"
+THOUGHT = f"<think>\n1 and 2\n</think>\n\nI add.\n{calls('add', a=1, b=2)}"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -89,7 +89,9 @@ def test_chat_completions_with_tools_by_the_real_client(is_stream: bool) -> None
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_messages_with_tools_by_the_real_client(is_stream: bool) -> None:
-    policy = _policy(THOUGHT, "<think>so 3</think>It is 3.", "one two THE END", "x" * 90, per_chunk=3)
+    policy = _policy(
+        THOUGHT, "<think>so 3</think>It is 3.", "one two THE END", "x" * 90, calls("add", a=1), per_chunk=3
+    )
 
     async def complete(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
         fields = {"model": "any", "max_tokens": 80, "system": "You add.", "tools": [TOOL], **fields}
@@ -124,8 +126,11 @@ def test_messages_with_tools_by_the_real_client(is_stream: bool) -> None:
             )
             fourth = await complete(client, messages=[user("q")], tools=[], max_tokens=5)
             assert fourth.stop_reason == "max_tokens"
+            fifth = await complete(client, messages=[user("q")], stop_sequences=["</tool_call>"])
+            assert ([block.type for block in fifth.content], fifth.stop_reason) == (["tool_use"], "tool_use")
+            assert fifth.stop_sequence is None
 
-    _run(policy, agent, num_branches=2)
+    _run(policy, agent, num_branches=3)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
