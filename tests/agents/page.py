@@ -1,8 +1,7 @@
-"""The files of docs/howto/agent.md, and a rollout of one with a policy whose answers are given."""
+"""The files of docs/howto/agent.md, and rollouts of their agents with a policy whose answers are given."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +24,6 @@ FILES = {
     )
 }
 """Name -> text: the first line of a block names the file."""
-
-
-def calls(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 async def play_in_turn(
@@ -55,7 +50,7 @@ async def play_in_turn(
 
 
 def learn(folder: Path, *overrides: str) -> None:
-    """A run of the tiny tool model in the embedded engine, the files of the page at hand, whose reward is low at first and rises
+    """Run the tiny tool model in the embedded engine, in a folder with the page's files: its reward is low at first and rises
     clearly."""
     prepare(REPOSITORY, task="tool")
     for name, text in FILES.items():

@@ -80,7 +80,7 @@ class FakePolicy:
     per_chunk: int = 1_000_000
     version: int = 0
     odd_tokens: float = 0.5
-    """Fraction of characters that are tokens of their own."""
+    """Fraction of characters that are separate tokens."""
     gate: asyncio.Event | None = None
     served: list[Served] = field(default_factory=list)
 
@@ -175,8 +175,9 @@ def tool(call: dict[str, Any], text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
-def call_text(**arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': arguments})}\n</tool_call>"
+def calls(name: str, **arguments: Any) -> str:
+    """The text of a policy that calls a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 async def ask(session: AgentSession, *messages: dict[str, Any], tools: Sequence[Any] = (), **fields: Any) -> Answer:
@@ -197,7 +198,7 @@ def check_exact(
     tolerance: float = 0.0,
 ) -> None:
     """Every turn is, with all ids before it, what the engine saw and sampled; every whole generation is trained in exactly one
-    place, and no other; logprobs are those of the ids that stand before each token."""
+    place, and no other; logprobs are those of the ids before each token."""
     unused = [served for served in policy.served if served.is_whole]
     cut = [served for served in policy.served if not served.is_whole]  # its client ended it
     for path in completion.paths:

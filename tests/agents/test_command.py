@@ -1,4 +1,4 @@
-"""Agents that are commands: what they get, what becomes of those that fail, and that nothing of them is left."""
+"""Agents that are commands: what they get, how they fail, and that none of their processes is left."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from grpo_async.buffer.ledger import Ledger, is_balanced
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, RolloutStatus
-from tests.agents.support import ADD, FakePolicy, check_exact, exchange, make_session, renderer, text_ids
+from tests.agents.support import ADD, FakePolicy, check_exact, exchange, make_session, renderer, text_ids, tool
 
 NUM_CONVERSATIONS = 500
 FAMILIES = ("qwen2_5", "qwen2_5", "qwen3", "llama3")
@@ -68,7 +68,7 @@ class _Held:
 
 class Conversation:
     """A client that does to its histories what clients do. `histories` are lists of messages of Chat Completions, each of which may
-    be gone on with; each goes through one of three APIs.
+    be continued; each goes through one of three APIs.
 
     Args:
         policy: what answers, with what it has `served`; default one without a model.
@@ -130,7 +130,7 @@ class Conversation:
         held = replace(chosen, messages=messages)
         kind = chance.random()
         if kind < 0.6:  # as clients should
-            results = [_result(call, self._text()) for call in messages[-1].get("tool_calls") or []]
+            results = [tool(call, self._text()) for call in messages[-1].get("tool_calls") or []]
             chance.shuffle(results)
             others = [{"role": "user", "content": self._text()}] if not results or chance.random() < 0.2 else []
             return replace(held, messages=[*messages, *results, *others])
@@ -183,7 +183,7 @@ class Conversation:
         assert len(found) == 1, self.policy.chat.completion_text(rest)
 
     def _as_clients_keep_it(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Without its thinking, its JSON written anew, its ids changed, blanks stripped."""
+        """Without thinking, with rewritten JSON, changed ids and stripped whitespace."""
         kept: dict[str, Any] = json.loads(json.dumps(message))
         kept.pop("reasoning_content", None)
         for call in kept.get("tool_calls") or []:
@@ -194,10 +194,6 @@ class Conversation:
         if self.chance.random() < 0.3:
             kept["content"] = (kept["content"] or "").strip()
         return kept
-
-
-def _result(call: dict[str, Any], text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
 def _without(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from grpo_async.agents.session import AgentSession
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutCompletion
-from tests.agents.page import FILES, calls, learn, play_in_turn
-from tests.agents.support import FakePolicy, renderer, serving, settings
+from tests.agents.page import FILES, learn, play_in_turn
+from tests.agents.support import FakePolicy, calls, renderer, serving, settings
 from tests.support.waiting import until
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
@@ -251,12 +251,12 @@ def test_a_taskset_scores_what_there_is_when_the_budget_of_tokens_is_used_up() -
     section = _section("verifiers:talk_taskset", questions=3)
     result, completion = _play(section, row, "Yes.", "never said", max_turns=1)
     assert completion.truncated
-    assert result.columns["turns"] == 2.0  # of the second one nothing was left to say, and the third was refused
+    assert result.columns["turns"] == 2.0  # no token was left for the second, and the third was refused
 
 
 @pytest.mark.usefixtures("verifiers")
-def test_a_seat_that_is_not_trainable_is_played_by_the_policy_and_trained_nowhere() -> None:
-    """Of a judge, which verifiers does not train either."""
+def test_an_agent_that_is_not_trainable_is_played_by_the_policy_and_not_trained() -> None:
+    """Such as a judge, which verifiers does not train either."""
     (row,) = tasks("verifiers:judged_taskset")
     agent = load_environment_agent(_section("verifiers:judged_taskset"), max_concurrent=1)
     [(result, completion)] = _play_in_turn(agent, (row, ["Good day.", "It was polite."]), all_trained=False)

@@ -12,7 +12,8 @@ from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.config.sections import AgentSection
-from tests.agents.page import FILES, calls, learn, play_in_turn
+from tests.agents.page import FILES, learn, play_in_turn
+from tests.agents.support import calls
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
 SUM = calls("calculator", expression="12 + 7 - 30")
@@ -53,7 +54,7 @@ def test_an_agent_that_only_appends_is_one_sample(name: str, tmp_path: Path, mon
     assert [message.content for message in completion.completion_messages()][1:] == ["-11", "-11"]  # result, answer
 
 
-def test_smolagents_writes_its_history_anew_so_that_each_step_is_a_branch(
+def test_smolagents_rewrites_its_history_so_that_each_step_is_a_branch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = _load("agent_smolagents", tmp_path, monkeypatch)

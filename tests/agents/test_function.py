@@ -1,4 +1,4 @@
-"""Agents that are functions of the user: what they get, what they may return, and what becomes of those that fail or hang."""
+"""Agents that are functions of the user: what they get, what they may return, and how they fail or hang."""
 
 from __future__ import annotations
 

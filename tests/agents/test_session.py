@@ -19,7 +19,7 @@ from tests.agents.support import (
     ADD,
     FakePolicy,
     ask,
-    call_text,
+    calls,
     check_exact,
     make_session,
     renderer,
@@ -104,7 +104,7 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(per_chunk:
         assert (reply.content, reply.generation.stop_reason, reply.finish_reason) == ("I think.", "\nObs", "stop")
         await ask(session, user("q"), reply.message, user("Observation: 3"))
         completion = session.completion(RolloutStatus.FINISHED)
-        # kept as it was sampled, with the string; the message has what stands before it
+        # the tokens are kept as sampled, with the string; the message has the text before it
         assert policy.chat.completion_text(completion.turns[0].output_ids) == "I think.\nObs"
         assert completion.turns[0].messages[0].content == "I think."
         assert completion.turns[0].stop_reason == "\nObs"
@@ -216,11 +216,11 @@ def test_a_limit_that_cuts_or_refuses_what_is_not_trained_does_not_truncate_the_
 def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:
     broken = '<tool_call>\n{"name": "add", "argu\n</tool_call>'
     halved = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>'
-    policy = _policy(call_text(a=1), broken, halved)
+    policy = _policy(calls("add", a=1), broken, halved)
 
     async def agent(session: AgentSession) -> None:
         first = await ask(session, user("q"), tools=[ADD], tool_choice="none")
-        assert (len(first.tool_calls), first.content) == (0, call_text(a=1))
+        assert (len(first.tool_calls), first.content) == (0, calls("add", a=1))
         for text in (broken, halved):
             reply = await ask(session, user("q"), tools=[ADD])
             assert (len(reply.tool_calls), reply.content, reply.finish_reason) == (0, text, "stop")
@@ -303,7 +303,7 @@ def test_a_history_that_only_grows_is_one_path_with_the_recorded_ids() -> None:
         second = await ask(session, *messages, tools=[ADD])
         await ask(session, *messages, second.message, user("Sure?"), tools=[ADD])
 
-    completion, policy = _run(agent, call_text(a=1.0, b=2), "  It is 3.\n", "Yes.")
+    completion, policy = _run(agent, calls("add", a=1.0, b=2), "  It is 3.\n", "Yes.")
     assert not completion.branches
     assert [len(turn.output_ids) > 0 for turn in completion.turns] == [True] * 3
     assert _texts(completion.turns) == [
@@ -333,7 +333,7 @@ def test_thinking_that_the_client_strips_stays_in_the_tokens() -> None:
         assert (second.reasoning, second.content) == ("so 3", "3")
 
     completion, _ = _run(
-        agent, f"<think>\n1 and 2\n</think>\n\n{call_text(a=1, b=2)}", "<think>so 3</think>3", family="qwen3"
+        agent, f"<think>\n1 and 2\n</think>\n\n{calls('add', a=1, b=2)}", "<think>so 3</think>3", family="qwen3"
     )
     assert not completion.branches
     assert completion.turns[0].messages[0].content.startswith("<think>")
@@ -399,7 +399,7 @@ def test_compaction_other_tools_and_sub_agents_are_paths_of_their_own() -> None:
     assert [branch.parent for branch in completion.branches] == [0, 0, 0]
 
 
-def test_of_equal_answers_each_is_gone_on_from_once_the_newest_first() -> None:
+def test_of_equal_answers_each_is_continued_once_the_newest_first() -> None:
     async def agent(session: AgentSession) -> None:
         for _ in range(2):
             said = (await ask(session, user("q"))).message
@@ -419,7 +419,7 @@ def test_results_come_in_any_order_and_belong_to_their_calls() -> None:
         await ask(session, user("q"), first.message, tool(one, "SECOND"), tool(two, "FIRST"), tools=[ADD])
         await ask(session, user("q"), first.message, tool(one, "only one"), tools=[ADD])  # cannot go on: a root
 
-    completion, policy = _run(agent, call_text(a=1) + "\n" + call_text(a=2), "done", "other", "odd")
+    completion, policy = _run(agent, calls("add", a=1) + "\n" + calls("add", a=2), "done", "other", "odd")
     seen, other = (policy.chat.completion_text(policy.served[n].request.token_ids) for n in (1, 2))
     assert seen.index("FIRST") < seen.index("SECOND")
     assert other.index("SECOND") < other.index("FIRST")
@@ -454,7 +454,7 @@ def test_texts_of_control_tokens_from_a_tool_or_user_stay_text() -> None:
             tools=[ADD],
         )
 
-    completion, policy = _run(agent, call_text(a=1), "b")
+    completion, policy = _run(agent, calls("add", a=1), "b")
     ids = [*completion.prompt_ids, *completion.completion_ids]
     start, end = (policy.chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
     # system, user, assistant, tool, assistant
@@ -473,7 +473,7 @@ def test_calls_with_the_same_arguments_are_told_apart_by_their_ids() -> None:
             results[written["tool_calls"][0]["id"]] = result
             await ask(session, user("q"), written, tool(written["tool_calls"][0], result), tools=[ADD])
 
-    completion, _ = _run(agent, call_text(a=1), call_text(a=1), "from one", "from two")
+    completion, _ = _run(agent, calls("add", a=1), calls("add", a=1), "from one", "from two")
     found = {
         path.turns[0].messages[0].tool_calls[0]["id"]: path.turns[0].messages[1].content for path in completion.paths
     }
