@@ -220,5 +220,5 @@ def _api_error_of(error: Exception, request: web.BaseRequest) -> ApiError:
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:
-    # the standard library's json: a policy may write an unpaired surrogate, and integers of any size
+    # the standard library's json: a policy may write a lone surrogate, and integers of any size
     return web.Response(body=json.dumps(content).encode(), status=status, content_type="application/json")

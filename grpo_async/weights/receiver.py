@@ -22,7 +22,7 @@ from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec, cut_into_buck
 
 NO_GROUP = "there is no weight group, or a failed update ended it; call /init_weight_transfer_engine first"
 NOT_ARRIVED = "the weights did not arrive"
-"""Part of the error of a worker whose update broke off."""
+"""Part of the error of a worker whose update was interrupted."""
 
 
 class UpdateRefusedError(GrpoAsyncError):

@@ -1,4 +1,4 @@
-"""A fleet under test, and what it did."""
+"""A fleet under test, and a record of what it did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 100.0  # the machine may be busy; a test fails at the end of it, it do
 
 @dataclass(eq=False)
 class Watch:
-    """A fleet with what it has said."""
+    """A fleet, and what it did."""
 
     fleet: Fleet
     restarts: list[tuple[int, str]] = field(default_factory=list)  # that were asked for

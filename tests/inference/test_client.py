@@ -1,4 +1,4 @@
-"""The client against servers on loopback that do what a test wants: what breaks goes on, there or on another server."""
+"""The client against servers on loopback that do what a test wants: a request that breaks continues there or on another server."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     assert (server.requests[0]["token_ids"], server.requests[0]["max_tokens"]) == ([1, 2, 5, 6], 6)
 
 
-def test_a_structured_output_that_is_broken_off_begins_anew_and_its_attempts_are_bounded() -> None:
+def test_a_structured_output_that_is_interrupted_starts_over_and_its_attempts_are_bounded() -> None:
     request = _request().model_copy(update={"structured_outputs": {"choice": ["a"]}})
 
     async def run(url: str) -> Generation:
@@ -140,7 +140,7 @@ def test_a_generation_that_was_whole_asks_nobody(finish: FinishReason | None) ->
 def test_a_stream_is_never_as_silent_as_a_limit_of_silence(
     request_timeout_s: float, progress_timeout_s: float, expected_s: float
 ) -> None:
-    """Else a healthy server that gathers tokens would be taken for a hung one, or the run for one that stands still."""
+    """Otherwise a healthy server that collects tokens would count as hung, or the run as stalled."""
     with local_server() as server:
         _generate(server.url, timeout_s=request_timeout_s, progress_timeout_s=progress_timeout_s)
     assert server.requests[0]["flush_interval_s"] == expected_s
@@ -148,7 +148,7 @@ def test_a_stream_is_never_as_silent_as_a_limit_of_silence(
 
 @pytest.mark.parametrize("end", [BreakOff(), line([], finish="abort")], ids=["broken", "aborted"])
 def test_what_ends_in_the_middle_goes_on_from_the_tokens_received(end: bytes | Exception) -> None:
-    """Nothing that was sampled is lost or sampled twice, and the cut completion is not taken for a whole one."""
+    """Nothing that was sampled is lost or sampled twice, and the interrupted completion does not count as complete."""
     with local_server(_scripted([line([5, 6], version=1, finish=None), end], [line([7], version=2)])) as server:
         generation = _generate(server.url)
     assert list(generation.token_ids) == [5, 6, 7]

@@ -73,8 +73,8 @@ def test_one_broken_connection_is_no_death() -> None:
 
 
 def test_a_hung_engine_is_fenced_after_the_timeout_and_comes_back_as_a_new_instance_only() -> None:
-    """Although its process says that it is well. It was told to be killed; what it would still generate is of weights that nobody
-    counts on."""
+    """Although /health answers 200: its restart was requested, and until then it would generate with weights that are out of
+    date."""
     with local_server() as server, watched([server.url], timeout_s=1.0) as watch:
         watch.serve_all()
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Which server a request goes to, and what becomes of it when that is fenced."""
+"""Which server a request goes to, and what happens to it when that server is fenced."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def scores_of(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @dataclass
 class _Running:
-    """A request in a thread of its own; `began` is set with its first tokens, `changed` with the first of another version."""
+    """A request in a separate thread; `began` is set with its first tokens, `changed` with the first of another version."""
 
     request: GenerateRequest
     began: threading.Event = field(default_factory=threading.Event)
@@ -117,7 +117,7 @@ def _exchange_weights(pusher: WeightPusher, model: Any, version: int) -> None:
 
 
 def serves(server: Served, model: Any, version: int) -> None:
-    """So long a prompt that stale prefix cache would show."""
+    """With a prompt so long that stale prefix cache would show."""
     request = make_request(LONG_PROMPT, max_tokens=24)
     assert_exact(model, request, server.generate(request), version, server.tolerance)
 
@@ -348,7 +348,7 @@ class Contract:
         _exchange_weights(pusher, model_b, version + 1)
         assert not held.done.done()
         pusher.post("/resume")
-        # with keep_kv vLLM starts the queued one, as it goes on with those that run, over the cache that there is
+        # with keep_kv vLLM starts the queued one, as it continues those that run, over the cache that there is
         for each in (queued, held, twin) if mode == "recompute" else (held, twin):
             assert_exact(model_b, each.request, each.done.result(60), version + 1, server.tolerance)
         serves(server, model_b, version + 1)

@@ -123,7 +123,7 @@ def by_version(
 def over_kept_cache(
     models: Mapping[int, Any], context: Sequence[int], output: Sequence[int], versions: Sequence[int]
 ) -> torch.Tensor:
-    """Logprob of each output token where each model goes on over the keys and values of those before it. [len(output)]
+    """Logprob of each output token where each model continues over the keys and values of those before it. [len(output)]
 
     `versions` say which model drew which token: that model also computed keys and values of the token before it.
     """

@@ -1,4 +1,4 @@
-"""The embedded engine as a process of its own: start, token, signals, exit codes."""
+"""The embedded engine as a separate process: start, token, signals, exit codes."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_stuck_engine_is_answered_with_503_within_the_engine_timeout_while_hea
             assert (response.status_code, "heartbeat_timeout_s" in response.json()["error"]) == (503, True)
         assert 2.5 < time.monotonic() - began < 20.0
         assert server.client.get("/health").status_code == 200  # which is why /is_paused is the probe
-        # whoever asks how it is does not wait for the step
+        # a request for its state does not wait for the step
         info = server.info()
         assert (info.active_requests, info.running_requests, info.waiting_requests) == (1, 0, 1)
         assert info.generated_tokens == 0
@@ -253,7 +253,7 @@ def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
 
 
 def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_one(own: Live, model_b: Any) -> None:
-    """The trainer goes on living, but sends no more: the server's own deadline ends it, and another trainer mends it."""
+    """The trainer stays alive but sends nothing more: the server's own deadline ends the update, and another trainer repeats it."""
     weights = weights_of(model_b)
     with WeightPusher(own.url, None, timeout_s=3.0) as stuck, WeightPusher(own.url, None) as pusher:
         stuck.connect()
@@ -280,7 +280,9 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         assert not held.done()
         assert not scored.done()
         pusher.connect()
-        pusher.push(weights, 5, mode="drain")  # what waits can never drain, and what is frozen must not go on before
+        pusher.push(
+            weights, 5, mode="drain"
+        )  # waiting requests can never drain, and frozen ones must not continue before
         output = held.result(30.0)
         assert set(output.versions) == {5}
         going_on = frozen.result(30.0).versions

@@ -69,7 +69,7 @@ class VllmServer(Served):
 
 @contextmanager
 def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServer]:
-    """Start a server by serve_vllm in a process of its own, wait until it is healthy, end it and all below it."""
+    """Start a server by serve_vllm in a separate process, wait until it is healthy, and end it with all of its children."""
     port, token = free_port(), secrets.token_hex(8)
     log = folder / "server.log"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}

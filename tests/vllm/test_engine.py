@@ -1,4 +1,4 @@
-"""What only the real vLLM has: structured outputs, its own routes, its prefix cache; and what becomes of its processes."""
+"""What only the real vLLM has: structured outputs, its own routes, its prefix cache; and how its processes end."""
 
 from __future__ import annotations
 

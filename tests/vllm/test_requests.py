@@ -122,7 +122,7 @@ def test_busy_time_is_the_union_of_running_requests_without_pauses() -> None:
 
 
 class _Client:
-    """As vLLM's: a queue of batches, and a method that hands out the next."""
+    """As vLLM's: a queue of batches, and a method that returns the next."""
 
     def __init__(self) -> None:
         self.outputs_queue: asyncio.Queue[str] = asyncio.Queue()

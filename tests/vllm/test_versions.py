@@ -99,7 +99,7 @@ print(json.dumps([compat.VLLMClientError.__name__, asyncio.run(repeats())]))
 def test_continuations_sample_from_the_policy_and_a_wrong_request_is_recognized_in_every_version(
     version: str, missing: str, caught: str
 ) -> None:
-    """vLLM would start the noise of a request anew with each continuation."""
+    """vLLM would restart the noise of a request with each continuation."""
     # p = 1/5 for each of 5 tokens, 600 draws: standard deviation 0.016
     assert json.loads(_run(version, missing, _DRAW)) == [caught, pytest.approx(0.2, abs=0.06)]
 

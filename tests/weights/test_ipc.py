@@ -80,7 +80,7 @@ def _group_of_two() -> tuple[Any, Any]:
 
 
 def test_buckets_cross_through_two_buffers_that_are_shared_once(tmp_path: Path) -> None:
-    # buffers 0, 1 of 1000 bytes; the fifth bucket is larger than the buffer whose turn it is, which is made anew
+    # buffers 0, 1 of 1000 bytes; the fifth bucket is larger than the next buffer, which is allocated again
     sizes = [1000, 1000, 900, 10, 5000, 1000]
     trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
     trainer._store = _LateStore(trainer._store)  # type: ignore[assignment]
@@ -102,7 +102,7 @@ def test_buckets_cross_through_two_buffers_that_are_shared_once(tmp_path: Path) 
 
 
 def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the trainer would fill the buffer again under the worker's hands."""
+    """Otherwise the trainer would refill the buffer while the worker copies it."""
     trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
     may_copy = threading.Event()
 

@@ -99,8 +99,8 @@ def test_the_order_of_a_push(transport: WeightTransport) -> None:
     for name in ("a", "b"):
         assert push.events.of(name) == PHASES
     events = push.events.all()
-    # each phase starts when the one before has ended everywhere; engines that are in step with each other (data parallelism) join
-    # only when they stand still
+    # each phase starts when the one before has ended everywhere; engines that step together (data parallelism) join only
+    # while they are paused
     places = {phase: [events.index(f"{name} {phase}") for name in "ab"] for phase in PHASES if phase != "transferred"}
     for one, next_one in itertools.pairwise(places.values()):
         assert max(one) < min(next_one)
@@ -268,7 +268,7 @@ def test_a_server_that_fails_in_a_phase_is_named_and_the_other_is_not(
 
 
 def test_a_server_that_cannot_be_resumed_has_failed(transport: WeightTransport) -> None:
-    """In the end, or after another failure: it stands still."""
+    """At the end, or after another failure: it stays paused."""
     with pytest.raises(PushFailedError) as caught:
         _Push(transport, b={"resume": BROKEN}).run()
     assert (caught.value.phase, caught.value.failures) == ("resume", {"b": BROKEN})

@@ -1,6 +1,6 @@
-"""Buckets between the trainer and a worker in a process of its own, over every transport: the real ones of both sides.
+"""Buckets between the trainer and a worker in a separate process, over every real transport.
 
-On one GPU NCCL takes two processes of one host for a mistake, so its worker says that it is another host (NCCL_HOSTID).
+NCCL refuses two processes of one host on one GPU, so its worker says that it is another host (NCCL_HOSTID).
 """
 
 from __future__ import annotations

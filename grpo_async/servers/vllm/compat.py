@@ -74,7 +74,7 @@ class WorkerExtension:
         return ""
 
     def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
-        """Load an update as it arrives. Returns "", or why it broke off. A worker that cannot load parameters that arrived ends
+        """Load an update as it arrives. Returns "", or what interrupted it. A worker that cannot load parameters that arrived ends
         itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
         began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
         receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
