@@ -35,9 +35,9 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.training.verify import MAX_ROUNDING, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.network import WILDCARDS, is_loopback
 from grpo_async.utils.text import clipped
-from grpo_async.weights.verify import MAX_ROUNDING, TrainerScores, coarsest_dtype, compare_server
 
 SAMPLES = (
     "What is 12 + 30? Think first.",
@@ -64,7 +64,7 @@ class PreflightContext:
     prompt_ids: Sequence[Sequence[int]]
     """Their tokens; none where a rollout function or an agent makes its own."""
     probes: Sequence[Sequence[int]]
-    """See weights.verify.probe_sequences."""
+    """See training.verify.probe_sequences."""
     score_on_trainer: Callable[[Sequence[Sequence[int]], str], TrainerScores]
     """Log-probabilities of whole sequences under the trainer's weights, at the rounding of a dtype; a collective, called once, on
     the calling thread."""

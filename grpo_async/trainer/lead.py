@@ -70,13 +70,13 @@ from grpo_async.training.ranks import (
 from grpo_async.training.schedule import lr_factors
 from grpo_async.training.step import StepResult
 from grpo_async.training.timing import Activity, peak_bytes
+from grpo_async.training.verify import TrainerScores, probe_sequences
 from grpo_async.utils.concurrency import call_when_set
 from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import format_bytes
 from grpo_async.weights.buckets import choose_bucket_bytes
 from grpo_async.weights.push import WeightTransport
-from grpo_async.weights.verify import TrainerScores, probe_sequences
 
 logger = logging.getLogger(__name__)
 

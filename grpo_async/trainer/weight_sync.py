@@ -24,9 +24,9 @@ from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.training.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.text import shortlist
 from grpo_async.weights.push import TRACK, GatheredParameters, PushFailedError, WeightTransport, push_weights
-from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_server
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.timing import peak_bytes
 from grpo_async.training.token_statistics import TokenCollector
+from grpo_async.training.verify import TrainerScores
 from grpo_async.weights.push import GatheredParameters
-from grpo_async.weights.verify import TrainerScores
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
 from grpo_async.training.model import Policy, PolicyOutput, reshard
 from grpo_async.training.parameters import local_of
-from grpo_async.weights.verify import TrainerScores
+from grpo_async.training.verify import TrainerScores
 
 
 class Reference:
@@ -87,7 +87,7 @@ def score_twice(
     compute: torch.dtype,
     rounding: torch.dtype,
 ) -> TrainerScores:
-    """`score_sequences`, twice, the second time with different rounding: `weights.verify` judges a server by both.
+    """`score_sequences`, twice, the second time with different rounding: `training.verify` judges a server by both.
 
     Args:
         compute: dtype of the forward pass.

@@ -13,7 +13,7 @@ from grpo_async.errors import RunError, WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.trainer.lead import Leader
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand, WaitCommand
-from grpo_async.weights.verify import TrainerScores
+from grpo_async.training.verify import TrainerScores
 from tests.support.records import make_scored
 from tests.trainer.fakes import NO_EVALUATIONS, FakeSource, FakeSync, fake_context, loop_config, make_leader
 

@@ -19,9 +19,9 @@ from grpo_async.inference.api import ScoreAnswer, ServedParameters, ServerInfo
 from grpo_async.inference.fleet import ServerState
 from grpo_async.trainer import weight_sync as module
 from grpo_async.trainer.weight_sync import FleetSync
+from grpo_async.training.verify import TrainerScores
 from grpo_async.weights.buckets import ParameterSpec, update_problems
 from grpo_async.weights.push import PushFailedError
-from grpo_async.weights.verify import TrainerScores
 from tests.launcher.support import make_config
 
 SPEC = ParameterSpec(name="w", dtype_name="float32", shape=(2, 3))

@@ -16,7 +16,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
-from grpo_async.weights.verify import compare_logprobs, probe_sequences, verify_limit
+from grpo_async.training.verify import compare_logprobs, probe_sequences, verify_limit
 from tests.servers.contract import LONG_PROMPT, PROMPT, scores_of, weights_of
 from tests.servers.embedded_support import assert_exact, make_request, teacher_forced
 from tests.support.tiny_model import build_tiny_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.weights.verify import (
+from grpo_async.training.verify import (
     TrainerScores,
     coarsest_dtype,
     compare_logprobs,
@@ -23,7 +23,7 @@ def test_the_figures_are_those_of_the_formulas() -> None:
     assert (found.mean, found.max, found.num_tokens) == pytest.approx((0.5, 1.0, 3))
     assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 3)
     assert compare_logprobs([[-1.0]], [[-1.0 - 1e-8]]).k3 == pytest.approx(0.5e-16, rel=1e-3, abs=0.0)
-    assert compare_logprobs([[0.0]], [[-5000.0]]).k3 == math.inf
+    assert compare_logprobs([[0.0]], [[-5000.0]]).k3 == pytest.approx(math.exp(80.0))  # capped, as in the loss
     hundredth = compare_logprobs([[0.0] * 200], [[0.0] * 197 + [-1.0, -2.0, -3.0]])
     assert (hundredth.p99, hundredth.max) == (1.0, 3.0)
 

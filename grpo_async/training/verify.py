@@ -24,8 +24,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
+
 from grpo_async.config import ExperimentConfig
 from grpo_async.inference.control import ServerControl
+from grpo_async.training.loss import kl_k3
 
 _LENGTHS = (16, 64, 300)
 """Lengths within a block of the server's cache, and across the border of two blocks (vLLM: 16 tokens, on CPU 128)."""
@@ -33,7 +36,6 @@ _PROMPT_FRACTION = 0.5
 _MAX_RATIO = 2.0
 _MIN_LIMIT = 1e-3  # of mean |d|: float32 kernels may differ, for example in the order of sums
 MAX_ROUNDING = 0.5  # nats of mean |d|: no dtype usable for training rounds as coarsely
-_MAX_EXPONENT = 700.0  # math.exp overflows a little later
 _DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
 
 
@@ -44,11 +46,11 @@ class LogprobDifference:
     mean: float
     """Mean of |d|."""
     p99: float
-    """The 99th percentile of |d|."""
+    """The 99th percentile of |d|, by nearest rank."""
     max: float
     """Largest |d|."""
     k3: float
-    """Mean of exp(d) - d - 1 >= 0: an estimate of the KL divergence (J. Schulman, "Approximating KL divergence", k3)."""
+    """Mean of exp(d) - d - 1 >= 0: the k3 estimate of the KL divergence (training.loss.kl_k3)."""
     num_tokens: int
 
 
@@ -110,7 +112,7 @@ def compare_server(
 
 
 def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> LogprobDifference:
-    """Compare token by token; NaN on either side makes every number NaN, which passes no limit.
+    """Compare token by token; NaN on either side makes mean, max and k3 NaN, which passes no limit.
 
     Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
     k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744.
@@ -126,19 +128,18 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
             f"log-probabilities of different numbers of tokens: trainer {[len(scores) for scores in trainer]}, "
             f"server {[len(scores) for scores in server]}"
         )
-    pairs = zip(chain.from_iterable(trainer), chain.from_iterable(server), strict=True)
-    differences = [ours - theirs for ours, theirs in pairs]
-    count = len(differences)
+    ours, theirs = (
+        torch.tensor(list(chain.from_iterable(scores)), dtype=torch.float64) for scores in (trainer, server)
+    )
+    count = len(ours)
     if not count:
         raise ValueError("there are no log-probabilities to compare")
-    if any(map(math.isnan, differences)):
-        return LogprobDifference(mean=math.nan, p99=math.nan, max=math.nan, k3=math.nan, num_tokens=count)
-    sizes = sorted(map(abs, differences))
+    sizes = (ours - theirs).abs().sort().values  # NaN comes last
     return LogprobDifference(
-        mean=math.fsum(sizes) / count,
-        p99=sizes[math.ceil(0.99 * count) - 1],
-        max=sizes[-1],
-        k3=math.fsum(map(_k3, differences)) / count,
+        mean=sizes.mean().item(),
+        p99=sizes[math.ceil(0.99 * count) - 1].item(),
+        max=sizes[-1].item(),
+        k3=kl_k3(theirs, ours).mean().item(),
         num_tokens=count,
     )
 
@@ -180,9 +181,3 @@ def probe_sequences(prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max
         head = list(prompt[: int(length * _PROMPT_FRACTION)])
         sequences.append([*head, *(generator.randrange(vocab_size) for _ in range(length - len(head)))])
     return sequences
-
-
-def _k3(difference: float) -> float:
-    if difference > _MAX_EXPONENT:
-        return math.inf
-    return math.expm1(difference) - difference  # expm1: exp(d) - 1 loses all digits of a small d
