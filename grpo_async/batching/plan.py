@@ -1,6 +1,6 @@
 """Decides which sample goes into which row, micro-batch and rank. Pure: works on lengths alone.
 
-Attention treats each sample separately wherever it is (training/attention.py), so the samples of a micro-batch stand in one row,
+Attention treats each sample separately wherever it is (training/attention.py), so the samples of a micro-batch go into one row,
 one after the other, and nothing is padded. Every rank gets the same number of micro-batches, because the collectives of FSDP run
 in lockstep. The m-th micro-batches of all ranks run at the same time, and all ranks wait for the most expensive of them.
 
@@ -62,9 +62,9 @@ class BatchPlan:
 
 
 @dataclass(slots=True, eq=False)
-class _Filling:
-    """A micro-batch while samples are added. Its cost: matrix products are linear in the tokens, padding included;
-    attention is quadratic in the length of each sample."""
+class _Bin:
+    """A micro-batch to which samples are added. Its cost: matrix products are linear in the tokens, padding included; attention is
+    quadratic in the length of each sample."""
 
     indices: list[int] = field(default_factory=list)
     tokens: int = 0
@@ -78,6 +78,12 @@ class _Filling:
         self.indices.append(index)
         self.tokens += growth
         self.cost += growth * _ATTENTION_BREAK_EVEN_TOKENS + length**2
+
+    def plan(self, *, pack: bool) -> MicroBatchPlan:
+        if not self.indices:
+            return MicroBatchPlan(rows=[], row_tokens=EMPTY_ROW_TOKENS)
+        rows = [self.indices] if pack else [[index] for index in self.indices]
+        return MicroBatchPlan(rows=rows, row_tokens=self.tokens // len(rows))
 
 
 def plan_batch(lengths: Sequence[int], *, world_size: int, micro_batch_tokens: int, pack: bool) -> BatchPlan:
@@ -100,40 +106,40 @@ def plan_batch(lengths: Sequence[int], *, world_size: int, micro_batch_tokens: i
         )
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     first_fit = _first_fit(order, lengths, micro_batch_tokens, pack=pack)
-    first_fit += [_Filling() for _ in range(-len(first_fit) % world_size)]
-    filled = _fill_evenly(order, lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
-    return BatchPlan(ranks=[[_planned(each, pack=pack) for each in rank] for rank in _distribute(filled, world_size)])
+    first_fit += [_Bin() for _ in range(-len(first_fit) % world_size)]
+    bins = _fill_evenly(order, lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
+    return BatchPlan(ranks=[[each.plan(pack=pack) for each in rank] for rank in _distribute(bins, world_size)])
 
 
-def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int, *, pack: bool) -> list[_Filling]:
+def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int, *, pack: bool) -> list[_Bin]:
     """Put samples, longest first, each into the first micro-batch with room, or else into a new one."""
-    filled: list[_Filling] = []
+    bins: list[_Bin] = []
     room = np.full(len(lengths) + 1, limit)  # of each micro-batch, existing or not
     for index in order:
         length = lengths[index]
-        number = int((room[: len(filled) + 1] >= length).argmax())
-        if number == len(filled):
-            filled.append(_Filling())
+        number = int((room[: len(bins) + 1] >= length).argmax())
+        if number == len(bins):
+            bins.append(_Bin())
             if not pack:
                 room[number] -= limit % length  # only whole rows, all as long as this one
-        growth = filled[number].growth(length, pack=pack)
-        filled[number].add(index, growth, length)
+        growth = bins[number].growth(length, pack=pack)
+        bins[number].add(index, growth, length)
         room[number] -= growth
-    return filled
+    return bins
 
 
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], count: int, limit: int, *, pack: bool
-) -> list[_Filling] | None:
+) -> list[_Bin] | None:
     """Put samples, longest first, each into the cheapest of `count` micro-batches with room; None if a sample finds no room."""
-    filled = [_Filling() for _ in range(count)]
+    bins = [_Bin() for _ in range(count)]
     shortest = lengths[order[-1]]
     by_cost = [(0, number) for number in range(count)]  # heap
     for index in order:
         length = lengths[index]
         without_room = []
         while by_cost:
-            cheapest = filled[by_cost[0][1]]
+            cheapest = bins[by_cost[0][1]]
             growth = cheapest.growth(length, pack=pack)
             if cheapest.tokens + growth <= limit:
                 break
@@ -143,27 +149,19 @@ def _fill_evenly(
         cheapest.add(index, growth, length)
         heapq.heapreplace(by_cost, (cheapest.cost, by_cost[0][1]))
         for each in without_room:
-            if filled[each[1]].tokens + shortest <= limit:  # a shorter sample may fit
+            if bins[each[1]].tokens + shortest <= limit:  # a shorter sample may fit
                 heapq.heappush(by_cost, each)
-    return filled
+    return bins
 
 
-def _distribute(filled: Sequence[_Filling], world_size: int) -> list[list[_Filling]]:
+def _distribute(bins: Sequence[_Bin], world_size: int) -> list[list[_Bin]]:
     """Assign micro-batches of similar cost to different ranks at the same time, the most expensive first. Returns each rank's."""
-    ranks: list[list[_Filling]] = [[] for _ in range(world_size)]
+    ranks: list[list[_Bin]] = [[] for _ in range(world_size)]
     costs = [0] * world_size
-    ordered = sorted(filled, key=lambda each: -each.cost)
+    ordered = sorted(bins, key=lambda each: -each.cost)
     for start in range(0, len(ordered), world_size):
         cheapest_first = sorted(range(world_size), key=lambda rank: costs[rank])
         for rank, each in zip(cheapest_first, ordered[start : start + world_size], strict=True):
             ranks[rank].append(each)
             costs[rank] += each.cost
     return ranks
-
-
-def _planned(filled: _Filling, *, pack: bool) -> MicroBatchPlan:
-    indices = filled.indices
-    if not indices:
-        return MicroBatchPlan(rows=[], row_tokens=EMPTY_ROW_TOKENS)
-    rows = [indices] if pack else [[index] for index in indices]
-    return MicroBatchPlan(rows=rows, row_tokens=filled.tokens // len(rows))
