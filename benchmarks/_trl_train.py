@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 from benchmarks.against_trl import COMPLETION_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, LR, MAX_STALENESS, low_ids
 from grpo_async.config.sections import WeightsSection
-from grpo_async.inference.api import ServedParameters
 from grpo_async.inference.control import ServerControl
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.buckets import GatheredParameters, ParameterSpec
 from grpo_async.weights.push import WeightTransport, push_weights
 
 BUCKET_BYTES = 8 << 20  # what a run takes for a model of at most 512 MiB
@@ -114,28 +113,19 @@ def step_writer(path: Path) -> Any:
     return StepWriter()
 
 
-class ListedParameters:
-    """Named tensors as a push wants them (`push.GatheredParameters`)."""
-
-    base = None
+class ListedParameters(GatheredParameters):
+    """Named tensors as a push wants them."""
 
     def __init__(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._tensors: list[torch.Tensor] = []
-        self.specs: list[ParameterSpec] = []
+        self.specs = []
         for name, tensor in named:
             self._tensors.append(tensor.contiguous())
             dtype_name = str(tensor.dtype).removeprefix("torch.")
             self.specs.append(ParameterSpec(name=name, dtype_name=dtype_name, shape=tuple(tensor.shape)))
 
-    def problems(self, served: ServedParameters) -> list[str]:
-        """None are looked for."""
-        return []
-
-    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        """The tensors in the order of `specs`, one bucket at a time."""
-        tensors = iter(self._tensors)
-        for bucket in cut_into_buckets(self.specs, bucket_bytes):
-            yield [next(tensors) for _ in bucket]
+    def gather(self) -> Iterator[torch.Tensor]:
+        yield from self._tensors
 
 
 class EqualPush:

@@ -26,7 +26,8 @@ from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.text import shortlist
-from grpo_async.weights.push import TRACK, GatheredParameters, PushFailedError, WeightTransport, push_weights
+from grpo_async.weights.buckets import GatheredParameters
+from grpo_async.weights.push import TRACK, PushFailedError, WeightTransport, push_weights
 
 logger = logging.getLogger(__name__)
 

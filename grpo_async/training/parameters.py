@@ -24,8 +24,7 @@ from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import AdapterBase, ServedParameters
 from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights, problems_with_base
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, update_problems
-from grpo_async.weights.push import GatheredParameters
+from grpo_async.weights.buckets import GatheredParameters, ParameterSpec
 
 ADAPTER = "default"
 """peft's name of our only adapter."""
@@ -208,9 +207,10 @@ def _layer_of(name: str) -> str:
     return match.group() if match else ""
 
 
-class ShardedParameters:
+class ShardedParameters(GatheredParameters):
     """The model's parameters under the names and in the form of its Hugging Face checkpoint: tied ones once, adapters merged,
-    fused ones split, and the buffers that a checkpoint holds.
+    fused ones split, and the buffers that a checkpoint holds. Besides the bucket, `buckets` holds one whole group of fused
+    parameters (the experts of one layer).
 
     Args:
         model: the Hugging Face model inside the policy.
@@ -233,48 +233,28 @@ class ShardedParameters:
             for name, source in self._sources.items()
         }
         self._groups = checkpoint_groups(self._model, metas)
-        self._specs = [
+        self.specs = [
             ParameterSpec(name=name, dtype_name=str(dtype).removeprefix("torch."), shape=shape)
             for group in self._groups
             for name, (shape, dtype) in group.outputs.items()
         ]
 
-    base = None
-    """Whole parameters are sent."""
-
-    def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot take these parameters; [] if it can."""
-        return update_problems(self._specs, served.shapes, served.optional)
-
-    @property
-    def specs(self) -> list[ParameterSpec]:
-        return self._specs
-
-    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        """Full, contiguous tensors, one bucket at a time, in the order of `specs`. A collective: iterate on every rank.
-
-        Besides the bucket, it holds one whole group of fused parameters (the experts of one layer).
-        """
-        tensors = (tensor for group in self._groups for tensor in self._gather(group))
-        for bucket in cut_into_buckets(self._specs, bucket_bytes):
-            yield [next(tensors) for _ in bucket]
-
-    def _gather(self, group: FusedTensors) -> Iterator[torch.Tensor]:
-        """The tensors of a group, in the order of its outputs."""
-        whole = {
-            name: self._sources[name].gather(None if self._sources[name].is_buffer else self._wire_dtype)
-            for name in group.sources
-        }
-        if group.is_renamed_only:
-            parts = dict(zip(group.outputs, whole.values(), strict=True))
-        else:
-            parts = to_checkpoint(self._model, whole)
-        del whole
-        for name in group.outputs:
-            yield parts.pop(name).to(self._device).contiguous()
+    def gather(self) -> Iterator[torch.Tensor]:
+        for group in self._groups:
+            whole = {
+                name: self._sources[name].gather(None if self._sources[name].is_buffer else self._wire_dtype)
+                for name in group.sources
+            }
+            if group.is_renamed_only:
+                parts = dict(zip(group.outputs, whole.values(), strict=True))
+            else:
+                parts = to_checkpoint(self._model, whole)
+            del whole
+            for name in group.outputs:
+                yield parts.pop(name).to(self._device).contiguous()
 
 
-class AdapterParameters:
+class AdapterParameters(GatheredParameters):
     """The factors of each adapted weight; see weights.adapters.
 
     Args:
@@ -290,8 +270,8 @@ class AdapterParameters:
     def __init__(self, model: Any, *, path: str, served_dtype: torch.dtype, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
         self._path = path
-        base = BaseWeights(path)
-        self.base = AdapterBase(digest=base.digest, dtype_name=str(served_dtype).removeprefix("torch."))
+        files = BaseWeights(path)
+        self.base: AdapterBase = AdapterBase(digest=files.digest, dtype_name=str(served_dtype).removeprefix("torch."))
         sources = {source.name: source for source in list_sources(model)}
         self._deltas: dict[str, LoraDelta] = {}
         metas = {name: torch.empty(source.shape, device="meta") for name, source in sources.items()}
@@ -299,27 +279,19 @@ class AdapterParameters:
             for name in group.sources:
                 delta = sources[name].delta
                 if delta is not None:
-                    _check_adapted(sources[name], group, base)
+                    _check_adapted(sources[name], group, files)
                     self._deltas[next(iter(group.outputs))] = delta
         if not self._deltas:
             raise ConfigError("model.lora.push: adapter needs adapters, and the model has none; set model.lora")
-        self._specs = [spec for name, delta in self._deltas.items() for spec in _factor_specs(name, delta)]
-
-    @property
-    def specs(self) -> list[ParameterSpec]:
-        return self._specs
+        self.specs = [spec for name, delta in self._deltas.items() for spec in _factor_specs(name, delta)]
 
     def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot take these adapters; [] if it can."""
         return problems_with_base(self.base.digest, served.base_digest, self._path)
 
-    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        """Like ShardedParameters.buckets. A collective."""
-        tensors = (
-            factor.to(self._device).contiguous() for delta in self._deltas.values() for factor in delta.factors()
-        )
-        for bucket in cut_into_buckets(self._specs, bucket_bytes):
-            yield [next(tensors) for _ in bucket]
+    def gather(self) -> Iterator[torch.Tensor]:
+        for delta in self._deltas.values():
+            for factor in delta.factors():
+                yield factor.to(self._device).contiguous()
 
 
 def choose_parameters(

@@ -32,7 +32,7 @@ from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.timing import peak_bytes
 from grpo_async.training.token_statistics import TokenCollector
 from grpo_async.training.verify import TrainerScores
-from grpo_async.weights.push import GatheredParameters
+from grpo_async.weights.buckets import GatheredParameters
 
 
 @dataclass(frozen=True, slots=True)

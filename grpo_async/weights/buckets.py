@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo_async.config.sections import WeightsSection
+from grpo_async.inference.api import AdapterBase, ServedParameters
 from grpo_async.utils.text import duplicates
 
 DTYPE_NAMES = {
@@ -116,3 +117,26 @@ def update_problems(
             )
     problems.extend(f"{name} is missing" for name in served_shapes if name not in sent and name not in optional)
     return problems
+
+
+class GatheredParameters:
+    """What a push sends: parameters of the policy, gathered bucket by bucket; every rank iterates in lockstep. See
+    training.parameters."""
+
+    specs: list[ParameterSpec]
+    base: AdapterBase | None = None
+    """The base to which the servers add adapters. None: whole parameters are sent."""
+
+    def gather(self) -> Iterator[torch.Tensor]:
+        """Whole, contiguous tensors in the order of `specs`. A collective: iterate on every rank."""
+        raise NotImplementedError
+
+    def problems(self, served: ServedParameters) -> list[str]:
+        """Why a server cannot take these parameters; [] if it can."""
+        return update_problems(self.specs, served.shapes, served.optional)
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+        """The tensors of `gather`, one bucket at a time."""
+        tensors = self.gather()
+        for bucket in cut_into_buckets(self.specs, bucket_bytes):
+            yield [next(tensors) for _ in bucket]

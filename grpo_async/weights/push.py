@@ -29,20 +29,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from grpo_async.config.base import PushMode, TransportKind
 from grpo_async.config.sections import WeightsSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
-from grpo_async.inference.api import OUT_OF_ORDER, AdapterBase, PauseMode, ServedParameters, WeightUpdateInfo
+from grpo_async.inference.api import OUT_OF_ORDER, PauseMode, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights.backends import NOT_FORMED, Backend, Rendezvous, check_device
-from grpo_async.weights.buckets import ParameterSpec, pack
+from grpo_async.weights.buckets import GatheredParameters, pack
 from grpo_async.weights.receiver import NOT_ARRIVED
 
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
@@ -85,23 +84,6 @@ class PushFailedError(WeightPushError):
         named = self.failures or self.affected
         causes = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in named.items())
         super().__init__(f"{what} failed{f': {causes}' if causes else ''}{f' ({hint})' if hint else ''}")
-
-
-class GatheredParameters(Protocol):
-    """What a push sends, gathered bucket by bucket; every rank iterates in lockstep. See training.parameters."""
-
-    @property
-    def base(self) -> AdapterBase | None:
-        """The base of the adapters; None if whole parameters are sent."""
-
-    @property
-    def specs(self) -> list[ParameterSpec]: ...
-
-    def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot take these parameters; [] if it can."""
-
-    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        """Contiguous tensors, one bucket at a time, in the order of `specs`."""
 
 
 class WeightTransport:

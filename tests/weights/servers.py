@@ -12,7 +12,7 @@ import torch
 
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.buckets import cut_into_buckets
+from grpo_async.weights.buckets import GatheredParameters, cut_into_buckets
 from grpo_async.weights.receiver import WeightReceiver, parameter_specs
 from tests.support.weight_push import announcement
 
@@ -133,10 +133,8 @@ class DyingWorkers(Workers):
             raise ServerUnavailableError("POST /update_weights failed 1 times: ReadError") from error
 
 
-class Parameters:
+class Parameters(GatheredParameters):
     """Random tensors of several dtypes and odd sizes, so that some start unaligned in their bucket."""
-
-    base = None
 
     def __init__(self, *, num_layers: int = 6, events: Events | None = None) -> None:
         generator = torch.Generator().manual_seed(3)
