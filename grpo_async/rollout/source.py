@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from grpo_async.rollout.group import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
+from grpo_async.utils.concurrency import close_all
 
 logger = logging.getLogger(__name__)
 
@@ -256,13 +257,8 @@ class RolloutSource:
         sys.setswitchinterval(self._usual_switch_interval_s)
         timeout_s = _SHUTDOWN_TIMEOUT_S
         if self._thread.cancel_all(timeout_s=timeout_s):
-            for close in self._closing_on_loop:
-                try:
-                    self._thread.submit(close()).result(timeout=timeout_s)
-                except TimeoutError:  # the run is over, and the process ends what does not close
-                    logger.warning("connections and environments did not close within %.0f s", timeout_s)
-                except Exception:  # the groups and threads below must still be closed
-                    logger.exception("connections or environments could not be closed")
+            closing = self._thread.submit(close_all(self._closing_on_loop, timeout_s=timeout_s))
+            wait([closing], timeout=timeout_s * len(self._closing_on_loop))  # in case one blocks the loop
         if self._has_started:  # a start that fails must leave the run's files untouched
             try:
                 self._close_queued()  # `stop_generating` did not run after an error; the last groups may show its cause

@@ -6,8 +6,6 @@ wait for a server -> take the model that it has loaded -> evaluate -> send the r
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,10 +15,8 @@ from grpo_async.inference.fleet import Fleet, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
-from grpo_async.utils.concurrency import call_when_set
+from grpo_async.utils.concurrency import call_when_set, close_all
 from grpo_async.utils.text import count
-
-logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -115,21 +111,11 @@ def _run(
         except asyncio.CancelledError:
             return None
         finally:
-            await _close(inputs.components.aclose, client.aclose)
+            await close_all([inputs.components.aclose, client.aclose], timeout_s=_CLOSE_TIMEOUT_S)
         baseline = {} if evaluator.majority_baseline is None else {"majority_baseline": evaluator.majority_baseline}
         return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}
 
     return asyncio.run(run())
-
-
-async def _close(*closes: Callable[[], Awaitable[None]]) -> None:
-    """Run all of them, even if one fails: the results are there, and the process ends."""
-    for close in closes:
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await close()
-        except Exception:
-            logger.exception("connections or environments could not be closed")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Coroutines that run at the same time, and a function in a thread that nobody has to wait for."""
+"""Coroutines that run at the same time or are closed in turn, and a function in a thread that nobody has to wait for."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -57,6 +59,19 @@ async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in works]
     return [task.result() for task in running]
+
+
+async def close_all(closes: Iterable[Callable[[], Awaitable[None]]], *, timeout_s: float) -> None:
+    """Close connections and environments in turn, even if one fails or takes longer than `timeout_s`: the work is done, and the
+    process ends soon."""
+    for close in closes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await close()
+        except TimeoutError:
+            logger.warning("connections or environments did not close within %.0f s", timeout_s)
+        except Exception:
+            logger.exception("connections or environments could not be closed")
 
 
 @contextlib.contextmanager

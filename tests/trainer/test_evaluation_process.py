@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet
-from grpo_async.trainer import evaluation_process as module
-from grpo_async.trainer.evaluation_process import _close, _serve_what_is_loaded
+from grpo_async.trainer.evaluation_process import _serve_what_is_loaded
 from tests.launcher.support import make_config
 
 
@@ -47,20 +45,3 @@ def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path, caplog
     assert control.sent == [("server_serving", 0), ("server_serving", 1), ("server_serving", 1)]
     assert len(fleet.serving()) == 2
     assert "weights are sent" not in caplog.text
-
-
-def test_what_cannot_be_closed_or_hangs_keeps_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CLOSE_TIMEOUT_S", 0.05)
-    closed: list[str] = []
-
-    async def fails() -> None:
-        raise ValueError("an environment of a user")
-
-    async def hangs() -> None:
-        await asyncio.Event().wait()
-
-    async def closes() -> None:
-        closed.append("client")
-
-    asyncio.run(asyncio.wait_for(_close(fails, hangs, closes), 10.0))
-    assert closed == ["client"]
