@@ -41,6 +41,7 @@ from grpo_async.rollout.source import RolloutSource
 from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsWriter, Trackers, open_trackers
+from grpo_async.tracking.timeline import Timeline
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
 from grpo_async.trainer.packed_step import PackedStep, divide_step
@@ -107,9 +108,8 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             context.load(step)
             set_aside_later_checkpoints(run_dir, step)
             side.supersede()  # only now: a start that fails must leave the run's files untouched
-        control.send("phase", name="waiting for the server")
-        fleet.start()
-        with timeline.span("waiting for the server", "run"):
+        with _phase("waiting for the server", control, timeline):
+            fleet.start()
             is_ready = fleet.wait_until_up(deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested)
         if not is_ready:  # stopped before anything was trained: there is nothing to save
             context.channel.send([StopCommand()] * assignment.world_size)
@@ -198,6 +198,14 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
         leader.run(preflight)
 
 
+@contextmanager
+def _phase(name: str, control: ControlClient, timeline: Timeline) -> Iterator[None]:
+    """Tell the launcher what rank 0 does, and record it in the timeline."""
+    control.send("phase", name=name)
+    with timeline.span(name, "run"):
+        yield
+
+
 class Leader:
     """See the module's docstring.
 
@@ -263,7 +271,7 @@ class Leader:
         Args:
             preflight: compares trainer and servers.
         """
-        with self._phase("pushing the first weights"):
+        with _phase("pushing the first weights", self._control, self._timeline):
             is_pushed = self._push_first()  # also proves the transport before anything is generated
         if is_pushed:
             self._fleet.subscribe(self._source.wake)
@@ -290,13 +298,6 @@ class Leader:
         finally:
             guard.stop()
         guard.check()
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Tell the launcher what rank 0 does, and record it in the timeline."""
-        self._control.send("phase", name=name)
-        with self._timeline.span(name, "run"):
-            yield
 
     def _push_first(self) -> bool:
         """Push until one server serves: the first may die between its readiness and the push. False when the run is to stop.
@@ -326,7 +327,7 @@ class Leader:
         Raises:
             RunError: a check failed.
         """
-        with self._phase("checking trainer and servers against each other"):
+        with _phase("checking trainer and servers against each other", self._control, self._timeline):
             for attempt in range(1, _PREFLIGHTS + 1):
                 while not (servers := self._fleet.serving()):  # the server has died since the push
                     if not self._push_first():
@@ -353,11 +354,11 @@ class Leader:
     def _train_and_save(self) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
         source = self._source
-        with self._phase("training"):
+        with _phase("training", self._control, self._timeline):
             self._meter.restart(self._read_counters())
             source.start()
             finished = self.train()
-        with self._phase("saving"):
+        with _phase("saving", self._control, self._timeline):
             self.activity.begin("ending the run")
             if not self._is_complete:
                 self.save(finished, wait=True)  # before generation stops: a resume continues the groups in flight
