@@ -33,7 +33,7 @@ from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir, partial_of, write_atomically
 from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, model_state
 from grpo_async.training.checkpoint_manifest import problem_of
-from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
+from grpo_async.training.lora import gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.files import put_in_place
@@ -66,13 +66,13 @@ def export_model(
         CheckpointError: a folder cannot be written.
     """
     weights = gather_weights(policy.model, getattr(torch, dtype))
-    adapter_state = gather_adapter(policy.model) if adapter is not None and has_adapters(policy.model) else None
+    adapter_state = gather_adapter(policy.model) if adapter is not None else {}
     if dist.is_initialized() and dist.get_rank() != 0:
         return
 
     def write() -> None:
         _write(folder, policy, tokenizer, weights, dtype, card)
-        if adapter is not None and adapter_state is not None:
+        if adapter is not None and adapter_state:
             with _replacing(adapter, "adapter") as partial:
                 write_adapter(partial, policy.model, adapter_state)
 

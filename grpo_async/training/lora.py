@@ -68,11 +68,6 @@ class _Dropout(nn.Dropout):
         return nn.functional.dropout(input, self.p, training=torch.is_grad_enabled())
 
 
-def has_adapters(model: Any) -> bool:
-    """Whether adapters were added."""
-    return bool(_adapter_layers(model))
-
-
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
     """The model without its adapters, inside the context. No weight changes: the layers skip the adapters' product."""
@@ -112,7 +107,7 @@ def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
     """Gather the adapter, and the fully trained modules, under the names of peft's files. A collective; {} without adapters."""
-    if not has_adapters(model):
+    if not _adapter_layers(model):
         return {}
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole_of(parameter)

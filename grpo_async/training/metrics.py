@@ -57,7 +57,6 @@ class UpdateSums:
         logprobs = inputs.logprobs.detach()
         ones = torch.ones_like(logprobs)
         zeros = torch.zeros_like(logprobs)
-        nothing = torch.zeros((), device=logprobs.device)
         of_sample = 1.0 / sequence_sum(ones, inputs.sample_index)  # adds up to 1 over the tokens of a sample
         per_weight = of_sample if self._objective.has_sequence_weights else ones
         per_clip = of_sample if token_loss.is_per_sequence else ones
@@ -84,8 +83,8 @@ class UpdateSums:
                 (per_clip * low).sum().double(),
                 (per_clip * high).sum().double(),
                 per_clip.sum().double(),
-                _count(output.is_importance_masked, nothing),
-                _count(output.is_off_policy, nothing),
+                (zeros if output.is_importance_masked is None else output.is_importance_masked).sum().double(),
+                (zeros if output.is_off_policy is None else output.is_off_policy).sum().double(),
             ]
         )
         # in the order of _MAXIMA
@@ -120,10 +119,6 @@ class UpdateSums:
             differences=[sum(column) for column in columns[bins:-1]],
             grad_norm=math.sqrt(sum(columns[-1])),
         )
-
-
-def _count(mask: torch.Tensor | None, nothing: torch.Tensor) -> torch.Tensor:
-    return (nothing if mask is None else mask.sum()).double()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,21 +312,17 @@ class PipelineMeter:
 
 
 def _of_wall(wall: float, *, busy_s: float, spent: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that are fractions of wall time; see the module's docstring."""
-    fractions = _fractions(spent, wall)
+    """The metrics that are fractions of wall time; see the module's docstring. Worked example: {"training": 2.0, "pushing": 1.0} of
+    4 s -> training 0.5, pushing 0.25, other 0.25, the rest 0.0."""
+    # the two are read from the clock one after the other, so the parts may exceed `wall` slightly
+    whole = max(wall, sum(spent.get(what, 0.0) for what in ACTIVITIES))
+    fractions = {what: spent.get(what, 0.0) / whole for what in ACTIVITIES}
+    other = max(0.0, 1.0 - sum(fractions.values()))
     idle = fractions.pop("waiting")
     return {
         "trainer_idle_ratio": idle,
         "generator_idle_ratio": 1.0 - busy_s / wall,
         "overlap_efficiency": max(busy_s / wall, 1.0 - idle),
         **{f"{what}_fraction": part for what, part in fractions.items()},
+        "other_fraction": other,
     }
-
-
-def _fractions(spent: Mapping[str, float], wall: float) -> dict[str, float]:
-    """Fractions of `wall`, which add up to 1. Worked example: {"training": 2.0, "pushing": 1.0} of 4 s -> training 0.5, pushing
-    0.25, other 0.25, the rest 0.0."""
-    # the two are read from the clock one after the other, so the parts may exceed `wall` slightly
-    whole = max(wall, sum(spent.get(what, 0.0) for what in ACTIVITIES))
-    fractions = {what: spent.get(what, 0.0) / whole for what in ACTIVITIES}
-    return {**fractions, "other": max(0.0, 1.0 - sum(fractions.values()))}

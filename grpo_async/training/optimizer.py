@@ -107,11 +107,11 @@ class Muon(torch.optim.Optimizer):
             if group["is_muon"]:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._move_matrix(parameter, group)
+                        self._update_matrix(parameter, group)
             else:
                 self._adamw(group)
 
-    def _move_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if not state:

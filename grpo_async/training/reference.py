@@ -15,7 +15,8 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.errors import ConfigError
 from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
-from grpo_async.training.model import Policy, PolicyOutput, reshard
+from grpo_async.training.logprobs import PolicyOutput
+from grpo_async.training.model import Policy, reshard
 from grpo_async.training.parameters import local_of
 from grpo_async.training.verify import TrainerScores
 
@@ -43,13 +44,13 @@ class Reference:
 
     @torch.no_grad()
     def sync(self, policy: Policy, *, alpha: float) -> None:
-        """reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656, equation 4). Both are sharded alike, so each
-        rank moves its own rows and no rank waits."""
+        """reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656, equation 4). Both are sharded in the same
+        way, so each rank updates its own rows and no rank waits."""
         pairs = zip(self.policy.named_parameters(), policy.named_parameters(), strict=True)
-        for (name, mine), (other_name, theirs) in pairs:
-            assert name == other_name
-            rows = local_of(mine)
-            rows.lerp_(local_of(theirs).to(rows), alpha)
+        for (name, reference), (same_name, trained) in pairs:
+            assert name == same_name
+            rows = local_of(reference)
+            rows.lerp_(local_of(trained).to(rows), alpha)
 
 
 def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:
@@ -73,7 +74,7 @@ def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, devic
     scores: list[list[float]] = []
     with torch.no_grad():
         for sequence in sequences:
-            output: PolicyOutput = policy(_one_row(sequence).to(device), temperature=1.0)
+            output: PolicyOutput = policy(one_row(sequence).to(device), temperature=1.0)
             scores.append(output.logprobs.tolist())
     reshard(policy)
     return scores
@@ -102,17 +103,17 @@ def score_twice(
 def _perturbed_rounding(
     policy: Policy, dtype: torch.dtype, *, device: torch.device, is_coarser: bool
 ) -> Iterator[None]:
-    """Move embeddings by at most one unit in their last place, as another rounding would have. Everything computed from them then
+    """Change embeddings by at most one unit in their last place, as another rounding would have. Everything computed from them then
     has different values, whose rounding errors are independent of those of the undisturbed pass. If `dtype` is coarser than the
     policy's compute dtype, autocast adds its rounding."""
     generator = torch.Generator(device).manual_seed(0)
     unit = torch.finfo(dtype).eps
 
-    def move(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+    def perturb(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
         noise = torch.rand(output.shape, generator=generator, device=output.device)
         return (output * (1.0 + unit * (2.0 * noise - 1.0))).to(output.dtype)
 
-    hook = policy.model.get_input_embeddings().register_forward_hook(move)
+    hook = policy.model.get_input_embeddings().register_forward_hook(perturb)
     try:
         # no cache: it would hold weights that FSDP frees
         with torch.autocast(device.type, dtype, enabled=is_coarser, cache_enabled=False):
@@ -121,7 +122,8 @@ def _perturbed_rounding(
         hook.remove()
 
 
-def _one_row(sequence: Sequence[int]) -> MicroBatch:
+def one_row(sequence: Sequence[int]) -> MicroBatch:
+    """A micro-batch of one sequence, with every token but the first as a target."""
     length, num_scored = len(sequence), len(sequence) - 1
     ids = torch.tensor(sequence, dtype=torch.int64)
     unused = torch.zeros(num_scored, dtype=torch.float32)

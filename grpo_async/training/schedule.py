@@ -8,8 +8,6 @@ from typing import Any
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 
-_USUAL_TIMESCALE = 10_000  # default of transformers without a warmup
-
 
 def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
     """The factor on `optimizer.lr` by 0-based step; a function of the step alone, so a resume needs no state of it.
@@ -29,12 +27,12 @@ def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
     """The factor by the number of steps after the warmup."""
     optimizer, name = config.optimizer, config.optimizer.schedule
     floor = optimizer.min_lr_ratio
-    defaults: dict[str, tuple[str, dict[str, float]]] = {
+    defaults: dict[str, tuple[str, dict[str, float | None]]] = {
         "linear": ("polynomial", {"lr_end": floor * optimizer.lr}),
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": floor}),
         "polynomial": (name, {"lr_end": floor * optimizer.lr}),
         "warmup_stable_decay": (name, {"min_lr_ratio": floor}),
-        "inverse_sqrt": (name, {"timescale": optimizer.warmup_steps or _USUAL_TIMESCALE}),
+        "inverse_sqrt": (name, {"timescale": optimizer.warmup_steps or None}),
     }
     scheduler_name, arguments = defaults.get(name, (name, {}))
     arguments = {**arguments, **optimizer.schedule_kwargs}

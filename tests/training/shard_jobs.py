@@ -16,8 +16,7 @@ from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.model import Policy, make_mesh, reshard, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import list_sources
-from grpo_async.training.reference import Reference, score_sequences
-from grpo_async.training.reference import _one_row as one_row
+from grpo_async.training.reference import Reference, one_row, score_sequences
 from tests.support.rank_jobs import one_step, random_samples
 
 MODULE = "tests.training.shard_jobs"

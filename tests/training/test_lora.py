@@ -14,7 +14,7 @@ from grpo_async.training.load import build_policy
 from grpo_async.training.lora import adapters_off, gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.reference import _one_row
+from grpo_async.training.reference import one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
 from tests.training.tiny_models import collect, load_tiny, save_model, sum_of_logprobs
@@ -40,7 +40,7 @@ def _load(folder: Path, *, lora: dict[str, Any] | None = None, moved: bool = Tru
 
 def _logprobs(policy: Policy) -> torch.Tensor:
     with torch.no_grad():
-        logprobs: torch.Tensor = policy(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3])).logprobs
+        logprobs: torch.Tensor = policy(one_row([5, 9, 200, 31, 7, 7, 8, 100, 3])).logprobs
     return logprobs
 
 
@@ -50,7 +50,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained(folder: Path) -> 
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert len(trained) == 3 * 7 * 2  # A and B at every linear layer of three, the head left out
     assert all("lora_" in name for name in trained)
-    torch.autograd.backward(policy(_one_row([1, 2, 3, 4]), objective=sum_of_logprobs).objective)
+    torch.autograd.backward(policy(one_row([1, 2, 3, 4]), objective=sum_of_logprobs).objective)
     assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained
     first = policy.model.model.layers[0].self_attn.q_proj.lora_A.default.weight
     # uniform in +-sqrt(6 / ((1 + 5) x 64)) = +-1/8: variance 1/192
@@ -155,7 +155,7 @@ def test_dropout_acts_in_an_update_alone_and_is_the_same_when_it_is_recomputed(f
     gradients, values = [], []
     for each in (policy, recomputing):
         torch.manual_seed(3)
-        output = each(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3]), objective=sum_of_logprobs)
+        output = each(one_row([5, 9, 200, 31, 7, 7, 8, 100, 3]), objective=sum_of_logprobs)
         torch.autograd.backward(output.objective)
         values.append(output.logprobs)
         gradients.append([parameter.grad for parameter in each.parameters() if parameter.requires_grad])

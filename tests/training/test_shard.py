@@ -10,7 +10,7 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.training.model import shard_policy
-from grpo_async.training.reference import _one_row
+from grpo_async.training.reference import one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
 from tests.training.tiny_models import load_tiny, save_model, sum_of_logprobs
@@ -90,7 +90,7 @@ def _saved_bytes(model: Path, mode: str) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = policy(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3]), objective=sum_of_logprobs)
+        output = policy(one_row([5, 9, 200, 31, 7, 7, 8, 100, 3]), objective=sum_of_logprobs)
     with Count() as count:
         torch.autograd.backward(output.objective)
     return sum(kept.values()), count.number
