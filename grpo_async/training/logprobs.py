@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -59,12 +59,15 @@ TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 """Computes what the tokens in a slice add to the objective, (), with gradient, from their logprobs and entropies, (n,) each."""
 
 
-class TokenLogprobs(NamedTuple):
-    """The results for N tokens; only `objective` has a gradient."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutput:
+    """The results for N tokens: those of a head, and of a policy's forward for the trained tokens of a micro-batch."""
 
-    logprobs: torch.Tensor  # (N,)
-    entropy: torch.Tensor  # (N,), nats
-    objective: torch.Tensor | None = None  # () float32; None if no objective was given
+    logprobs: torch.Tensor  # (N,) float32
+    entropy: torch.Tensor  # (N,) float32, nats
+    objective: torch.Tensor | None = None
+    """() float32, the only one with a gradient; None if no objective was given. Without trained tokens, a zero that depends on
+    every parameter."""
 
 
 def chunked_logprobs(
@@ -79,7 +82,7 @@ def chunked_logprobs(
     is_per_token: bool = True,
     in_float32: bool = False,
     loss_scale: float = 1.0,
-) -> TokenLogprobs:
+) -> PolicyOutput:
     """log softmax(x) at the targets and the entropy of softmax(x), where x = transform(head(hidden)) / temperature.
 
     The head computes in its own dtype, everything after it in float32 (float64 for a float64 head).
@@ -106,12 +109,12 @@ def chunked_logprobs(
     if objective is None:
         with torch.no_grad():
             logprobs, entropy, *_ = _first_pass(logits, target_ids, chunks)
-        return TokenLogprobs(logprobs, entropy)
+        return PolicyOutput(logprobs=logprobs, entropy=entropy)
     groups = [[rows] for rows in chunks] if is_per_token else [chunks]
-    found = _Objective.apply(  # type: ignore[no-untyped-call]
+    logprobs, entropy, total = _Objective.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, target_ids, logits, transform, groups, objective, loss_scale
     )
-    return TokenLogprobs(*found)
+    return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=total)
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import (
     BaseLoss,
     CispoLoss,
@@ -28,8 +27,7 @@ from grpo_async.config.sections import (
     SapoLoss,
 )
 from grpo_async.errors import RunError
-from grpo_async.training.logprobs import TokenObjective
-from grpo_async.training.model import PolicyOutput
+from grpo_async.training.logprobs import PolicyOutput, TokenObjective
 from grpo_async.user_code.references import resolve_and_check
 
 _MAX_LOG_RATIO = 80.0
@@ -45,7 +43,7 @@ class LossInputs:
     """
 
     logprobs: torch.Tensor  # (N,) float32, under the trained policy, with gradient
-    old_logprobs: torch.Tensor  # (N,) float32, under the proximal policy (`loss.proximal`), no gradient
+    proximal_logprobs: torch.Tensor  # (N,) float32, under the proximal policy (`loss.proximal`), no gradient
     sampler_logprobs: torch.Tensor  # (N,) float32, as reported by the server that sampled
     ref_logprobs: torch.Tensor | None  # (N,) float32, under `loss.reference`; None while loss.beta is 0
     entropy: torch.Tensor  # (N,) float32, nats, with gradient
@@ -103,7 +101,7 @@ def sequence_mean(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Ten
 def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, delta: float | None = None) -> TokenLoss:
     """Clipped surrogate per token (PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300; two epsilons: DAPO, arXiv 2503.14476).
 
-        rho = exp(logprob - old_logprob)
+        rho = exp(logprob - proximal_logprob)
         loss = -min(min(rho, delta) A, clamp(rho, 1 - epsilon, 1 + epsilon_high) A)
 
     Without delta a bad token (A < 0) that became likelier has an unbounded loss; delta bounds it (INTELLECT-2, arXiv 2505.07291),
@@ -111,7 +109,7 @@ def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, del
     Worked example: A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
     A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8, capped.
     """
-    ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
+    ratio = ratio_of(inputs.logprobs - inputs.proximal_logprobs)
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
 
 
@@ -142,25 +140,25 @@ def clipped_surrogate(
 def gspo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> TokenLoss:
     """Clipped surrogate on the ratio of whole samples, the geometric mean of their tokens' ratios (arXiv 2507.18071, equation 7).
 
-        s = exp(mean over the sample of (logprob - old_logprob));   loss = -min(s A, clamp(s, 1 - epsilon, 1 + epsilon_high) A)
+        s = exp(mean over the sample of (logprob - proximal_logprob));   loss = -min(s A, clamp(s, 1 - epsilon, 1 + epsilon_high) A)
 
     Every token of a sample has that loss, so its mean over the sample (reduction grpo) is the paper's objective, and the gradient
     of a token is s A / (tokens of the sample). The same as TRL's `importance_sampling_level="sequence"`.
     Worked example: log ratios [0.1, 0.3], A = 2: s = exp(0.2) = 1.2214; epsilon_high = 4e-4: loss = -min(2.4428, 2.0008) = -2.0008.
     """
-    ratio = ratio_of(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sample_index))
+    ratio = ratio_of(sequence_mean(inputs.logprobs - inputs.proximal_logprobs, inputs.sample_index))
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, is_per_sequence=True)
 
 
 def cispo_loss(inputs: LossInputs, *, epsilon_high: float) -> TokenLoss:
     """REINFORCE with capped ratios: no token loses its gradient (MiniMax-M1, arXiv 2506.13585, equation 4).
 
-        rho = exp(logprob - old_logprob);   loss = -min(rho, epsilon_high) A logprob, without gradient through rho
+        rho = exp(logprob - proximal_logprob);   loss = -min(rho, epsilon_high) A logprob, without gradient through rho
 
     epsilon_high is the cap itself, not a distance from 1. `clipped_high` counts capped tokens with A > 0, as TRL does.
     Worked example: A = 2, logprob = -1, rho = 7, epsilon_high = 5: loss = -5 x 2 x -1 = 10, its gradient -5 x 2 = -10.
     """
-    ratio = ratio_of(inputs.logprobs.detach() - inputs.old_logprobs)
+    ratio = ratio_of(inputs.logprobs.detach() - inputs.proximal_logprobs)
     capped = ratio.clamp(max=epsilon_high)
     return TokenLoss(
         loss=-capped * inputs.advantages * inputs.logprobs,
@@ -173,12 +171,12 @@ def cispo_loss(inputs: LossInputs, *, epsilon_high: float) -> TokenLoss:
 def sapo_loss(inputs: LossInputs, *, temperature_positive: float, temperature_negative: float) -> TokenLoss:
     """A soft gate instead of the clip (arXiv 2511.20347).
 
-        rho = exp(logprob - old_logprob);   loss = -A sigmoid(tau (rho - 1)) 4 / tau;   tau by the sign of A
+        rho = exp(logprob - proximal_logprob);   loss = -A sigmoid(tau (rho - 1)) 4 / tau;   tau by the sign of A
 
     At rho = 1 the gradient is -A, as in REINFORCE; away from it the gate closes smoothly.
     Worked example: A = 2, tau = 1, rho = 1: loss = -2 x 0.5 x 4 = -4, gradient -2. rho = 2: sigmoid(1) = 0.73106, loss = -5.8485.
     """
-    ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
+    ratio = ratio_of(inputs.logprobs - inputs.proximal_logprobs)
     positive = torch.full_like(inputs.advantages, temperature_positive)
     steepness = torch.where(inputs.advantages > 0, positive, torch.full_like(positive, temperature_negative))
     gate = torch.sigmoid(steepness * (ratio - 1.0)) * 4.0 / steepness
@@ -190,7 +188,7 @@ class UserLoss:
     weights, masks, KL and entropy bonus are applied on top, as for any other loss.
 
         def reinforce(inputs, *, scale):  # loss: {type: custom, function: "my_losses:reinforce", arguments: {scale: 2.0}}
-            ratio = torch.exp(inputs.logprobs.detach() - inputs.old_logprobs)
+            ratio = torch.exp(inputs.logprobs.detach() - inputs.proximal_logprobs)
             return -scale * ratio * inputs.advantages * inputs.logprobs
 
     Args:
@@ -228,7 +226,7 @@ class UserLoss:
                 "inputs.logprobs (not detached)"
             )
         with torch.no_grad():
-            ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
+            ratio = ratio_of(inputs.logprobs - inputs.proximal_logprobs)
         return TokenLoss(loss=loss.float(), ratio=ratio)
 
 
@@ -262,15 +260,15 @@ def importance_weights(
     pi_smp of decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS). Also returns the mask, bool, with MIS only.
     (N,) each
 
-        w = exp(old - sampler)                      level token
-        w = exp(sum of (old - sampler))             level sequence, over the trained tokens of the sample
+        w = exp(proximal - sampler)                 level token
+        w = exp(sum of (proximal - sampler))        level sequence, over the trained tokens of the sample
         truncate: clamp(w, floor, cap)      mask: w where floor <= w <= cap, else 0      none: w
 
-    Worked example, old - sampler = [0.5, 1.0 | -0.2] in two samples, cap 3: token: [1.6487, 2.7183, 0.8187], nothing changes;
+    Worked example, proximal - sampler = [0.5, 1.0 | -0.2] in two samples, cap 3: token: [1.6487, 2.7183, 0.8187], nothing changes;
     sequence: exp(1.5) = 4.4817, so truncate gives [3, 3, 0.8187] and mask [0, 0, 0.8187].
     """
     cap, floor = correction.cap, correction.floor
-    difference = inputs.old_logprobs.detach() - inputs.sampler_logprobs
+    difference = inputs.proximal_logprobs.detach() - inputs.sampler_logprobs
     if correction.level == "sequence":
         difference = sequence_sum(difference, inputs.sample_index)
     weights = ratio_of(difference)
@@ -330,7 +328,7 @@ class Objective:
 
     Args:
         section: `loss`.
-        num_updates: number of updates per step.
+        num_updates: number of updates per step (`training.num_updates`).
 
     Raises:
         ConfigError: the custom loss cannot be used.
@@ -340,10 +338,6 @@ class Objective:
         self.section = section
         self._num_updates = num_updates
         self._policy_loss = _policy_loss(section)
-
-    @classmethod
-    def from_config(cls, config: ExperimentConfig) -> Objective:
-        return cls(config.loss, num_updates=config.training.num_updates)
 
     @property
     def needs_old_policy(self) -> bool:
@@ -404,7 +398,7 @@ class Objective:
         section = self.section
         inputs = LossInputs(
             logprobs=output.logprobs,
-            old_logprobs=self._proximal_logprobs(output.logprobs, batch, old),
+            proximal_logprobs=self._proximal_logprobs(output.logprobs, batch, old),
             sampler_logprobs=batch.sampler_logprobs,
             ref_logprobs=ref_logprobs,
             entropy=output.entropy,
@@ -446,7 +440,7 @@ class Objective:
 
     def _ratio(self, inputs: LossInputs) -> torch.Tensor:
         """The ratio of policy and proximal policy, by token or, for gspo, by sample; with gradient. (N,)"""
-        log_ratio = inputs.logprobs - inputs.old_logprobs
+        log_ratio = inputs.logprobs - inputs.proximal_logprobs
         if isinstance(self.section, GspoLoss):
             log_ratio = sequence_mean(log_ratio, inputs.sample_index)
         return ratio_of(log_ratio)

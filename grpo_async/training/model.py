@@ -9,7 +9,7 @@ and products are in the compute dtype; gradients are reduced and parameters kept
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, cast
 
@@ -25,6 +25,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.training.attention import SampleLayout, use_attention
 from grpo_async.training.logprobs import (
     LogitTransform,
+    PolicyOutput,
     TokenObjective,
     chunked_logprobs,
     is_plain_linear,
@@ -45,16 +46,6 @@ _KEPT_NAMES = (
     ("torch_attn", "_varlen_attn"),
 )
 """Operators whose results `selective` keeps: matrix products and attention, which take nearly all of a layer's time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOutput:
-    """The results of one forward for the N trained tokens of its micro-batch."""
-
-    logprobs: torch.Tensor  # (N,) float32
-    entropy: torch.Tensor  # (N,) float32, nats
-    objective: torch.Tensor | None = None
-    """() float32, the only one with a gradient. Without trained tokens, a zero that depends on every parameter."""
 
 
 class Policy(nn.Module):
@@ -126,7 +117,7 @@ class Policy(nn.Module):
             # because FSDP reduces the same parameters on every rank
             nothing = states.detach().sum(-1).float()
             return PolicyOutput(logprobs=nothing, entropy=nothing, objective=head(flat[:1]).float().sum() * 0.0)
-        logprobs, entropy, total = chunked_logprobs(
+        return chunked_logprobs(
             states,
             batch.target_ids,
             head,
@@ -138,7 +129,6 @@ class Policy(nn.Module):
             in_float32=self._head_in_float32,
             loss_scale=loss_scale,
         )
-        return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=total)
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """States before the head, (R, T, H)."""

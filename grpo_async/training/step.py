@@ -24,7 +24,8 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.loss import Objective
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
-from grpo_async.training.model import Policy, PolicyOutput, reshard
+from grpo_async.training.logprobs import PolicyOutput
+from grpo_async.training.model import Policy, reshard
 from grpo_async.training.parameters import local_of
 from grpo_async.training.reference import Reference
 from grpo_async.training.token_statistics import TokenCollector
@@ -202,13 +203,14 @@ def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
     rank's part travels with the metrics of the update, and the host, which needs the norm anyway, decides.)
     Worked example, gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5.
     """
-    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}  # by number of copies
+    by_copies: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local_of(parameter.grad)
-            alike.setdefault((_num_copies(parameter.grad), gradient.device, gradient.dtype), []).append(gradient)
+            key = _num_copies(parameter.grad), gradient.device, gradient.dtype
+            by_copies.setdefault(key, []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (copies, _, dtype), gradients in alike.items():
+    for (copies, _, dtype), gradients in by_copies.items():
         # for bfloat16 gradients the norms would also have only 8 bits
         norms = torch._foreach_norm(gradients, dtype=torch.float32 if dtype.itemsize < 4 else None)
         total += torch.stack(norms).double().square().sum().to(device) / copies

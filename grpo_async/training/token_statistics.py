@@ -44,7 +44,7 @@ class TokenCollector:
         """Add the tokens of the next micro-batch."""
         inputs, start = output.inputs, self._num_tokens
         self._num_tokens = stop = start + inputs.logprobs.numel()
-        values = (inputs.logprobs, inputs.old_logprobs, output.importance_weights, inputs.entropy)
+        values = (inputs.logprobs, inputs.proximal_logprobs, output.importance_weights, inputs.entropy)
         for row, value in enumerate(values):
             self._values[row, start:stop] = value.detach()
         flags = self._values[_FLAGS, start:stop]

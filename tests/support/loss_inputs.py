@@ -32,7 +32,7 @@ def make_inputs(
     old = torch.tensor([logprob - math.log(ratio) for ratio in ratios])
     return LossInputs(
         logprobs=logprobs,
-        old_logprobs=old,
+        proximal_logprobs=old,
         sampler_logprobs=old,
         ref_logprobs=None,
         entropy=torch.ones(count),

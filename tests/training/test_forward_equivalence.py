@@ -9,7 +9,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from grpo_async.training.model import Policy, PolicyOutput, compile_layers, recompute_activations
+from grpo_async.training.logprobs import PolicyOutput
+from grpo_async.training.model import Policy, compile_layers, recompute_activations
 from tests.support.ranks import run_on_ranks
 from tests.training.tiny_families import build_family, pack_rows, random_samples
 

@@ -136,7 +136,9 @@ def test_values_and_gradients_are_those_of_full_logits(
         right = _full(hidden, targets, head, **settings)
         wanted = objective(*right, slice(None))
     else:  # full logits of 16 bits are rounded elsewhere: what one chunk gives
-        *right, wanted = chunked_logprobs(hidden, targets, head, chunk_tokens=N, objective=objective, **settings)
+        whole = chunked_logprobs(hidden, targets, head, chunk_tokens=N, objective=objective, **settings)
+        right, wanted = (whole.logprobs, whole.entropy), whole.objective
+        assert wanted is not None
     found = chunked_logprobs(
         hidden, targets, head, chunk_tokens=chunk_tokens, objective=objective, is_per_token=is_per_token, **settings
     )
@@ -144,7 +146,8 @@ def test_values_and_gradients_are_those_of_full_logits(
     near = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found.objective, wanted.float())
     alone = chunked_logprobs(hidden, targets, head, chunk_tokens=chunk_tokens, **settings)
-    for value, same, expected in zip(found[:2], alone[:2], right, strict=True):
+    for name, expected in zip(("logprobs", "entropy"), right, strict=True):
+        value, same = getattr(found, name), getattr(alone, name)
         assert not value.requires_grad
         assert torch.equal(value, same)
         torch.testing.assert_close(value, expected)
@@ -214,9 +217,9 @@ def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(is_autoc
     exact = nn.Linear(H, VOCAB, device=device)
     exact.load_state_dict({name: tensor.float() for name, tensor in head.state_dict().items()})
     wanted = _full(hidden.float(), targets, exact, temperature=0.7, transform=LogitTransform())
-    for value, right, coarse in zip(found[:2], wanted, rounded[:2], strict=True):
-        torch.testing.assert_close(value, right, atol=1e-4, rtol=1e-4)
-        assert (coarse - right).abs().max() > 1e-3
+    for name, right in zip(("logprobs", "entropy"), wanted, strict=True):
+        torch.testing.assert_close(getattr(found, name), right, atol=1e-4, rtol=1e-4)
+        assert (getattr(rounded, name) - right).abs().max() > 1e-3
 
 
 def test_small_gradients_of_a_float16_head_do_not_vanish_with_a_loss_scale() -> None:

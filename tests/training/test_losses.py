@@ -29,7 +29,7 @@ def test_the_log_linear_policy_moves_to_the_trained_one_with_age_and_has_no_grad
 def test_a_ratio_beyond_all_numbers_leaves_the_gradient_of_the_other_tokens_whole(loss: str, advantage: float) -> None:
     """A placeholder of -9999 as the sampler's logprob: exp overflows, and 0 x inf would be NaN in the backward pass."""
     inputs = make_inputs([1.1, 1.0], [advantage, advantage], samples=[0, 1])
-    inputs = replace(inputs, old_logprobs=torch.tensor([inputs.old_logprobs[0].item(), -9999.0]))
+    inputs = replace(inputs, proximal_logprobs=torch.tensor([inputs.proximal_logprobs[0].item(), -9999.0]))
     result = {
         "clipped": lambda: clipped_loss(inputs, epsilon=0.2, epsilon_high=0.28),
         "gspo": lambda: gspo_loss(inputs, epsilon=0.2, epsilon_high=0.28),

@@ -11,7 +11,7 @@ import torch
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.loss import Objective, ObjectiveOutput
-from grpo_async.training.model import PolicyOutput
+from grpo_async.training.logprobs import PolicyOutput
 from tests.support.loss_inputs import loss_section
 from tests.trainer.fakes import loop_config
 
@@ -71,7 +71,7 @@ def test_several_passes_over_the_samples_of_a_step_need_the_policy_before_the_fi
     for training, needs in (({}, False), ({"num_iterations": 2}, True), ({"minibatches": 2}, True)):
         loss = {"proximal": "recomputed", "correction": {}}
         config = loop_config(loss=loss, training=training, rollout={"groups_per_step": 4})
-        assert Objective.from_config(config).needs_old_policy == needs
+        assert Objective(config.loss, num_updates=config.training.num_updates).needs_old_policy == needs
 
 
 def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -> None:

@@ -100,8 +100,8 @@ def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updat
     _step(policy, optimizer, halves, section)
     first, second = (inputs for inputs in seen[-4:] if inputs.logprobs.requires_grad)
     for inputs, logprobs in zip((first, second), start, strict=True):
-        torch.testing.assert_close(inputs.old_logprobs, logprobs)
-        assert not inputs.old_logprobs.requires_grad
+        torch.testing.assert_close(inputs.proximal_logprobs, logprobs)
+        assert not inputs.proximal_logprobs.requires_grad
     torch.testing.assert_close(first.logprobs, start[0])
     assert not torch.allclose(second.logprobs, start[1], atol=1e-3)  # the first update has moved the policy
 

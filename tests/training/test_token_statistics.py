@@ -109,7 +109,7 @@ def _alone(policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample]) 
             (TokenFlag.OFF_POLICY_MASKED, terms.is_off_policy),
         ):
             flags += 0.0 if holds is None else float(flag) * holds
-        columns = (output.logprobs, terms.inputs.old_logprobs, terms.importance_weights, output.entropy, flags)
+        columns = (output.logprobs, terms.inputs.proximal_logprobs, terms.importance_weights, output.entropy, flags)
         rows[sample.rollout_id] = [column.tolist() for column in columns]
     return rows
 
