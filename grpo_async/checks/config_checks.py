@@ -36,7 +36,7 @@ from grpo_async.rollout.components import Components, load_components, startup_n
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.engine_choice import EngineChoice
-from grpo_async.training.families import check_family, check_tokenizer_size, other_vocabulary
+from grpo_async.training.families import check_family, check_tokenizer_size, check_vocabulary
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.network import binding_error
@@ -140,8 +140,8 @@ class _InputChecks:
             reference = self._check_folder("loss.reference", config.loss.reference)
             if folder is not None and reference is not None:
                 ours, theirs = (text_config(path).get("vocab_size") for path in (folder, reference))
-                if ours is not None and theirs is not None and ours != theirs:
-                    self.problems.append(other_vocabulary(config.loss.reference, ours=ours, theirs=theirs))
+                with self.collecting():
+                    check_vocabulary(config.loss.reference, ours=ours, theirs=theirs)
 
     def _check_folder(self, key: str, path: str) -> Path | None:
         """The folder; None where it is broken (a problem) or a name on a hub (a note)."""

@@ -18,17 +18,14 @@ from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import CheckpointWriter
-from grpo_async.training.families import check_tokenizer_size
+from grpo_async.training.families import check_tokenizer_size, check_vocabulary
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy, compile_layers, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import choose_parameters
 from grpo_async.training.ranks import CommandChannel, TrainerContext
-from grpo_async.training.reference import (
-    Reference,
-    check_vocabulary,
-)
+from grpo_async.training.reference import Reference
 
 _COMMAND_MARGIN_S = 60.0
 
@@ -152,5 +149,6 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
         }
     )
     other = _build_policy(config, section, mesh, device)
-    check_vocabulary(policy, other, path)
+    ours, theirs = (each.model.config.get_text_config().vocab_size for each in (policy, other))
+    check_vocabulary(path, ours=ours, theirs=theirs)
     return Reference(other)

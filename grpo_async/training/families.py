@@ -56,9 +56,14 @@ def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:
         )
 
 
-def other_vocabulary(path: str, *, ours: int, theirs: int) -> str:
-    """The message about a reference at `path` that has `theirs` tokens, while the policy has `ours`."""
-    return (
-        f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to use "
-        "the policy's tokenizer"
-    )
+def check_vocabulary(path: str, *, ours: int | None, theirs: int | None) -> None:
+    """Check that the reference at `path` has the policy's vocabulary (None: its size is not known).
+
+    Raises:
+        ConfigError: the sizes differ, so token ids would mean other tokens.
+    """
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ConfigError(
+            f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to use "
+            "the policy's tokenizer"
+        )

@@ -12,8 +12,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.errors import ConfigError
-from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.model import Policy, reshard
@@ -51,13 +49,6 @@ class Reference:
             assert name == same_name
             rows = local_of(reference)
             rows.lerp_(local_of(trained).to(rows), alpha)
-
-
-def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:
-    """Check that the reference at `path` has the policy's vocabulary; ConfigError if not, as token ids would mean other tokens."""
-    ours, theirs = (int(one.model.config.get_text_config().vocab_size) for one in (policy, reference))
-    if ours != theirs:
-        raise ConfigError(other_vocabulary(path, ours=ours, theirs=theirs))
 
 
 def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, device: torch.device) -> list[list[float]]:

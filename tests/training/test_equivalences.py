@@ -1,5 +1,5 @@
 """However a step is cut, it is the same step, with every loss, KL, correction, masks and several updates: packed = unpacked,
-1 x 8 = 8 x 1, 1 rank = 2 ranks (design, invariant 4)."""
+1 x 8 = 8 x 1, 1 rank = 2 ranks."""
 
 from __future__ import annotations
 
