@@ -340,7 +340,8 @@ class _InputChecks:
 
                 UserLoss(self.config.loss)
         with self.collecting():
-            if self.config.optimizer.schedule_kwargs:
+            optimizer = self.config.optimizer
+            if optimizer.schedule_kwargs or optimizer.schedule == "warmup_stable_decay":  # which needs some
                 from grpo_async.training.schedule import lr_factors  # here: it imports torch
 
                 lr_factors(self.config)

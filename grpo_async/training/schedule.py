@@ -16,7 +16,7 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
     ends at the run's last step. With 10 steps, 2 of warmup and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125.
 
     Raises:
-        ConfigError: `optimizer.schedule_kwargs` does not fit the schedule.
+        ConfigError: `optimizer.schedule_kwargs` does not fit the schedule, or lacks what it needs.
     """
     warmup = config.optimizer.warmup_steps
     after = _after_warmup(config)
@@ -36,6 +36,8 @@ def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
     }
     scheduler_name, arguments = defaults.get(name, (name, {}))
     arguments = {**arguments, **optimizer.schedule_kwargs}
+    if name == "constant" and arguments:
+        raise ConfigError("optimizer.schedule_kwargs: constant takes none; set optimizer.schedule, or leave them out")
     if name == "constant" or arguments.get("lr_end") == optimizer.lr:  # which transformers refuses
         return lambda step: 1.0
     import torch
@@ -53,5 +55,7 @@ def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         factor(0)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.schedule_kwargs: {name} cannot be created with them: {error}") from error
+        raise ConfigError(
+            f"optimizer.schedule_kwargs: {name} cannot be created with {optimizer.schedule_kwargs}: {error}"
+        ) from error
     return factor

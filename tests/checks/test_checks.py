@@ -80,6 +80,7 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
         (TRAIN, [], {"checkpoint": {"best_metric": "rewards/exact_match/gsm8k"}, "rewards": [{"function": MATCH}]},
          "checkpoint.best_metric: rewards/exact_match/gsm8k: there is no such reward"),
         (TRAIN, [], {"loss": {"type": "custom", "function": "tests.checks:no"}}, "loss.function: tests.checks:no"),
+        (TRAIN, [], {"optimizer": {"schedule": "warmup_stable_decay"}}, "warmup_stable_decay cannot be created with {}: "),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip

@@ -70,5 +70,7 @@ def test_a_constant_rate_has_its_warm_up() -> None:
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.schedule_kwargs: polynomial .*nonsense"):
         _factors(schedule="polynomial", schedule_kwargs={"nonsense": 1})
+    with pytest.raises(ConfigError, match=r"schedule_kwargs: constant takes none; set optimizer\.schedule"):
+        _factors(schedule_kwargs={"num_cycles": 2})
     with pytest.raises(ConfigError, match=r"warmup_stable_decay .*num_decay_steps"):
         _factors(schedule="warmup_stable_decay")
