@@ -43,11 +43,10 @@ def _gathered(values: list[float]) -> list[list[float]]:
     return found
 
 
-def save_after_one_step(model: str, run: str) -> dict[str, Any]:
+def save_after_one_step(model: str, run: str, **settings: Any) -> dict[str, Any]:
     """The step after it is trained while the writer writes."""
-    policy, optimizer = build(model)
+    policy, optimizer = build(model, **settings)
     one_step(policy, optimizer, random_samples(seed=0))
-    saved = fingerprint(policy)
     _, writer = _writer(run)
     read: list[str] = []
     checksum = checkpoint_manifest.checksum
@@ -63,7 +62,6 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
     return {
         "loss": result.loss,
         "weights": fingerprint(policy),
-        "saved": saved,
         "metrics": writer.take_metrics(),
         "read_again": read,
     }
@@ -95,7 +93,7 @@ def save_adapters_and_go_on(model: str, run: str) -> dict[str, Any]:
     run_dir, writer = _writer(run)
     found: list[dict[str, Any]] = []
     for is_first in (True, False):
-        policy, optimizer = shard_jobs.build(model, lora={"rank": 4})
+        policy, optimizer = build(model, lora={"rank": 4})
         for seed in (0, 1) if is_first else (9,):
             one_step(policy, optimizer, random_samples(seed=seed))
         if is_first:
@@ -180,8 +178,8 @@ def find_undamaged_steps(model: str, run: str) -> dict[str, Any]:
     return found
 
 
-def load_and_go_on(model: str, run: str) -> dict[str, Any]:
-    policy, optimizer = build(model)
+def load_and_go_on(model: str, run: str, **settings: Any) -> dict[str, Any]:
+    policy, optimizer = build(model, **settings)
     one_step(policy, optimizer, random_samples(seed=9))  # somewhere else, so that loading has to change everything
     run_dir = RunDir(Path(run))
     checkpoint.load_tensors(run_dir, 1, policy, optimizer)

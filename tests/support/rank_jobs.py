@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
-from grpo_async.config.sections import BaseLoss, ClippedLoss, ModelSection, OptimizerSection
+from grpo_async.config.sections import BaseLoss, ClippedLoss, LoraSection, ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training import step as step_module
-from grpo_async.training.load import load_policy
+from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
-from grpo_async.training.model import Policy, shard_policy
+from grpo_async.training.model import Policy, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.reference import Reference, score_twice
@@ -50,10 +49,23 @@ def random_samples(count: int = 12, *, seed: int = 0, spread: float = 0.1) -> li
     return samples
 
 
-def build(model: str) -> tuple[Policy, torch.optim.Optimizer]:
-    policy = load_policy(ModelSection(path=model), temperature=1.0, chunk_tokens=16, max_model_len=256)
-    shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
-    return policy, make_optimizer(policy, OptimizerSection(lr=1e-3, weight_decay=0.1))
+def build(
+    model: str,
+    *,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    lora: dict[str, Any] | None = None,
+    num_nodes: int = 1,
+    compute_dtype: str = "float32",
+    reshard_after_forward: bool = True,
+    **settings: Any,
+) -> tuple[Policy, torch.optim.Optimizer]:
+    """A policy as a run builds it: on "meta", sharded, then loaded."""
+    section = ModelSection(path=model, lora=LoraSection(**lora) if lora else None, **settings)
+    policy = build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=256)
+    mesh = make_mesh("cpu", world_size=dist.get_world_size(), num_nodes=num_nodes, sharding="hybrid")
+    shard_policy(policy, mesh, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)
+    load_weights(policy, section, device=torch.device("cpu"))
+    return policy, make_optimizer(policy, OptimizerSection(type=optimizer, lr=1e-3, weight_decay=0.1))
 
 
 def one_step(
@@ -164,12 +176,6 @@ def train_two_steps_reducing_each_micro_batch(model: str, **settings: Any) -> di
 
     step_module._set_gradient_sync = as_on_gpu
     return train_two_steps(model, **settings)
-
-
-def train_fewer_samples_than_ranks(model: str) -> dict[str, Any]:
-    policy, optimizer = build(model)
-    result = one_step(policy, optimizer, random_samples(1))
-    return {"loss": result.loss, "norm": result.grad_norm, "weights": fingerprint(policy)}
 
 
 def score_between_steps(model: str, sequences: list[list[int]]) -> dict[str, Any]:

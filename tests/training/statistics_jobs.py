@@ -17,10 +17,9 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training.loss import Objective
 from grpo_async.training.ranks import CommandChannel, StopCommand, TrainerContext, follow
 from grpo_async.training.reference import Reference
-from tests.support.rank_jobs import fingerprint, random_samples
+from tests.support.rank_jobs import build, fingerprint, random_samples
 from tests.support.records import make_scored
 from tests.trainer.fakes import FakeSource, loop_config, make_leader
-from tests.training.shard_jobs import build
 
 MODULE = "tests.training.statistics_jobs"
 TRAINER_VERSION = 3

@@ -19,35 +19,24 @@ def run_on_ranks(job: str, world_size: int, folder: Path, **arguments: Any) -> d
     return ranks.run_on_ranks(job, world_size, folder, module="tests.support.checkpoint_jobs", **arguments)
 
 
-@pytest.fixture(scope="module")
-def saved_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, dict[str, Any]]]:
-    """By number of ranks: a run with a checkpoint, and what its ranks said."""
-    runs = {}
-    for world_size in (1, 2):
-        folder = tmp_path_factory.mktemp(f"saved{world_size}")
-        run = folder / "run"
-        runs[world_size] = (
-            run,
-            run_on_ranks("save_after_one_step", world_size, folder / "job", model=tiny_model, run=run),
-        )
-    return runs
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "optimizer"), [(2, 2, "adamw"), (2, 1, "adamw"), (1, 2, "adamw"), (2, 1, "muon")]
+)
 def test_a_loaded_run_goes_on_as_the_saved_one_did(
-    tiny_model: Path, tmp_path: Path, saved_runs: dict[int, tuple[Path, dict[str, Any]]], saved_on: int, loaded_on: int
+    tiny_model: Path, tmp_path: Path, saved_on: int, loaded_on: int, optimizer: str
 ) -> None:
     """What is saved is what was there when the write began: the run that saves trains on meanwhile."""
-    run, saved = saved_runs[saved_on]
-    loaded = run_on_ranks("load_and_go_on", loaded_on, tmp_path / "load", model=tiny_model, run=run)
+    run = tmp_path / "run"
+    settings = {"model": tiny_model, "run": run, "optimizer": optimizer}
+    saved = run_on_ranks("save_after_one_step", saved_on, tmp_path / "save", **settings)
+    loaded = run_on_ranks("load_and_go_on", loaded_on, tmp_path / "load", **settings)
     assert loaded["step"] == 1
     assert loaded["data"] == {"next": 5}
     assert loaded["lines"] == ["{}"]
     assert saved["metrics"]["checkpoint/bytes"] > 100_000
-    assert (
-        problem_of(RunDir(run).checkpoint(1)) is None
-    )  # checksums are taken while files are written, not by reading them again
+    assert problem_of(RunDir(run).checkpoint(1)) is None
+    # checksums are taken while files are written, not by reading them again
     assert not [name for name in saved["read_again"] if name.endswith(".distcp")]
     assert saved["metrics"].keys() == {"checkpoint/staged_s", "checkpoint/written_s", "checkpoint/bytes"}
     if saved_on == loaded_on:  # to the last bit
@@ -78,7 +67,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_i
         "begun 1", "goes on", "written 1", "begun 2", "goes on", "written 2",
     ]  # fmt: skip
     assert result["steps"] == [1, 2]
-    assert result["loaded"] == result["saved"]  # the second, whose copies stand where those of the first stood
+    assert result["loaded"] == result["saved"]  # the second, whose copies use the memory of those of the first
 
 
 @pytest.mark.slow

@@ -22,11 +22,6 @@ from tests.training.tiny_models import collect, load_tiny, save_model, sum_of_lo
 LORA = {"rank": 4, "alpha": 8.0}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, vocab_size=320)
-
-
 def _load(folder: Path, *, lora: dict[str, Any] | None = None, moved: bool = True, **settings: Any) -> Policy:
     policy = load_tiny(folder, lora=LoraSection(**{**LORA, **(lora or {})}), **settings)
     if moved:
@@ -44,9 +39,9 @@ def _logprobs(policy: Policy) -> torch.Tensor:
     return logprobs
 
 
-def test_adapters_begin_as_nothing_and_are_all_that_is_trained(folder: Path) -> None:
-    policy = _load(folder, moved=False)
-    assert torch.equal(_logprobs(policy), _logprobs(load_tiny(folder)))
+def test_adapters_begin_as_nothing_and_are_all_that_is_trained(tied_model: Path) -> None:
+    policy = _load(tied_model, moved=False)
+    assert torch.equal(_logprobs(policy), _logprobs(load_tiny(tied_model)))
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert len(trained) == 3 * 7 * 2  # A and B at every linear layer of three, the head left out
     assert all("lora_" in name for name in trained)
@@ -58,8 +53,8 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained(folder: Path) -> 
     assert first.var().item() == pytest.approx(1 / 192, rel=0.3)
 
 
-def test_adapters_off_is_the_model_without_them_also_after_an_error(folder: Path) -> None:
-    policy, plain = _load(folder), load_tiny(folder)
+def test_adapters_off_is_the_model_without_them_also_after_an_error(tied_model: Path) -> None:
+    policy, plain = _load(tied_model), load_tiny(tied_model)
     with_them = _logprobs(policy)
     assert (with_them - _logprobs(plain)).abs().max() > 0.01
     with adapters_off(policy.model):
@@ -70,15 +65,15 @@ def test_adapters_off_is_the_model_without_them_also_after_an_error(folder: Path
     assert any(parameter.requires_grad for parameter in policy.parameters())
 
 
-def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(folder: Path, tmp_path: Path) -> None:
+def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(tied_model: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    policy = _load(folder)
+    policy = _load(tied_model)
     policy.model.save_pretrained(tmp_path / "merged", state_dict=gather_weights(policy.model, torch.float32))
     torch.testing.assert_close(_logprobs(load_tiny(tmp_path / "merged")), _logprobs(policy), rtol=0, atol=1e-5)
     write_adapter(tmp_path / "adapter", policy.model, gather_adapter(policy.model))
-    base = AutoModelForCausalLM.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(tied_model)
     peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     ids = torch.tensor([[5, 9, 200, 31, 7, 7, 8, 100, 3]])
     logits = torch.log_softmax(peft_model(ids).logits[0, :-1], dim=-1)
@@ -96,18 +91,18 @@ def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(folder: Path,
         ({"modules_to_save": ["embed_tokens"]}, r"lm_head.weight is tied to one of \['embed_tokens'\]"),
     ],
 )
-def test_modules_that_do_not_fit_are_refused(folder: Path, section: dict[str, Any], words: str) -> None:
-    model = ModelSection(path=str(folder), lora=LoraSection(**section))
+def test_modules_that_do_not_fit_are_refused(tied_model: Path, section: dict[str, Any], words: str) -> None:
+    model = ModelSection(path=str(tied_model), lora=LoraSection(**section))
     with pytest.raises(ConfigError, match=words):
         build_policy(model, temperature=1.0, chunk_tokens=16, max_model_len=64)
 
 
-def test_adapters_are_float32_beside_a_base_in_bfloat16(folder: Path) -> None:
-    policy = _load(folder, dtype="bfloat16")
+def test_adapters_are_float32_beside_a_base_in_bfloat16(tied_model: Path) -> None:
+    policy = _load(tied_model, dtype="bfloat16")
     dtypes = {parameter.requires_grad: parameter.dtype for parameter in policy.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
-    expected = collect(ShardedParameters(_load(folder).model, wire_dtype=torch.float32))
+    expected = collect(ShardedParameters(_load(tied_model).model, wire_dtype=torch.float32))
     for name, tensor in expected.items():
         torch.testing.assert_close(sent[name], tensor, rtol=1e-2, atol=1e-3)
 
@@ -121,21 +116,21 @@ def test_adapters_are_float32_beside_a_base_in_bfloat16(folder: Path) -> None:
     ],
     ids=["bfloat16-base", "modules-trained-whole"],
 )
-def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_two_ranks_train_adapters_as_one_does(tied_model: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     runs = {}
     for ranks in (1, 2):
         own = {"lora": LORA, **settings}
         if ranks == 1:
             own.pop("activation_checkpointing", None)
         out = tmp_path / f"{ranks}.pt"
-        result = run_on_ranks("train", ranks, tmp_path / str(ranks), module=MODULE, model=folder, out=out, **own)
+        result = run_on_ranks("train", ranks, tmp_path / str(ranks), module=MODULE, model=tied_model, out=out, **own)
         runs[ranks] = result, torch.load(out, weights_only=True)
     (one, weights), (two, other) = runs[1], runs[2]
     loose = settings.get("dtype") == "bfloat16"
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4, abs=1e-2 if loose else 1e-6)
     assert two["norms"] == pytest.approx(one["norms"], rel=5e-2 if loose else 1e-4)
     assert two["frozen"] == one["frozen"] > 20
-    own_start = _load(folder, moved=False, lora=settings.get("lora"))
+    own_start = _load(tied_model, moved=False, lora=settings.get("lora"))
     start = collect(ShardedParameters(own_start.model, wire_dtype=torch.float32))
     changed = {name for name in start if not torch.allclose(weights[name].float(), start[name], rtol=1e-2, atol=1e-4)}
     whole = tuple(f"{name}.weight" for name in own["lora"].get("modules_to_save", ()))
@@ -148,9 +143,11 @@ def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, sett
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_dropout_acts_in_an_update_alone_and_is_the_same_when_it_is_recomputed(folder: Path, recompute: str) -> None:
-    plain, policy = _load(folder), _load(folder, lora={"dropout": 0.5})
-    recomputing = _load(folder, lora={"dropout": 0.5}, activation_checkpointing=recompute)
+def test_dropout_acts_in_an_update_alone_and_is_the_same_when_it_is_recomputed(
+    tied_model: Path, recompute: str
+) -> None:
+    plain, policy = _load(tied_model), _load(tied_model, lora={"dropout": 0.5})
+    recomputing = _load(tied_model, lora={"dropout": 0.5}, activation_checkpointing=recompute)
     assert torch.equal(_logprobs(policy), _logprobs(plain))  # before a step, and of scores
     gradients, values = [], []
     for each in (policy, recomputing):
@@ -190,6 +187,6 @@ def test_modules_that_are_trained_whole_are_pushed_and_exported_with_the_adapter
         assert torch.equal(merged[name], sent[name])
 
 
-def test_a_tied_pair_that_is_trained_whole_stays_tied(folder: Path) -> None:
-    tied = _load(folder, lora={"modules_to_save": ["lm_head", "embed_tokens"]}, dtype="bfloat16").model
+def test_a_tied_pair_that_is_trained_whole_stays_tied(tied_model: Path) -> None:
+    tied = _load(tied_model, lora={"modules_to_save": ["lm_head", "embed_tokens"]}, dtype="bfloat16").model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight

@@ -13,17 +13,14 @@ from grpo_async.training.model import shard_policy
 from grpo_async.training.reference import one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
-from tests.training.tiny_models import load_tiny, save_model, sum_of_logprobs
+from tests.training.tiny_models import load_tiny, sum_of_logprobs
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, vocab_size=320)
-
-
-@pytest.fixture(scope="module")
-def one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    return _train(1, tmp_path_factory.mktemp("one"), model)
+def one_rank(
+    tied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return _train(1, tmp_path_factory.mktemp("one"), tied_model)
 
 
 def _train(ranks: int, folder: Path, model: Path, **settings: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -42,13 +39,13 @@ def _train(ranks: int, folder: Path, model: Path, **settings: Any) -> tuple[dict
 )
 def test_two_steps_are_those_of_one_rank(
     tmp_path: Path,
-    model: Path,
+    tied_model: Path,
     one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]],
     ranks: int,
     settings: dict[str, Any],
 ) -> None:
     expected, expected_weights = one_rank
-    result, weights = _train(ranks, tmp_path, model, **settings)
+    result, weights = _train(ranks, tmp_path, tied_model, **settings)
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4, abs=1e-6)
     assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     for name, tensor in expected_weights.items():
@@ -59,10 +56,10 @@ def test_two_steps_are_those_of_one_rank(
 
 @pytest.mark.slow
 def test_two_steps_in_float16_with_a_loss_scale_are_nearly_those_in_float32(
-    tmp_path: Path, model: Path, one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]]
+    tmp_path: Path, tied_model: Path, one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]]
 ) -> None:
     expected, _ = one_rank
-    result, _ = _train(2, tmp_path, model, compute_dtype="float16", loss_scale=4096.0)
+    result, _ = _train(2, tmp_path, tied_model, compute_dtype="float16", loss_scale=4096.0)
     assert result["losses"] == pytest.approx(expected["losses"], rel=2e-2, abs=1e-3)
     assert result["norms"] == pytest.approx(expected["norms"], rel=2e-2)
     assert result["norms"] != pytest.approx(expected["norms"], rel=1e-6), "it was float16"
@@ -96,19 +93,19 @@ def _saved_bytes(model: Path, mode: str) -> tuple[int, int]:
     return sum(kept.values()), count.number
 
 
-def test_full_recomputes_the_products_and_selective_does_not(model: Path) -> None:
-    kept, products = _saved_bytes(model, "none")
-    full_kept, full_products = _saved_bytes(model, "full")
-    _, selective_products = _saved_bytes(model, "selective")
+def test_full_recomputes_the_products_and_selective_does_not(tied_model: Path) -> None:
+    kept, products = _saved_bytes(tied_model, "none")
+    full_kept, full_products = _saved_bytes(tied_model, "full")
+    _, selective_products = _saved_bytes(tied_model, "selective")
     assert full_kept < kept / 2
     # 3 layers x 7 projections, but for the last of each: nobody needs its result again
     assert full_products == products + 18
     assert selective_products == products
 
 
-def test_offloading_to_the_cpu_is_refused_on_a_cpu(model: Path) -> None:
+def test_offloading_to_the_cpu_is_refused_on_a_cpu(tied_model: Path) -> None:
     class Mesh:
         device_type = "cpu"
 
     with pytest.raises(ConfigError, match=r"training\.cpu_offload"):
-        shard_policy(load_tiny(model), Mesh(), compute_dtype=torch.float32, cpu_offload=True)  # type: ignore[arg-type]
+        shard_policy(load_tiny(tied_model), Mesh(), compute_dtype=torch.float32, cpu_offload=True)  # type: ignore[arg-type]
