@@ -11,9 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from grpo_async.training.model import Policy, compile_layers, recompute_activations, shard_policy
-from tests.training.tiny_families import build_family, pack_rows, padding_only, random_samples
-
-LENGTHS = [13, 30, 2, 24, 17]
+from tests.training.tiny_families import LENGTHS, ROW_TOKENS, build_family, pack_rows, samples_of
 
 
 def forward_and_backward(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -48,7 +46,7 @@ def _one(
         torch.compile = original
     shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
     mine = rows[dist.get_rank()]
-    batch = pack_rows(random_samples(LENGTHS), mine, 50) if mine else padding_only(50)
+    batch = pack_rows(samples_of(LENGTHS), mine, ROW_TOKENS)
     loss = policy(batch, objective=lambda logprobs, entropy, _: (logprobs + entropy).sum()).objective
     (loss * dist.get_world_size()).backward()  # FSDP averages
     total = loss.detach().clone()

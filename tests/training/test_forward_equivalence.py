@@ -12,10 +12,8 @@ import torch
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.model import Policy, compile_layers, recompute_activations
 from tests.support.ranks import run_on_ranks
-from tests.training.tiny_families import build_family, pack_rows, random_samples
+from tests.training.tiny_families import LENGTHS, ROW_TOKENS, ROWS, build_family, pack_rows, samples_of
 
-LENGTHS = [13, 30, 2, 24, 17]
-ROWS = [[0, 1], [2, 3, 4]]
 JOBS = "tests.support.forward_jobs"
 ONE_RANK = [ROWS]
 TWO_RANKS = [[[0, 1]], [[2, 3, 4]]]
@@ -27,7 +25,7 @@ def _policy(model: Any) -> Policy:
 
 def _backward(policy: Policy, lengths: list[int], rows: list[list[int]], row_tokens: int) -> PolicyOutput:
     policy.zero_grad()
-    batch = pack_rows(random_samples(lengths), rows, row_tokens)
+    batch = pack_rows(samples_of(lengths), rows, row_tokens)
     weights = torch.linspace(-1.0, 1.0, batch.num_trained_tokens)
     output: PolicyOutput = policy(
         batch, objective=lambda logprobs, entropy, at: (logprobs * weights[at] + entropy).sum()
@@ -51,7 +49,7 @@ def test_recomputed_activations_give_the_same_gradients(family: str, mode: Liter
     ours = copy.deepcopy(plain)
     policies = _policy(ours), _policy(plain)
     recompute_activations(ours, mode)
-    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=50)
+    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=ROW_TOKENS)
 
 
 @pytest.mark.slow
@@ -63,7 +61,7 @@ def test_generated_code_gives_the_same() -> None:
     ours = copy.deepcopy(plain)
     policies = _policy(ours), _policy(plain)
     compile_layers(ours)
-    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=50)
+    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=ROW_TOKENS)
     torch._dynamo.reset()
 
 
@@ -84,7 +82,7 @@ def test_layers_are_compiled_once_for_every_layout(
     policies = _policy(ours), _policy(plain)
     recompute_activations(ours, mode)
     compile_layers(ours)
-    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=50)
+    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=ROW_TOKENS)
     _assert_same(*policies, lengths=[9, 8], rows=[[0, 1]], row_tokens=20)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs >= 4, "a layer is at least two graphs, for one row and for several"
@@ -94,7 +92,7 @@ def test_layers_are_compiled_once_for_every_layout(
     assert counters["stats"]["unique_graphs"] == graphs
     for policy in policies:  # without a gradient, as a pass before the step is
         with torch.no_grad():
-            policy(pack_rows(random_samples([6, 5]), [[0, 1]], 11))
+            policy(pack_rows(samples_of([6, 5]), [[0, 1]], 11))
     torch._dynamo.reset()
 
 

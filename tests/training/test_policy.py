@@ -16,12 +16,8 @@ from grpo_async.records import RolloutSample
 from grpo_async.training.load import build_policy
 from grpo_async.training.model import Policy
 from tests.support.records import make_sample
-from tests.training.tiny_families import FAMILIES, build_family, pack_rows, padding_only, random_samples
+from tests.training.tiny_families import FAMILIES, LENGTHS, ROW_TOKENS, ROWS, build_family, pack_rows, samples_of
 from tests.training.tiny_models import load_tiny, sum_of_logprobs
-
-LENGTHS = [13, 30, 2, 24, 17]
-ROWS = [[0, 1], [2, 3, 4]]
-ROW_TOKENS = 50
 
 
 def _save_config(folder: Path, model_type: str, **settings: Any) -> Path:
@@ -44,7 +40,7 @@ def _alone(model: Any, samples: Sequence[RolloutSample], *, temperature: float) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gpu_computes_what_the_cpu_does(family: str) -> None:
-    model, samples = build_family(family), random_samples(LENGTHS)
+    model, samples = build_family(family), samples_of(LENGTHS)
     found = {}
     for device in ("cpu", "cuda"):
         policy = Policy(copy.deepcopy(model).to(device), temperature=0.7, chunk_tokens=16)
@@ -61,7 +57,7 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: st
     and logits, scaled logits, grouped queries, experts."""
     model = build_family(family)
     policy = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)
-    samples = random_samples(LENGTHS)
+    samples = samples_of(LENGTHS)
     order = [samples[index] for row in ROWS for index in row]
     expected = _alone(model, order, temperature=0.7)
     weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(2))
@@ -95,7 +91,7 @@ def test_a_batch_without_trained_tokens_gives_every_parameter_a_gradient_of_zero
     """Ranks reduce the same parameters, whether they have samples or not. Experts that no token went to included."""
     model = build_family(family)
     policy = Policy(model, temperature=1.0, chunk_tokens=16)
-    output = policy(padding_only(8))
+    output = policy(pack_rows([], [], 8))
     assert output.logprobs.shape == output.entropy.shape == (0,)
     assert output.objective is not None
     output.objective.backward()
@@ -111,7 +107,7 @@ def test_a_model_whose_layers_drop_the_layout_is_refused_before_any_number_is_gi
     forward = layer.forward
     layer.forward = lambda *args, sample_layout, **kwargs: forward(*args, **kwargs)
     with pytest.raises(ConfigError, match="only 1 of 2 layers of LlamaForCausalLM keep packed samples apart"):
-        policy(pack_rows(random_samples([5, 4]), [[0, 1]], 9))
+        policy(pack_rows(samples_of([5, 4]), [[0, 1]], 9))
 
 
 @pytest.mark.parametrize(

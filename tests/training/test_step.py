@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,14 @@ from torch import nn
 from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.config.sections import BaseLoss, OptimizerSection
 from grpo_async.records import RolloutSample
-from grpo_async.training.loss import LossInputs, Objective
+from grpo_async.training.loss import LossInputs
 from grpo_async.training.model import Policy
-from grpo_async.training.optimizer import make_optimizer
-from grpo_async.training.step import StepResult, clip_, square_norm, train_step
+from grpo_async.training.step import clip_, square_norm
 from tests.support.loss_inputs import loss_section
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
-from tests.training.tiny_models import load_tiny
+from tests.training.tiny_models import build_tiny, step_alone
 
 CPU = torch.device("cpu")
 seen: list[LossInputs] = []  # what the loss below was given
@@ -33,11 +30,6 @@ seen: list[LossInputs] = []  # what the loss below was given
 def recording(inputs: LossInputs) -> torch.Tensor:
     seen.append(inputs)
     return -inputs.advantages * inputs.logprobs
-
-
-def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
-    policy = load_tiny(model)
-    return policy, make_optimizer(policy, OptimizerSection(lr=1e-2))
 
 
 def _pack(samples: Sequence[RolloutSample], *, micro_batch_tokens: int = 4096) -> list[MicroBatch]:
@@ -49,18 +41,6 @@ def _pack(samples: Sequence[RolloutSample], *, micro_batch_tokens: int = 4096) -
     )
     weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
     return split_by_rank(samples, weights, plan, trainer_version=0)[0].pack()
-
-
-def _step(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    minibatches: list[list[MicroBatch]],
-    section: BaseLoss,
-    **more: Any,
-) -> StepResult:
-    objective = Objective(section, num_updates=len(minibatches) * more.get("num_iterations", 1))
-    settings: dict[str, Any] = {"reference": None, "lr": 1e-2, "max_grad_norm": 0.5, "device": CPU, **more}
-    return train_step(policy, optimizer, minibatches, objective=objective, **settings)
 
 
 def _weights(policy: Policy) -> list[torch.Tensor]:
@@ -78,13 +58,13 @@ def _poisoned(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
 def test_a_step_of_two_minibatches_is_two_updates_with_the_same_learning_rate(tiny_model: Path) -> None:
     samples = random_samples(8)
     halves = [_pack(samples[:4]), _pack(samples[4:])]
-    policy, optimizer = _build(tiny_model)
-    result = _step(policy, optimizer, halves, loss_section(), lr=3e-3)
+    policy, optimizer = build_tiny(tiny_model)
+    result = step_alone(policy, optimizer, halves, loss_section(), lr=3e-3)
     assert result.updates == (True, True)
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3] * len(optimizer.param_groups)
     assert result.num_tokens == sum(sample.num_trained_tokens for sample in samples)
-    other, other_optimizer = _build(tiny_model)
-    alone = [_step(other, other_optimizer, [half], loss_section(), lr=3e-3) for half in halves]
+    other, other_optimizer = build_tiny(tiny_model)
+    alone = [step_alone(other, other_optimizer, [half], loss_section(), lr=3e-3) for half in halves]
     assert _same(_weights(policy), _weights(other))
     assert result.loss == pytest.approx((alone[0].loss + alone[1].loss) / 2)
     assert result.grad_norm == pytest.approx((alone[0].grad_norm + alone[1].grad_norm) / 2)
@@ -93,11 +73,11 @@ def test_a_step_of_two_minibatches_is_two_updates_with_the_same_learning_rate(ti
 def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updates(tiny_model: Path) -> None:
     samples = random_samples(8)
     halves = [_pack(samples[:4]), _pack(samples[4:])]
-    policy, optimizer = _build(tiny_model)
+    policy, optimizer = build_tiny(tiny_model)
     with torch.no_grad():
         start = [policy(half[0]).logprobs for half in halves]
     section = loss_section(type="custom", function=f"{__name__}:recording", proximal="recomputed")
-    _step(policy, optimizer, halves, section)
+    step_alone(policy, optimizer, halves, section)
     first, second = (inputs for inputs in seen[-4:] if inputs.logprobs.requires_grad)
     for inputs, logprobs in zip((first, second), start, strict=True):
         torch.testing.assert_close(inputs.proximal_logprobs, logprobs)
@@ -110,17 +90,17 @@ def test_several_passes_are_updates_of_the_same_samples_against_the_policy_befor
     """Two passes over two minibatches, recomputed: four steps of one update each on tokens whose sampler is that policy."""
     samples = random_samples(8, spread=0.2)
     halves = [_pack(samples[:4]), _pack(samples[4:])]
-    policy, optimizer = _build(tiny_model)
+    policy, optimizer = build_tiny(tiny_model)
     with torch.no_grad():
         start = [policy(half[0]).logprobs for half in halves]
-    result = _step(policy, optimizer, halves, loss_section(proximal="recomputed"), num_iterations=2)
+    result = step_alone(policy, optimizer, halves, loss_section(proximal="recomputed"), num_iterations=2)
     assert (result.updates, result.trained) == ((True,) * 4, (True, True))
     num_tokens = sum(sample.num_trained_tokens for sample in samples)
     assert (result.num_tokens, result.metrics["num_tokens"]) == (num_tokens, num_tokens)
     assert result.metrics["clip_ratio/region_mean"] > 0.0  # the policy has moved away
-    other, other_optimizer = _build(tiny_model)
+    other, other_optimizer = build_tiny(tiny_model)
     as_sampled = [[replace(half[0], sampler_logprobs=logprobs)] for half, logprobs in zip(halves, start, strict=True)]
-    alone = [_step(other, other_optimizer, [half], loss_section()) for half in (*as_sampled, *as_sampled)]
+    alone = [step_alone(other, other_optimizer, [half], loss_section()) for half in (*as_sampled, *as_sampled)]
     for weight, expected in zip(_weights(policy), _weights(other), strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
     assert result.loss == pytest.approx(sum(step.loss for step in alone) / 4, rel=1e-5)
@@ -129,13 +109,13 @@ def test_several_passes_are_updates_of_the_same_samples_against_the_policy_befor
 def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path) -> None:
     samples = random_samples(8)
     good, halves = _pack(samples[4:]), [_poisoned(samples[:4]), samples[4:]]
-    policy, optimizer = _build(tiny_model)
-    result = _step(policy, optimizer, [_pack(half) for half in halves], loss_section())
+    policy, optimizer = build_tiny(tiny_model)
+    result = step_alone(policy, optimizer, [_pack(half) for half in halves], loss_section())
     assert result.updates == (False, True)
     assert result.is_finite
     assert result.metrics["training/skipped_updates"] == 1.0
-    other, other_optimizer = _build(tiny_model)
-    alone = _step(other, other_optimizer, [good], loss_section())
+    other, other_optimizer = build_tiny(tiny_model)
+    alone = step_alone(other, other_optimizer, [good], loss_section())
     assert _same(_weights(policy), _weights(other))
     assert result.num_tokens == alone.num_tokens
     del result.metrics["training/skipped_updates"], alone.metrics["training/skipped_updates"]
@@ -144,16 +124,18 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_mo
 
 def test_a_step_without_any_finite_update_changes_nothing_and_says_so(tiny_model: Path) -> None:
     samples = random_samples(8)
-    policy, optimizer = _build(tiny_model)
+    policy, optimizer = build_tiny(tiny_model)
     before = _weights(policy)
-    result = _step(policy, optimizer, [_pack(_poisoned(samples[:4])), _pack(_poisoned(samples[4:]))], loss_section())
+    result = step_alone(
+        policy, optimizer, [_pack(_poisoned(samples[:4])), _pack(_poisoned(samples[4:]))], loss_section()
+    )
     assert _same(before, _weights(policy))
     assert not result.is_finite
     assert (result.num_tokens, result.updates) == (0, (False, False))
     assert result.metrics["training/skipped_updates"] == 2.0
     assert result.loss != result.loss  # not a number
     assert all(parameter.grad is None for parameter in policy.parameters())
-    healthy = _step(policy, optimizer, [_pack(samples)], loss_section())
+    healthy = step_alone(policy, optimizer, [_pack(samples)], loss_section())
     assert healthy.is_finite
 
 
@@ -162,13 +144,13 @@ def test_a_loss_scale_changes_nothing_but_what_overflows(tiny_model: Path) -> No
     batches = [_pack(random_samples(8), micro_batch_tokens=64)]
     found = []
     for scale in (1.0, 1024.0):
-        policy, optimizer = _build(tiny_model)
-        found.append((_step(policy, optimizer, batches, loss_section(), loss_scale=scale), _weights(policy)))
+        policy, optimizer = build_tiny(tiny_model)
+        found.append((step_alone(policy, optimizer, batches, loss_section(), loss_scale=scale), _weights(policy)))
     (one, weights), (other, scaled) = found
     assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
     for weight, right in zip(scaled, weights, strict=True):
         torch.testing.assert_close(weight, right, rtol=1e-4, atol=1e-6)
-    too_large = _step(policy, optimizer, batches, loss_section(), loss_scale=2.0**120)
+    too_large = step_alone(policy, optimizer, batches, loss_section(), loss_scale=2.0**120)
     assert (too_large.updates, math.isfinite(too_large.loss)) == ((False,), True)
     assert _same(_weights(policy), scaled)
 
@@ -176,12 +158,12 @@ def test_a_loss_scale_changes_nothing_but_what_overflows(tiny_model: Path) -> No
 def test_the_mismatch_of_trainer_and_sampler_is_that_of_their_tokens(tiny_model: Path) -> None:
     """p99 to the width of a bin, 16%; both over all updates and micro-batches of the step."""
     samples = random_samples(8, spread=0.2)
-    policy, optimizer = _build(tiny_model)
+    policy, optimizer = build_tiny(tiny_model)
     batches = [_pack(samples[:4], micro_batch_tokens=64), _pack(samples[4:])]
     with torch.no_grad():
         pairs = [(policy(batch).logprobs, batch.sampler_logprobs) for part in batches for batch in part]
     d = torch.cat([ours - theirs for ours, theirs in pairs]).double()
-    metrics = _step(policy, optimizer, batches, loss_section(), lr=0.0).metrics
+    metrics = step_alone(policy, optimizer, batches, loss_section(), lr=0.0).metrics
     assert metrics["sampling/kl"] == pytest.approx((d.exp() - d - 1.0).mean().item(), rel=1e-4)
     exact = d.abs().quantile(0.99, interpolation="higher").item()
     assert exact <= metrics["sampling/sampling_logp_difference/p99"] <= 1.16 * exact
@@ -189,7 +171,7 @@ def test_the_mismatch_of_trainer_and_sampler_is_that_of_their_tokens(tiny_model:
 
 def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny_model: Path) -> None:
     """Also where there is nothing to train: it is a collective."""
-    policy, optimizer = _build(tiny_model)
+    policy, optimizer = build_tiny(tiny_model)
     events: list[str] = []
     policy.register_forward_pre_hook(lambda *_: events.append("policy"))
 
@@ -201,11 +183,11 @@ def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny
     batches = _pack(random_samples(2), micro_batch_tokens=40)
     plan = plan_batch([4], world_size=2, micro_batch_tokens=40, pack=True)
     nothing = split_by_rank(random_samples(1), [1.0], plan, trainer_version=0)[1].pack()
-    result = _step(policy, optimizer, [[*batches, *nothing]], loss_section(beta=0.1), reference=Recorded())
+    result = step_alone(policy, optimizer, [[*batches, *nothing]], loss_section(beta=0.1), reference=Recorded())
     assert events == ["reference", "policy"] * (len(batches) + 1)
     assert result.metrics["kl"] > 0.0
     events.clear()  # it stays what it is while a step lasts
-    _step(policy, optimizer, [batches], loss_section(beta=0.1), reference=Recorded(), num_iterations=3)
+    step_alone(policy, optimizer, [batches], loss_section(beta=0.1), reference=Recorded(), num_iterations=3)
     assert (events.count("reference"), events.count("policy")) == (len(batches), 3 * len(batches))
 
 

@@ -14,16 +14,15 @@ import torch
 from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.config.sections import BaseLoss, OptimizerSection
+from grpo_async.config.sections import BaseLoss
 from grpo_async.records import RolloutSample, TokenFlag, TokenStats
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
-from grpo_async.training.optimizer import make_optimizer
-from grpo_async.training.step import StepResult, train_step
+from grpo_async.training.step import StepResult
 from grpo_async.training.token_statistics import TokenCollector, TokenPlan
 from tests.support.loss_inputs import loss_section
 from tests.training.statistics_jobs import TRAINER_VERSION, make_groups
-from tests.training.tiny_models import load_tiny
+from tests.training.tiny_models import build_tiny, step_alone
 
 CPU = torch.device("cpu")
 
@@ -41,11 +40,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "log_linear": {"type": "dapo", "proximal": "log_linear", "correction": {"level": "token", "action": "none"}},
     "off_policy_mask": {"type": "dapo", "off_policy_mask": 0.001},
 }
-
-
-def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
-    policy = load_tiny(model)
-    return policy, make_optimizer(policy, OptimizerSection(lr=1e-2))
 
 
 def _samples(num_groups: int = 6) -> list[RolloutSample]:
@@ -69,24 +63,11 @@ def _step(
     model: Path, section: BaseLoss, minibatches: Sequence[Sequence[RolloutSample]], **settings: Any
 ) -> tuple[dict[str, TokenStats], StepResult, Policy]:
     """One step on one rank without a process group; the statistics of the samples that are stored."""
-    policy, optimizer = _build(model)
+    policy, optimizer = build_tiny(model)
     plan, packed = _plan_and_pack(minibatches, **settings)
     tokens = TokenCollector(plan.capacity, CPU) if plan.capacity else None
-    result = _train(policy, optimizer, packed, section, tokens)
+    result = step_alone(policy, optimizer, packed, section, tokens=tokens)
     return ({} if tokens is None else plan.by_rollout([tokens.on_host()], result.trained)), result, policy
-
-
-def _train(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    packed: Sequence[Sequence[MicroBatch]],
-    section: BaseLoss,
-    tokens: TokenCollector | None,
-) -> StepResult:
-    objective = Objective(section, num_updates=len(packed))
-    return train_step(
-        policy, optimizer, packed, objective=objective, reference=None, lr=1e-2, max_grad_norm=0.5, device=CPU, tokens=tokens
-    )  # fmt: skip
 
 
 def _alone(policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample]) -> dict[str, list[list[float]]]:
@@ -137,7 +118,7 @@ def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alo
     trained = [samples[0], *samples[2:]]
     for values in LOSSES.values():
         stats, _, _ = _step(tiny_model, loss_section(**values), [samples])
-        _assert_rows(stats, _alone(_build(tiny_model)[0], loss_section(**values), trained))
+        _assert_rows(stats, _alone(build_tiny(tiny_model)[0], loss_section(**values), trained))
         bits |= int(np.bitwise_or.reduce(np.concatenate([row.flags for row in stats.values()])))
     for sample in trained:
         mine = stats[sample.rollout_id]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,9 @@ from grpo_async.records import RolloutSample
 from tests.support.records import make_sample
 
 WINDOW = 8  # shorter than most samples
+LENGTHS = [13, 30, 2, 24, 17]
+ROWS = [[0, 1], [2, 3, 4]]  # of samples of these lengths
+ROW_TOKENS = 50
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 32,
@@ -68,7 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build_family(name: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+def build_family(name: str, **settings: Any) -> Any:
     """A random model with the attention that transformers computes most plainly (soft-capping: eager, else sdpa)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,16 +78,16 @@ def build_family(name: str, *, dtype: torch.dtype = torch.float32, **settings: A
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**_SIZES, **own, **settings})
     plain = "eager" if model_type == "gemma2" else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=plain, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=plain, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms begin as zeros and ones
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model.train()
 
 
-def random_samples(lengths: Sequence[int], *, seed: int = 1) -> list[RolloutSample]:
+def samples_of(lengths: Sequence[int]) -> list[RolloutSample]:
     """Samples of so many tokens, trained from the second one on."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     samples = []
     for length in lengths:
         ids = torch.randint(3, 320, (length,), generator=generator).tolist()
@@ -94,24 +96,8 @@ def random_samples(lengths: Sequence[int], *, seed: int = 1) -> list[RolloutSamp
 
 
 def pack_rows(samples: Sequence[RolloutSample], rows: Sequence[Sequence[int]], row_tokens: int) -> MicroBatch:
-    """One micro-batch with exactly these rows; its trained tokens come in the order of the rows."""
+    """One micro-batch with exactly these rows; its trained tokens come in the order of the rows. Without rows, that of a rank
+    without samples."""
     plan = BatchPlan(ranks=[[MicroBatchPlan(rows=rows, row_tokens=row_tokens)]])
     (batch,) = split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack()
     return batch
-
-
-def padding_only(row_tokens: int) -> MicroBatch:
-    """What a rank without samples computes."""
-    batch = pack_rows(random_samples([2]), [[0]], row_tokens)
-    nothing = {
-        field.name: getattr(batch, field.name)[:0]
-        for field in dataclasses.fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor) and getattr(batch, field.name).ndim == 1
-    }
-    return dataclasses.replace(
-        batch,
-        input_ids=torch.zeros_like(batch.input_ids),
-        position_ids=torch.zeros_like(batch.position_ids),
-        segment_ids=torch.full_like(batch.segment_ids, -1),
-        **nothing,
-    )

@@ -1,16 +1,21 @@
-"""Tiny random models of several families for the tests of loading and sharding, and what ranks do with them."""
+"""Tiny random models for the tests of loading, sharding and steps, and a step of one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_async.config.sections import ModelSection
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.sections import BaseLoss, ModelSection, OptimizerSection
 from grpo_async.training.load import load_policy
+from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
+from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
+from grpo_async.training.step import StepResult, train_step
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -20,10 +25,9 @@ SIZES: dict[str, Any] = {
 
 def save_model(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **settings: Any) -> Path:
     """Write a random model of a family (llama, qwen3, qwen3_moe, gemma) and return the folder."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gemma": "Gemma"}
     sizes = {**SIZES, **{name: settings.pop(name) for name in list(settings) if name != "max_shard_size"}}
     if family == "qwen3_moe":
         sizes |= {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
@@ -34,8 +38,8 @@ def save_model(folder: Path, family: str, *, tied: bool = False, seed: int = 0, 
                 "original_max_position_embeddings": 64,
             }
         }  # fmt: skip
-    config = getattr(transformers, f"{names[family]}Config")(**sizes, tie_word_embeddings=tied, initializer_range=0.08)
-    getattr(transformers, f"{names[family]}ForCausalLM")(config).save_pretrained(folder, **settings)
+    config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied, initializer_range=0.08)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, **settings)
     return folder
 
 
@@ -56,3 +60,24 @@ def load_tiny(folder: Path | str, *, temperature: float = 1.0, **section: Any) -
 def sum_of_logprobs(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
     """An objective for `Policy.forward`."""
     return logprobs.sum()
+
+
+def build_tiny(folder: Path) -> tuple[Policy, torch.optim.Optimizer]:
+    """The policy of a folder, in this process alone, and its optimizer."""
+    policy = load_tiny(folder)
+    return policy, make_optimizer(policy, OptimizerSection(lr=1e-2))
+
+
+def step_alone(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    minibatches: Sequence[Sequence[MicroBatch]],
+    section: BaseLoss,
+    **more: Any,
+) -> StepResult:
+    """One training step of a policy that is not sharded."""
+    objective = Objective(section, num_updates=len(minibatches) * more.get("num_iterations", 1))
+    settings: dict[str, Any] = {
+        "reference": None, "lr": 1e-2, "max_grad_norm": 0.5, "device": torch.device("cpu"), **more,
+    }  # fmt: skip
+    return train_step(policy, optimizer, minibatches, objective=objective, **settings)
