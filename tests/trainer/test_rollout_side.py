@@ -74,7 +74,7 @@ def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path,
 def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have_deadlines_of_their_own(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The request timeout ends a silent request, the queue wait ends the step's wait; neither stands for the other.
+    """The request timeout ends a silent request, the queue timeout ends the step's wait; neither does the other's work.
 
     The startup timeout is in test_lead.
     """
