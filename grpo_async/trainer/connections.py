@@ -28,8 +28,8 @@ def open_fleet(
     stack: ExitStack,
     timeline: Timeline = NO_TIMELINE,
 ) -> Fleet:
-    """The fleet of servers at `urls`, not watched yet (`start`). It asks the launcher to restart the launcher's own servers, and
-    hears what becomes of them; the launcher gets state and load of all servers. `stack` closes it."""
+    """The fleet of servers at `urls`, not watched yet (`start`). It asks the launcher to restart the launcher's own servers and
+    listens for their restarts; it reports the state and the load of all servers to the launcher. `stack` closes it."""
     inference = config.inference
 
     def ask_restart(index: int, reason: str) -> None:

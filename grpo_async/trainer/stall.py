@@ -105,7 +105,7 @@ class StallGuard:
         """Call this when everything is written.
 
         Raises:
-            RunError: the run stood still at some time, even if it finished afterward.
+            RunError: the run stalled at some time, even if it finished afterward.
         """
         if self._error is not None:
             raise self._error

@@ -71,7 +71,14 @@ def export_model(
         return
 
     def write() -> None:
-        _write(folder, policy, tokenizer, weights, dtype, card)
+        with _replacing(folder, "model") as partial:
+            policy.model.save_pretrained(partial, state_dict=weights)
+            config = copy.deepcopy(policy.model.config)  # a copy, since the config has the dtype of the master weights
+            config.dtype = getattr(torch, dtype)
+            config.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            if card is not None:
+                write_atomically(partial / CARD, card)
         if adapter is not None and adapter_state:
             with _replacing(adapter, "adapter") as partial:
                 write_adapter(partial, policy.model, adapter_state)
@@ -110,30 +117,12 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this is intended
-                dcp.load(state, checkpoint_id=str(checkpoint), no_dist=not dist.is_initialized())
+                dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
         except DCP_ERRORS as error:
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
         set_model_state_dict(policy, state["model"], options=TRAINED)
     card = model_card(config, step=step)
     export_model(folder, policy, load_renderer(config).tokenizer, dtype=config.inference.resolved_dtype, card=card)
-
-
-def _write(
-    folder: Path,
-    policy: Policy,
-    tokenizer: Any,
-    weights: dict[str, torch.Tensor],
-    dtype: str,
-    card: str | None,
-) -> None:
-    with _replacing(folder, "model") as partial:
-        policy.model.save_pretrained(partial, state_dict=weights)
-        config = copy.deepcopy(policy.model.config)  # a copy, since the config has the dtype of the master weights
-        config.dtype = getattr(torch, dtype)
-        config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        if card is not None:
-            write_atomically(partial / CARD, card)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class TokenLoss:
 
     loss: torch.Tensor
     ratio: torch.Tensor  # importance weight as the loss uses it, before clipping (`clipped_low`, `clipped_high`)
-    clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip
+    clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip on this side
     clipped_high: torch.Tensor | None = None
     is_capped: torch.Tensor | None = None  # bool; `delta` removed the gradient; None for losses without `delta`
     is_per_sequence: bool = False  # the ratio is that of the whole sample: metrics count samples, not tokens
@@ -163,7 +163,6 @@ def cispo_loss(inputs: LossInputs, *, epsilon_high: float) -> TokenLoss:
     return TokenLoss(
         loss=-capped * inputs.advantages * inputs.logprobs,
         ratio=capped,
-        clipped_low=torch.zeros_like(ratio, dtype=torch.bool),
         clipped_high=(ratio > epsilon_high) & (inputs.advantages > 0),
     )
 

@@ -270,7 +270,8 @@ class PipelineMeter:
         totals.generation_busy_s += busy
         totals.generated_tokens += generated
         totals.trained_tokens += trained_tokens
-        totals.staleness_sum += sum(age * count for age, count in staleness.items())
+        staleness_sum = sum(age * count for age, count in staleness.items())
+        totals.staleness_sum += staleness_sum
         totals.staleness_max = max([totals.staleness_max, *map(float, staleness)])
         for what, seconds in spent.items():
             totals.spent_s[what] = totals.spent_s.get(what, 0.0) + seconds
@@ -287,7 +288,7 @@ class PipelineMeter:
         }
         num_tokens = sum(staleness.values())
         if num_tokens:
-            metrics["async/staleness_mean"] = sum(age * count for age, count in staleness.items()) / num_tokens
+            metrics["async/staleness_mean"] = staleness_sum / num_tokens
             metrics["async/staleness_max"] = float(max(staleness))
             for age in range(int(totals.staleness_max) + 1):  # staleness values of earlier steps are included, as 0
                 metrics[f"async/staleness/{age}"] = staleness.get(age, 0) / num_tokens

@@ -246,8 +246,6 @@ def shard_policy(
         raise ConfigError(
             "training.cpu_offload: the trainer runs on the CPU, so everything is already in the machine's memory; set it to false"
         )
-    if not any(parameter.device.type == "meta" for parameter in policy.parameters()):
-        policy.to(mesh.device_type)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # the root's input is a micro-batch, whose weights, advantages and log-probabilities stay in float32
     of_root = replace(precision, cast_forward_inputs=False)

@@ -116,10 +116,6 @@ class CommandChannel:
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world_size > 1 else None
         )
 
-    @property
-    def is_leader(self) -> bool:
-        return self._rank == 0
-
     def send(self, commands: Sequence[Command]) -> None:
         """On rank 0: send each rank its command. [world_size]"""
         if self._group is not None:
@@ -151,7 +147,7 @@ class CommandChannel:
         """
         if self._group is None:
             return [numbers]
-        parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_leader else None
+        parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self._rank == 0 else None
         with self._waiting(f"a gather of all ranks, on rank {self._rank}", peer="another rank"):
             dist.gather(numbers, parts, dst=0, group=self._group)
         return parts

@@ -12,8 +12,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.lora import adapters_off
 from grpo_async.training.logprobs import PolicyOutput
+from grpo_async.training.lora import adapters_off
 from grpo_async.training.model import Policy, reshard
 from grpo_async.training.parameters import local_of
 from grpo_async.training.verify import TrainerScores

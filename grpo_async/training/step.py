@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
-from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.model import Policy, reshard
 from grpo_async.training.parameters import local_of
 from grpo_async.training.reference import Reference

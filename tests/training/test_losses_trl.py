@@ -20,9 +20,9 @@ from grpo_async.config.sections import (
     SapoLoss,
 )
 from grpo_async.records import RolloutSample
+from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective, ObjectiveOutput
 from grpo_async.training.metrics import UpdateSums, step_metrics
-from grpo_async.training.logprobs import PolicyOutput
 from tests.support.trl_losses import TrlBatch, trl_loss
 
 pytestmark = pytest.mark.slow  # importing TRL takes its time

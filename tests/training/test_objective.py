@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.loss import Objective, ObjectiveOutput
 from grpo_async.training.logprobs import PolicyOutput
+from grpo_async.training.loss import Objective, ObjectiveOutput
 from tests.support.loss_inputs import loss_section
 from tests.trainer.fakes import loop_config
 
