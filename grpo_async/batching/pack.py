@@ -33,20 +33,15 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # (R, T) int64
     position_ids: torch.Tensor  # (R, T) int64, restarts at 0 for every sample
-    segment_ids: torch.Tensor  # (R, T) int64, number of the sample in its row; -1 = padding
+    segment_ids: torch.Tensor  # (R, T) int64, number of the sample in its row; -1 = padding; stays on the CPU
     source_index: torch.Tensor  # (N,) int64
     target_ids: torch.Tensor  # (N,) int64
-    sample_index: (
-        torch.Tensor
-    )  # (N,) int64, which sample of this micro-batch a token belongs to: 0, 1, ... without gaps
+    sample_index: torch.Tensor  # (N,) int64, the sample that a token belongs to: 0, 1, ... without gaps
     sampler_logprobs: torch.Tensor  # (N,) float32
     advantages: torch.Tensor  # (N,) float32
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
-    host_segment_ids: torch.Tensor | None = (
-        None  # (R, T) int64, `segment_ids` on the CPU, of a micro-batch that was moved
-    )
 
     @property
     def num_trained_tokens(self) -> int:
@@ -59,16 +54,16 @@ class MicroBatch:
         return replace(self, **parts)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Move the micro-batch, which is on the CPU, to `device`. Copies to a GPU start from pinned memory: from any other memory,
-        the host would wait for everything that the GPU has queued before it."""
+        """Move the micro-batch, which is on the CPU, to `device`, except `segment_ids`, which the host reads. Copies to a GPU start
+        from pinned memory: from any other memory, the host would wait for everything that the GPU has queued before it."""
         is_gpu = device.type == "cuda"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
             name: (value.pin_memory() if is_gpu else value).to(device, non_blocking=is_gpu)
             for name, value in values.items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and name != "segment_ids"
         }
-        return replace(self, **{**moved, "host_segment_ids": self.segment_ids})
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

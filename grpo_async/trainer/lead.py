@@ -86,9 +86,7 @@ _PREFLIGHTS = 3
 _EXAMPLE_STEPS = 5
 """Number of steps between two examples of what the policy writes; the first step also has one."""
 _MIN_FREE_MEMORY = 0.1  # fraction of a rank's peak; with less free memory, a batch longer than those so far may not fit
-_MAX_OVER_ESTIMATE = (
-    1.5  # a peak above this multiple of the estimate, which is good to about a third, is worth a warning
-)
+_MAX_OVER_ESTIMATE = 1.5  # a peak above this multiple of the estimate (good to about a third) is worth a warning
 _MAX_NONFINITE_STEPS = 3  # in a row; each is skipped, then the run ends
 
 

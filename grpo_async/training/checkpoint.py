@@ -225,9 +225,8 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see tor
         """DCP passes the results of each rank to `finish` on rank 0; the checksums are appended to them."""
         written = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in written}
-        found = {
-            name: checksum(Path(self.path) / name) for name in names
-        }  # read while the system still has it in memory
+        # read while the system still has them in memory
+        found = {name: checksum(Path(self.path) / name) for name in names}
         checksums = WriteResult(index=MetadataIndex("checksums"), size_in_bytes=0, storage_data=found)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([*written, checksums])

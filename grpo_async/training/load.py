@@ -189,9 +189,8 @@ def _build_model(section: ModelSection, config: Any) -> Any:
     from transformers import initialization as init
 
     dtype = getattr(torch, section.dtype)
-    safe_ops = getattr(
-        init, "meta_device_safe_creation_ops", nullcontext
-    )  # remote code that computes while it is built
+    # for remote code that computes while it is built
+    safe_ops = getattr(init, "meta_device_safe_creation_ops", nullcontext)
     with torch.device("meta"), safe_ops():
         model: Any = AutoModelForCausalLM.from_config(
             config,

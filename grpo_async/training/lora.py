@@ -110,9 +110,8 @@ def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
     if not _adapter_layers(model):
         return {}
     return {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole_of(parameter)
-        .to("cpu")
-        .clone()  # no tied tensors
+        # cloned: safetensors refuses tied tensors
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole_of(parameter).to("cpu").clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }

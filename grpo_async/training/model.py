@@ -132,8 +132,7 @@ class Policy(nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """States before the head, (R, T, H)."""
-        segment_ids = batch.segment_ids if batch.host_segment_ids is None else batch.host_segment_ids
-        layout = SampleLayout(segment_ids, device=batch.input_ids.device)
+        layout = SampleLayout(batch.segment_ids, device=batch.input_ids.device)
         output = self.model.base_model(
             input_ids=batch.input_ids,
             attention_mask=layout.no_padding,

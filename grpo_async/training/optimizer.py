@@ -118,9 +118,8 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(state["momentum_buffer"], group["momentum"])
-        if update.ndim == 3 or not isinstance(
-            update, DTensor
-        ):  # whole experts are sharded: each rank has its own matrices
+        # whole experts are sharded: each rank has its own matrices
+        if update.ndim == 3 or not isinstance(update, DTensor):
             direction = orthogonalize(local_of(update))
         else:
             whole = orthogonalize(update.full_tensor())

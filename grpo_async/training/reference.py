@@ -38,7 +38,7 @@ class Reference:
         with torch.no_grad(), adapters_off(self.policy.model) if self._without_adapters else nullcontext():
             logprobs: torch.Tensor = self.policy(batch).logprobs
         reshard(self.policy)
-        return logprobs.float()
+        return logprobs
 
     @torch.no_grad()
     def sync(self, policy: Policy, *, alpha: float) -> None:

@@ -133,10 +133,11 @@ def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(world_si
     assert (num_empty > 0) == (world_size > 1), "the cases say little"
 
 
-def test_a_moved_micro_batch_keeps_what_is_no_tensor() -> None:
+def test_a_moved_micro_batch_keeps_what_is_no_tensor_and_what_the_host_reads() -> None:
     (batch,) = _pack(
         [make_sample(completion=[5])], [1.0], plan_batch([3], world_size=1, micro_batch_tokens=8, pack=True)
     )[0]
     moved = batch.to(torch.device("meta"))
     assert moved.minibatch_tokens == 1
     assert moved.weights.device.type == moved.input_ids.device.type == "meta"
+    assert moved.segment_ids.device.type == "cpu"
