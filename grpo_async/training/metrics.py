@@ -128,7 +128,7 @@ class UpdateMetrics:
     sums: dict[str, float]
     maxima: dict[str, float]
     differences: list[float]
-    """Number of trained tokens by |trainer - sampler| log-probability, in bins: see `_quantile`. [128]"""
+    """Number of trained tokens by |trainer - sampler| log-probability, in bins: see `_binned_quantile`. [128]"""
     grad_norm: float
 
     @property
@@ -159,7 +159,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
         "entropy": total["entropy"] / num_tokens,
         "grad_norm": sum(update.grad_norm for update in updates) / num_updates,
         "sampling/sampling_logp_difference/mean": total["difference"] / num_tokens,
-        "sampling/sampling_logp_difference/p99": _quantile(
+        "sampling/sampling_logp_difference/p99": _binned_quantile(
             [sum(column) for column in zip(*(update.differences for update in updates), strict=True)],
             0.99 * total["tokens"],
         ),
@@ -189,7 +189,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
     return metrics
 
 
-def _quantile(counts: Sequence[float], wanted: float) -> float:
+def _binned_quantile(counts: Sequence[float], wanted: float) -> float:
     """The upper end of the bin in which `wanted` tokens are reached: at most 16% too large. There are 16 bins per decade, from 1e-6
     (smaller values are in the first) to 100 nats (larger values are in the last); NaN is in none.
 
