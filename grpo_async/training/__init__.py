@@ -4,8 +4,10 @@ ranks                           the commands by which the other ranks follow ran
 step, loss, logprobs            one step; the loss; log-probabilities and entropies in chunks
 model, attention, families      the sharded policy; attention within packed samples; the supported model families
 load, parameters, lora          loading Hugging Face files into shards; the tensors that a push sends; adapters
-optimizer, reference            AdamW and Muon; forwards without a gradient
+optimizer, schedule, loss_scale AdamW and Muon; the learning rate; the factor on the loss in float16
+reference                       forwards without a gradient
 checkpoint, export              checkpoints for a resume; Hugging Face folders
 checkpoint_manifest             which checkpoint a name means, whether it is complete (without torch)
-metrics, token_statistics, timing            metrics of a step, of each token; clocks
+metrics, token_statistics       metrics of a step; statistics of each token
+timing                          what the main thread is doing, and the peak memory
 """

@@ -6,7 +6,7 @@
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
 
-    training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> dcp.async_save -> continue
+    training thread   begin = wait for the previous one -> copy this rank's tensors to the CPU -> dcp.async_save -> continue
     DCP's thread      the files of all ranks, each with its checksum, in a separate gloo group
                       rank 0 then: state -> manifest -> rename to step_N -> remove old ones
 
@@ -270,10 +270,10 @@ class CheckpointWriter:
         return 2 * self._timeout_s + _WRITE_MARGIN_S
 
     def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Called on rank 0 before the others begin: wait for the last write and remove what a crash left half-written.
+        """Called on rank 0 before the others begin: wait for the previous write and remove what a crash left half-written.
 
         Raises:
-            CheckpointError: the last one could not be written.
+            CheckpointError: the previous one could not be written.
             DeadlineError: it takes too long.
         """
         self.wait(heartbeat)
@@ -297,8 +297,8 @@ class CheckpointWriter:
             on_written: called by the writer's thread on rank 0 when the checkpoint is complete.
 
         Raises:
-            CheckpointError: the last one could not be written.
-            DeadlineError: the last one has not been written in time.
+            CheckpointError: the previous one could not be written.
+            DeadlineError: the previous one has not been written in time.
         """
         self.wait()
         began = time.monotonic()

@@ -29,7 +29,7 @@ from grpo_async.training.loss import Objective, ObjectiveOutput, kl_k3, sequence
 
 _NUM_REWARDS = 3  # kept from the start and the end of the run, so totals do not grow
 ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
-"""The activities of the trainer's thread: wait for samples, train, push weights, copy a checkpoint or wait for the last one.
+"""The activities of the trainer's thread: wait for samples, train, push weights, copy a checkpoint or wait for the previous one.
 The rest of its time is "other"."""
 
 _SUMS = (

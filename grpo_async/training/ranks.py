@@ -154,7 +154,7 @@ class CommandChannel:
 
     @contextlib.contextmanager
     def _waiting(self, what: str, *, peer: str) -> Iterator[None]:
-        """Names the failure of a collective: after the deadline it waited for `what` in vain; before it, `peer` is gone."""
+        """Names the failure of a collective: it reached its deadline while it waited for `what`, or `peer` is gone."""
         began = time.monotonic()
         try:
             yield
@@ -246,7 +246,7 @@ class TrainerContext:
         peak = peak_bytes(self.device)
         if wakes_servers:
             torch.cuda.empty_cache()  # the servers on these GPUs take this memory back
-        if wakes_servers or self.peaks is None:  # the former: rank 0 wakes them when every rank has freed it
+        if wakes_servers or self.peaks is None:  # rank 0 wakes the servers when every rank has freed it
             peaks = self.channel.gather(torch.tensor([peak]))
             self.peaks = self.peaks or [int(each) for each in peaks or ()]
         return result if tokens is None else replace(result, token_statistics=self.channel.gather(tokens.on_host()))

@@ -1,4 +1,4 @@
-"""The main loop and optimizer updates: which ranks get what, and what becomes of the groups of an update that was skipped."""
+"""The main loop and optimizer updates: which ranks get what, and what happens to the groups of an update that was skipped."""
 
 from __future__ import annotations
 

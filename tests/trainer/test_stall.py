@@ -1,4 +1,4 @@
-"""A run that stands still: what is said, and how the process ends when its main thread does not."""
+"""A run that stalls: its message, and how the process ends when its main thread does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both kinds of reference answer with the model they stand for, leave nothing gathered, and do not move with the policy."""
+"""Each kind of reference gives the log-probabilities of its model, leaves nothing gathered, and does not change with the policy."""
 
 from __future__ import annotations
 
