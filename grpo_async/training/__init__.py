@@ -5,7 +5,7 @@ step, loss, logprobs            one step; the loss; log-probabilities and entrop
 model, attention, families      the sharded policy; attention within packed samples; the supported model families
 load, parameters, lora          loading Hugging Face files into shards; the tensors that a push sends; adapters
 optimizer, schedule, loss_scale AdamW and Muon; the learning rate; the factor on the loss in float16
-reference                       forwards without a gradient
+reference, verify               forwards without a gradient; their comparison with a server
 checkpoint, export              checkpoints for a resume; Hugging Face folders
 checkpoint_manifest             which checkpoint a name means, whether it is complete (without torch)
 metrics, token_statistics       metrics of a step; statistics of each token
