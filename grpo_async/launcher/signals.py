@@ -28,13 +28,15 @@ class Signals:
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored on purpose
             caught.append(signal.SIGHUP)
+        before = {number: signal.getsignal(number) for number in caught}
         for number in caught:
             loop.add_signal_handler(number, self._take, number)
         try:
             yield
         finally:
-            for number in caught:
-                loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)  # which leaves the system's default
+                signal.signal(number, handler)
 
     def take_remote(self, number: signal.Signals) -> None:
         """The launcher of another machine got one. A scheduler sends it to every machine, so it is never a second one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.errors import ConfigError
+from grpo_async.launcher.signals import Signals, exit_on_signals
 from grpo_async.launcher.train import launch
 from tests.launcher.support import LauncherProcess, make_config
 
@@ -92,6 +94,17 @@ def test_a_signal_before_the_trainer_has_begun_ends_everything_at_once(tmp_path:
         assert launcher.end() == 130
         assert "before the trainer had started" in launcher.output
         assert launcher.left() == {}
+
+
+def test_after_the_event_loop_a_signal_still_leaves_time_to_clean_up() -> None:
+    async def run() -> None:
+        with Signals().installed():
+            pass
+
+    with exit_on_signals():
+        before = signal.getsignal(signal.SIGTERM)
+        asyncio.run(run())
+        assert signal.getsignal(signal.SIGTERM) is before is not signal.SIG_DFL
 
 
 @pytest.mark.clock  # heartbeats of seconds
