@@ -114,15 +114,15 @@ class Children:
             num_restarts: how often it was restarted; a restart keeps the older logs (server.log, server.restart_1.log).
 
         Raises:
-            RunError: the program cannot be started.
+            RunError: the program cannot be started, or its log cannot be written.
         """
         log = self._folder / spec.log_name
         if num_restarts > 0:
             log = log.with_name(f"{log.stem}.restart_{num_restarts}{log.suffix}")
         own = {name: value for name, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(name)}
         tags = {LAUNCHER_PID_VARIABLE: str(os.getpid()), TAG_VARIABLE: _tag_of(spec)}
-        with log.open("wb") as output:
-            try:
+        try:
+            with log.open("wb") as output:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
                     env={**own, **tags, **spec.environment},
@@ -131,8 +131,8 @@ class Children:
                     stderr=asyncio.subprocess.STDOUT,
                     start_new_session=True,
                 )
-            except OSError as error:
-                raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
+        except OSError as error:
+            raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
         child = Child(spec, log, process)
         self._all.append(child)
         return child

@@ -175,11 +175,13 @@ class LocalProcesses:
         self.lost_servers.set()
 
     def give_up(self, index: int, why: str, *log_tail: str) -> None:
-        """A server, of any machine, is given up or gone; the run continues as long as there is another."""
+        """A server, of any machine, is given up or gone; the run continues as long as there is another. Only node 0 knows."""
         if index in self._given_up:
             return
         self._given_up[index] = why
-        if left := self._total - len(self._given_up):
+        if self._plan.assignment.node.rank > 0:
+            self.display.warning(why)
+        elif left := self._total - len(self._given_up):
             self.display.warning(f"{why}; the run continues with {left} of {self._total}")
         else:
             self.lose_servers("\n".join([*self._given_up.values(), *log_tail]))

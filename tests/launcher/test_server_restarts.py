@@ -173,6 +173,7 @@ class News:
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
         self.notes: list[str] = []
+        self.warnings: list[str] = []
         self.arrived = asyncio.Event()
         self.said = asyncio.Event()
 
@@ -185,7 +186,7 @@ class News:
         self.said.set()
 
     def warning(self, text: str) -> None:
-        pass
+        self.warnings.append(text)
 
     async def wait_for(self, event: str, num_restarts: int) -> None:
         async with asyncio.timeout(START_S):
@@ -195,16 +196,22 @@ class News:
 
 
 def _spawned(
-    news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3, has_trainer: bool = True
+    news: News,
+    folder: Path,
+    *,
+    logs: Path | None = None,
+    node: Node = Node(num_train=0, num_infer=1),  # noqa: B008 - it is frozen
+    command: tuple[str, ...] = PAUSE,
+    max_restarts: int = 3,
+    has_trainer: bool = True,
 ) -> LocalProcesses:
     """One server that runs `command` and is restarted without delay, and no trainer."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
     )
-    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
-    assignment = Assignment(
-        run_dir=RunDir(folder), attempt_dir=folder, private_dir=folder, node=Node(num_train=0, num_infer=1)
-    )
+    launch = {"nodes": {"train": max(1, node.num_train), "infer": node.num_infer if node.num_train else 0}}
+    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts}, launch=launch)
+    assignment = Assignment(run_dir=RunDir(folder), attempt_dir=logs or folder, private_dir=folder, node=node)
     plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None)
     display: Any = news
     return LocalProcesses(config, plan, display, tell_trainer=news.server_event if has_trainer else None)
@@ -268,6 +275,24 @@ def test_without_a_trainer_a_server_is_restarted_and_nothing_says_that_it_serves
     assert [note.partition(" (log")[0] for note in news.notes] == ["the inference server starts again"] * 2
 
 
+def test_a_machine_that_node_0_leads_leaves_it_to_node_0_whether_the_run_continues(tmp_path: Path) -> None:
+    """It does not know which servers other machines have lost."""
+    news = News()
+
+    async def main() -> None:
+        async with _spawned(news, tmp_path, node=Node(rank=2, num_train=1, num_infer=2), max_restarts=0) as local:
+            await local.start()
+            local.receive({"kind": "server_serving", "index": 1, "num_restarts": 0})
+            os.kill(local.running_servers[0].pid, signal.SIGKILL)
+            await news.wait_for("given_up", 0)
+            assert not local.lost_servers.is_set()
+
+    asyncio.run(main())
+    (warning,) = news.warnings
+    assert warning.startswith("the inference server was given up after 0 consecutive restarts")
+    assert "the run continues" not in warning
+
+
 def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
     """The trainer waits for it in a push, and has a checkpoint to write."""
     news = News()
@@ -287,17 +312,19 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     assert [event for event, _, _ in news.events] == []
 
 
-def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Path) -> None:
-    program = tmp_path / "server"
+@pytest.mark.parametrize("gone", ["program", "folder of its logs"])
+def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Path, gone: str) -> None:
+    logs, program = tmp_path / "logs", tmp_path / "server"
+    logs.mkdir()
     program.write_text(f"#!{sys.executable}\nimport signal; signal.pause()\n")
     program.chmod(0o700)
     news = News()
 
     async def main() -> str | None:
-        async with _spawned(news, tmp_path, command=(str(program),), max_restarts=2) as local:
+        async with _spawned(news, tmp_path, logs=logs, command=(str(program),), max_restarts=2) as local:
             await local.start()
             _serves(local)
-            program.unlink()
+            program.unlink() if gone == "program" else logs.rename(tmp_path / "elsewhere")
             os.kill(local.running_servers[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):
                 await local.lost_servers.wait()
