@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -310,6 +311,22 @@ def test_steps_that_run_again_are_judged_once(run_dir: RunDir, monkeypatch: pyte
     advisor.show("evaluation", {})
     advisor_module.judge(Evidence.read(run_dir))
     assert judged == [[*range(1, 13)]] * 2
+
+
+def test_a_file_system_that_fails_for_a_while_costs_a_verdict_and_not_the_run(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: MetricsReader) -> None:
+        raise OSError(errno.ESTALE, "stale")
+
+    display = Mock(spec=Display)
+    advisor = Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=0, run_dir=run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsReader, "rows", fail)
+        advisor.show("evaluation", {})
+    display.learning.assert_not_called()
+    advisor.show("evaluation", {})
+    display.learning.assert_called_once()
 
 
 def test_advice_is_given_every_so_many_steps_and_kept(run_dir: RunDir) -> None:
