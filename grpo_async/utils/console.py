@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
@@ -11,9 +12,13 @@ if TYPE_CHECKING:
 
 
 def stdout_console(file: TextIO | None = None, *, width_of_a_pipe: int = 500) -> Console:
-    """stdout, or `file`. In a pipe lines stay whole, so that they can be searched; rich would break them after 80 characters."""
+    """stdout, or `file`. In a pipe lines stay whole, so that they can be searched; rich would break them after 80 characters.
+    A character that its encoding lacks is written as an escape."""
     from rich.console import Console
 
+    file = file or sys.stdout
+    if hasattr(file, "reconfigure"):  # an io.StringIO takes every character
+        file.reconfigure(errors="backslashreplace")
     console = Console(highlight=False, file=file)
     return console if console.is_terminal else Console(highlight=False, file=file, width=width_of_a_pipe)
 
