@@ -36,7 +36,7 @@ def server_message(body: bytes) -> str:
     text = body.decode("utf-8", errors="replace").strip()
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:_MAX_MESSAGE_CHARS] or "(empty body)"
     error = parsed.get("error", parsed.get("detail", parsed)) if isinstance(parsed, dict) else parsed
     if isinstance(error, dict):

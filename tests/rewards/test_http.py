@@ -96,9 +96,10 @@ def test_a_server_that_has_too_much_to_do_is_asked_again_when_it_says(server: Re
     [
         ((502, b'{"detail": "no upstream"}'), 20.0, "failed 4 times; the last time: it answered 502: no upstream", 4),
         ((400, b'{"error": {"message": "too long"}}'), 20.0, "refused: it answered 400: too long", 1),
+        ((400, b"[" * 100_000), 20.0, "refused: it answered 400: [[[", 1),
         (HANG, 0.5, "took longer than 0.5 s", 1),
     ],
-    ids=["server error", "refusal", "silence"],
+    ids=["server error", "refusal", "refusal nested too deep", "silence"],
 )
 def test_only_what_may_go_away_is_asked_again(
     server: RewardServer, answer: Any, timeout_s: float, text: str, num_asked: int
