@@ -101,7 +101,7 @@ class ProcessPlan:
             f"run        {self.run_name}, {start}",
             f"directory  {assignment.run_dir.root}",
             f"engine     {self.engine.engine}: {self.engine.reason}",
-            *(f"server     {url}{external}" for url in assignment.server_urls if urlsplit(url).port),
+            *(f"server     {url}{external}" for url in assignment.server_urls if urlsplit(url).port != 0),
             *(f"{name:<10} {text}" for name, text in self.facts),
         ]
         for spec in self.processes:

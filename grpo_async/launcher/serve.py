@@ -17,6 +17,7 @@ from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.launcher.prepare import writing
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.processes.addresses import own_urls
@@ -32,27 +33,24 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
         The exit code: 130 or 143 after a signal, 1 when every server was given up.
 
     Raises:
-        ConfigError: this machine has too few GPUs, or there are too few ports.
+        ConfigError: this machine has too few GPUs, there are too few ports, or the folder cannot be written.
     """
     output = Output()
     with exit_on_signals(), private_folder() as private:
         launch = config.launch.model_copy(update={"nodes": NodesSection(), "colocate": False})
         config = config.model_copy(update={"launch": launch})
         run_dir = RunDir((config.run.dir / f"{config.run.name}.serve-{port}").absolute())
-        run_dir.create(dump_config(config))
+        with writing(run_dir):
+            run_dir.create(dump_config(config))
+            attempt = run_dir.new_attempt()
         assignment = Assignment(
             run_dir=run_dir,
-            attempt_dir=run_dir.new_attempt(),
+            attempt_dir=attempt,
             private_dir=private,
             server_urls=own_urls(config, config.inference.host, ports=range(port, port + config.inference.replicas)),
             node=Node(num_train=0, num_infer=1),
         )
-        plan = plan_processes(
-            config,
-            engine=engine,
-            assignment=assignment,
-            token=token_from_environment(),
-        )
+        plan = plan_processes(config, engine=engine, assignment=assignment, token=token_from_environment())
         urls, specs = assignment.server_urls, plan.servers
         gpus = [f"GPU {','.join(spec.gpus)}" if spec.gpus else "CPU" for spec in specs]
         output.say(

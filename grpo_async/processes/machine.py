@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, RunError
@@ -86,7 +87,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
         found = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
     except RunError as error:
         if wanted is not None:  # nobody knows but whoever set the variable
-            return tuple(part for part in wanted if part and part != "-1"), None
+            return tuple(takewhile(lambda part: part not in ("", "-1"), wanted)), None
         if has_gpu_devices():
             raise ConfigError(
                 f"this machine has GPUs, and {error}; put nvidia-smi into PATH, or say in CUDA_VISIBLE_DEVICES which to use"

@@ -138,6 +138,10 @@ def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
         assert urls[-2:] == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
     with pytest.raises(ConfigError, match="2 servers need the ports 65535 to 65536, and 65535 is the last"):
         serve_replicas(config, EMBEDDED, 65_535)
+    (tmp_path / "file").touch()
+    nowhere = make_config(tmp_path, inference={"replicas": 2}, run={"dir": str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be written"):
+        serve_replicas(nowhere, EMBEDDED, 443)
 
 
 def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reached_by_loopback(tmp_path: Path) -> None:
@@ -171,16 +175,16 @@ def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the
     tmp_path: Path,
 ) -> None:
     config = make_config(
-        tmp_path, inference={"urls": ["http://gpu-7:8000", "https://gpu-8:8000"]}, weights={"host": "10.0.0.1"}
+        tmp_path, inference={"urls": ["http://gpu-7:8000", "https://gpu-8"]}, weights={"host": "10.0.0.1"}
     )
     plan = _plan(config, token=None)
     assert plan.servers == ()
-    assert plan.assignment.server_urls == ("http://gpu-7:8000", "https://gpu-8:8000")
+    assert plan.assignment.server_urls == ("http://gpu-7:8000", "https://gpu-8")
     assert plan.trainer is not None
     assert "GRPO_ASYNC_TOKEN" not in plan.trainer.environment
     text = plan.describe()
     assert "engine     external: inference.urls names 2 running servers" in text
-    assert "server     https://gpu-8:8000 (not started by this run)" in text
+    assert "server     https://gpu-8 (not started by this run)" in text
     for wanted, kind in (("auto", "nccl"), ("gloo", "gloo"), ("nccl", "nccl")):
         weights = {"transport": wanted, "host": "10.0.0.1"}
         config = make_config(tmp_path, inference={"urls": ["http://a:1"]}, weights=weights, launch={"device": "cuda"})
@@ -352,7 +356,7 @@ def test_without_a_driver_there_are_no_gpus_but_those_that_the_user_names(
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == ((), None)
     monkeypatch.setattr(machine, "is_torch_for_cpus", lambda: False)
     assert find_gpus({}) == ((), None)
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}) == (("1", "2"), None)
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "1,2,-1,3"}) == (("1", "2"), None)
     monkeypatch.setattr(machine, "_DEVICES", ("null",))  # a container with devices and without nvidia-smi
     with pytest.raises(ConfigError, match="put nvidia-smi into PATH, or say in CUDA_VISIBLE_DEVICES"):
         find_gpus({})
