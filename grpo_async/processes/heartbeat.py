@@ -61,18 +61,19 @@ class Heartbeat:
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.connect(str(path))  # a datagram socket only keeps the address
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             self._socket.send(self._message, socket.MSG_DONTWAIT)  # from here on it is known, and judged
         threading.Thread(target=self._send, name="heartbeat", daemon=True).start()
 
     def _send(self) -> None:
         never = threading.Event()
         while True:  # ends with the process
-            with contextlib.suppress(BlockingIOError, InterruptedError):  # the launcher has not read the last ones yet
-                try:
-                    self._socket.send(self._message, socket.MSG_DONTWAIT)
-                except ConnectionError:
-                    return  # the launcher is gone, and this process goes with it
+            try:
+                self._socket.send(self._message, socket.MSG_DONTWAIT)
+            except ConnectionError:
+                return  # the launcher is gone, and this process goes with it
+            except OSError:  # the launcher has not read the last ones yet (Linux: EAGAIN, macOS: ENOBUFS)
+                pass
             never.wait(INTERVAL_S)
 
 
