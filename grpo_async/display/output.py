@@ -45,8 +45,7 @@ class Output:
         stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", self._lose))
         self._errors = Console(highlight=False, file=stderr)
         self._events = JsonView(stdout)
-        self.on_lost: Callable[[str], None] = lambda text: None
-        """Called once for each stream that can no longer be written, with a message. It must print nothing."""
+        self._progress: Progress | None = None
 
     def say(self, text: str) -> None:
         """One or more lines that --quiet leaves out."""
@@ -88,7 +87,7 @@ class Output:
     ) -> Display:
         """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere. Steps up to
         `resume_step` are read from metrics.jsonl, for averages."""
-        progress = Progress(max_steps=max_steps, step=resume_step or 0)
+        progress = self._progress = Progress(max_steps=max_steps, step=resume_step or 0)
         if resume_step is not None:
             progress.set_past(row for row in read_metrics(run_dir, []) if row["step"] <= resume_step)
         console = self.console
@@ -132,4 +131,7 @@ class Output:
             raise
 
     def _lose(self, text: str) -> None:
-        self.on_lost(text)
+        """A stream can no longer be written: status.json has the warning."""
+        if self._progress is not None:
+            with self._progress.lock:
+                self._progress.add_message(text, is_warning=True)

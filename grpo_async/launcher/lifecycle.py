@@ -58,11 +58,6 @@ def run_with_display(
         precision=config.precision,
     )
 
-    def on_lost(text: str) -> None:  # prints nothing
-        with display.progress.lock:
-            display.progress.add_message(text, is_warning=True)
-
-    output.on_lost = on_lost
     advisor = Advisor(
         display,
         setup=PipelineSetup(config=config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
@@ -101,7 +96,7 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
     """Say how the run ended, then write its report; returns the exit code, which no signal changes from here on."""
     if not config.record.report:
         return report_end(outcome, run_dir, output)
-    problem: object = None
+    problem: str | None = None
     try:
         with exit_on_signals():
             exit_code = report_end(outcome, run_dir, output, report=run_dir.report)
@@ -109,11 +104,11 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
     except (KeyboardInterrupt, SystemExit):
         problem = "a signal ended it"
     if problem is not None:
-        output.warn(f"report.html was not written: {plain(str(problem))}; try again: grpo-async report {run_dir.root}")
+        output.warn(f"report.html was not written: {plain(problem)}; try again: grpo-async report {run_dir.root}")
     return outcome.exit_code
 
 
-def _write_report(run_dir: RunDir, timeout_s: float) -> object:
+def _write_report(run_dir: RunDir, timeout_s: float) -> str | None:
     """Why there is no report, or None. A child writes it: reading a large store takes memory and may fail in a library, and neither
     is to touch the end of the run. It ends with an exception here."""
     command = (sys.executable, "-m", "grpo_async", "report", str(run_dir.root))
@@ -124,6 +119,6 @@ def _write_report(run_dir: RunDir, timeout_s: float) -> object:
     except subprocess.TimeoutExpired:
         return f"it was not finished after {timeout_s:g} s"
     except OSError as error:
-        return error
+        return str(error)
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     return (lines or [f"exit code {done.returncode}"])[-1][:_MAX_PROBLEM] if done.returncode else None
