@@ -20,7 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.progress import Fact, Progress, ServerStatus, ago, join, recovery_text, run_rows
+from grpo_async.display.progress import Progress, RunRow, ServerStatus, ago, join, recovery_text, run_rows
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import count, duration, format_number
 
@@ -276,12 +276,12 @@ def server_text(server: ServerStatus, *, has_host: bool) -> Text:
     return line.append(f"  {server.reason}" if server.reason else "", style="red")
 
 
-def _num_lines(rows: Iterable[Fact], wraps: Collection[str], width: int) -> int:
+def _num_lines(rows: Iterable[RunRow], wraps: Collection[str], width: int) -> int:
     """Those of `wraps` take as many lines as they need, the others one."""
     return sum(1 + (len(text) // max(1, width - _LABELS) if name in wraps else 0) for name, text, _ in rows)
 
 
-def _labeled(rows: Iterable[Fact], *, wraps: Collection[str]) -> Table:
+def _labeled(rows: Iterable[RunRow], *, wraps: Collection[str]) -> Table:
     """Names on the left, texts on the right: those of `wraps` on as many lines as they need, the others cut to one."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, style="dim", min_width=10)

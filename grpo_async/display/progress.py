@@ -286,11 +286,11 @@ def join(parts: Iterable[str | None], separator: str = "  ") -> str:
     return separator.join(part for part in parts if part)
 
 
-Fact = tuple[str, str, str]
-"""Name, text, style."""
+RunRow = tuple[str, str, str]
+"""A row of the dashboard and of `status`: name, text, style."""
 
 
-def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[Fact]:
+def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[RunRow]:
     """What the dashboard and `status` say, the most important first: whoever has no room for all leaves out the last.
 
     Args:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from grpo_async.display.dashboard import dashboard, server_text
 from grpo_async.display.display import print_line
-from grpo_async.display.progress import Fact, Progress, ago, join, run_rows, step_line
+from grpo_async.display.progress import Progress, RunRow, ago, join, run_rows, step_line
 from grpo_async.display.status_file import VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
@@ -106,7 +106,7 @@ def print_status(console: Console, status: RunStatus) -> None:
     print_rows(console, [(name, Text(one_line(text), style=style)) for name, text, style in rows if text])
 
 
-def _rows(status: RunStatus, now: float) -> Iterator[Fact]:
+def _rows(status: RunStatus, now: float) -> Iterator[RunRow]:
     """What the dashboard shows, and after the end the summary, between what only status.json has."""
     content, is_running = status.content, status.state == RUNNING
     learning, problems = status.learning()
@@ -124,7 +124,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[Fact]:
         left = None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left"
         yield "elapsed", join([took, left, progress.text("step_time", "{:.1f} s/step")]), ""
     else:
-        yield "took", took, ""
+        yield "took", f"{took} (this attempt, with its start and end)", ""
     for server in progress.servers if is_running else ():
         yield f"server {server.index}", server_text(server, has_host=True).plain, ""
     if status.summary:

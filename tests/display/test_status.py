@@ -231,7 +231,7 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
     text = _table(run_dir)
     for part in ("server 0", "serving", "http://h:1", " left", "elapsed", "last update"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
-    assert re.search(r"took +\d+ s", text)
+    assert re.search(r"took +\d+ s \(this attempt, with its start and end\)", text)
     assert re.search(r"ended \d+ s ago", text)
     assert "servers idle 2%" in text
     run_dir.summary.write_text(json.dumps({"reward_first": 0.1, "reward_last": 0.9, "trainer_idle_ratio": 0.25}))
