@@ -156,18 +156,15 @@ class LocalProcesses:
     def receive(self, message: Mapping[str, Any]) -> bool:
         """Handle what the trainer says of a server: server_serving or restart_server (processes.control). False: the server is not
         started here."""
-        server = self._servers.get(message["index"])
-        if message["kind"] == "server_serving":
-            self.serves(message["index"], message.get("num_restarts"))
-        elif server is not None:
-            server.ask_restart(str(message.get("reason")), message.get("num_restarts"))
-        return server is not None
-
-    def serves(self, index: int, num_restarts: int | None = None) -> None:
-        """A server, of any machine, answers requests."""
-        self.have_served = True
-        if (server := self._servers.get(index)) is not None:
-            server.serves(num_restarts)
+        server, is_serving = self._servers.get(message["index"]), message["kind"] == "server_serving"
+        self.have_served = self.have_served or is_serving
+        if server is None:
+            return False
+        if is_serving:
+            server.serves(message["num_restarts"])
+        else:
+            server.ask_restart(str(message["reason"]), message["num_restarts"])
+        return True
 
     def lose_servers(self, failure: str) -> None:
         """The run cannot continue; the first reason counts."""
@@ -271,9 +268,9 @@ class SpawnedServer:
         if not self._local.has_trainer:
             self._counts_as_serving()
 
-    def serves(self, num_restarts: int | None = None) -> None:
-        """The trainer has brought its weights to this server. `num_restarts`: those that the trainer knew of, if it says."""
-        if num_restarts not in (None, self._num_restarts):
+    def serves(self, num_restarts: int) -> None:
+        """The trainer has brought its weights to this server. `num_restarts`: those that the trainer knew of."""
+        if num_restarts != self._num_restarts:
             return
         if self._down_since is not None:
             took_s = time.monotonic() - self._down_since
@@ -285,10 +282,10 @@ class SpawnedServer:
         self._restarts.serves()
         self._down_since = None
 
-    def ask_restart(self, reason: str, num_restarts: int | None = None) -> None:
+    def ask_restart(self, reason: str, num_restarts: int) -> None:
         """The trainer wants a restart. Ignored while one is under way: the trainer may have asked before it heard of that. When the
         run stops, the server is only killed: the trainer may be waiting for it, and has a checkpoint to write."""
-        if self.child is None or num_restarts not in (None, self._num_restarts):
+        if self.child is None or num_restarts != self._num_restarts:
             return
         if self._local.stopping.is_set():
             self.child.kill()
