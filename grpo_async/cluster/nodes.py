@@ -1,4 +1,4 @@
-"""Which of several machines this one is, and where they meet: what the user says, else what whoever started the command says.
+"""Which of several machines this one is, and where they meet: the options of the command say it, else variables of its environment.
 
     --node-rank K, --master-addr HOST      by hand
     NODE_RANK or GROUP_RANK, NNODES        torchrun's variables, and of everything that sets them: with MASTER_ADDR, MASTER_PORT
@@ -32,7 +32,7 @@ _COUNTS = {"NODE_RANK": "NNODES", "GROUP_RANK": "NNODES", "SLURM_NODEID": "SLURM
 
 
 def _first_machine(rank_variable: str, environment: Mapping[str, str]) -> str:
-    """Host of node 0, as whoever has set the rank says it; "" where they do not."""
+    """Host of node 0, by the scheduler that has set the rank; "" where it does not say."""
     if rank_variable == "SLURM_NODEID":
         return first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "")
     if rank_variable == "JOB_COMPLETION_INDEX":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -28,7 +27,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import read_values
-from grpo_async.errors import ConfigError, DeadlineError, RunError
+from grpo_async.errors import ConfigError, DeadlineError, RunError, message_of
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, attempt_config
@@ -68,10 +67,10 @@ def versions() -> dict[str, str]:
 
 
 def _ticks(ends_at: float) -> Iterator[None]:
-    """Every HEARTBEAT_S until then, at least once: the store has nothing to wait for that also notices a signal."""
+    """Every HEARTBEAT_S until then, at least once: no wait of the store notices a signal."""
     yield
     while time.monotonic() <= ends_at:
-        threading.Event().wait(HEARTBEAT_S)
+        time.sleep(HEARTBEAT_S)
         yield
 
 
@@ -93,7 +92,7 @@ def hosting(node: Node, token: str) -> Iterator[LauncherStore]:
         yield launchers
     except BaseException as error:
         for rank in range(1, node.count):
-            launchers.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {error}")
+            launchers.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {message_of(error)}")
         deliver_last_messages(launchers, range(1, node.count), timeout_s=_END_TIMEOUT_S)
         raise
 
@@ -208,7 +207,7 @@ def join(
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
             own = NodeInfo.of(config, node, engine)
         except BaseException as error:  # a signal, too: node 0 would wait for this machine
-            launchers.post(0, "refused", node=own.model_dump(), reason=str(error) or type(error).__name__)
+            launchers.post(0, "refused", node=own.model_dump(), reason=message_of(error))
             launchers.exchange()
             if isinstance(error, ConfigError):
                 raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error

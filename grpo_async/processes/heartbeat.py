@@ -66,7 +66,6 @@ class Heartbeat:
         threading.Thread(target=self._send, name="heartbeat", daemon=True).start()
 
     def _send(self) -> None:
-        never = threading.Event()
         while True:  # ends with the process
             try:
                 self._socket.send(self._message, socket.MSG_DONTWAIT)
@@ -74,7 +73,7 @@ class Heartbeat:
                 return  # the launcher is gone, and this process goes with it
             except OSError:  # the launcher has not read the last ones yet (Linux: EAGAIN, macOS: ENOBUFS)
                 pass
-            never.wait(INTERVAL_S)
+            time.sleep(INTERVAL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -301,7 +301,9 @@ def test_another_configuration_is_refused_on_both_sides(tmp_path: Path) -> None:
             gathering.result(WAIT_S)
 
 
-@pytest.mark.parametrize(("error", "reason"), [(SystemExit(143), "143"), (KeyboardInterrupt(), "KeyboardInterrupt")])
+@pytest.mark.parametrize(
+    ("error", "reason"), [(SystemExit(143), "SystemExit: 143"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+)
 def test_a_machine_that_ends_while_it_joins_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str
 ) -> None:
