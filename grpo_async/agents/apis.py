@@ -30,7 +30,7 @@ from grpo_async.agents.history import Answer
 from grpo_async.config.sections import SAMPLING
 from grpo_async.inference.sampling import listed_stop
 from grpo_async.utils.strict_json import arguments_text
-from grpo_async.utils.text import num_equal, text_of_parts
+from grpo_async.utils.text import common_prefix_length, text_of_parts
 from grpo_async.utils.validation import problems_of
 
 Made = TypeVar("Made")
@@ -152,7 +152,7 @@ class Exchange(ABC):
         if not isinstance(found, list):
             raise bad_request(f"{name} is not a list of objects", param=name)
         given, made = self._api_state.get((type(self), name), ([], []))
-        length = num_equal(found, given)
+        length = common_prefix_length(found, given)
         for place, item in enumerate(found[length:], length):
             if not isinstance(item, Mapping):
                 raise bad_request(f"{name}[{place}] is not an object", param=name)

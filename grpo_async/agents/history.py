@@ -46,7 +46,7 @@ from grpo_async.records import (
     origin_of,
 )
 from grpo_async.utils.strict_json import UnreadableError, arguments_of
-from grpo_async.utils.text import num_equal
+from grpo_async.utils.text import common_prefix_length
 
 _NUM_HISTORIES = 4
 """Number of histories remembered per rollout: an agent and its sub-agents take turns."""
@@ -213,7 +213,7 @@ class History:
         keys: list[bytes] = []
         others = []
         for given, found in self._newest:
-            length = num_equal(items, given)
+            length = common_prefix_length(items, given)
             if length > len(keys):
                 items[:length], keys = given[:length], found[:length]
             if length < len(given):  # otherwise the new list replaces it

@@ -127,8 +127,8 @@ def text_of_parts(parts: Iterable[object]) -> str:
     return "".join(texts)
 
 
-def num_equal(some: Iterable[object], others: Iterable[object]) -> int:
-    """Items at the beginning that are equal: a, b, c and a, b, x -> 2."""
+def common_prefix_length(some: Iterable[object], others: Iterable[object]) -> int:
+    """How many items at the beginning are equal: a, b, c and a, b, x -> 2."""
     return sum(takewhile(bool, map(eq, some, others)))
 
 
