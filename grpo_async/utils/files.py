@@ -42,7 +42,7 @@ def temporary_of(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Put on the disk what a file holds, or which names a folder has.
+    """fsync a file, or the entries of a folder.
 
     Raises:
         OSError: the disk cannot take it.
@@ -247,7 +247,7 @@ class GrowingFile:
         self._read_until = 0
 
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
-        """What was added since the last time: (place of its first byte, line without its line feed). Take all of them."""
+        """What was added since the last time: (offset of its first byte, line without its line feed). Take all of them."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:

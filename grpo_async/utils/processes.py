@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from grpo_async.utils.kernel import PR_SET_PDEATHSIG, prctl
 
@@ -50,9 +51,8 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def _exit_when_parent_changes(parent: int) -> None:
-    never = threading.Event()
     while os.getppid() == parent:  # ends with the process
-        never.wait(1.0)  # macOS has no parent-death signal that Python can reach
+        time.sleep(1.0)  # macOS has no parent-death signal that Python can reach
     os._exit(1)
 
 
