@@ -405,7 +405,7 @@ def _no_cuda() -> str:
     version = importlib.metadata.version("torch")
     if machine.is_torch_for_cpus():
         return f"torch {version} is built for CPUs"
-    if machine.inspect().gpus:
+    if machine.inspect_machine().gpus:
         return ""
     import torch  # here: it takes seconds; the driver may be one that is found by no file
 

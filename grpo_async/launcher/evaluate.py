@@ -34,7 +34,7 @@ from grpo_async.launcher.gpus import fill_dtypes
 from grpo_async.launcher.prepare import Start, clear_run_dir
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import lead_run
-from grpo_async.processes import machine as machine_module
+from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir, partial_of, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.safe_text import plain
@@ -70,11 +70,11 @@ def run_evaluation(
             )
         target = choose_target(config, checkpoint)
         engine = choose_engine(config)
-        config = fill_dtypes(config, engine, machine_module.inspect().gpus)
+        config = fill_dtypes(config, engine, inspect_machine().gpus)
         notes = check_inputs(config, engine=engine, trains=False)
         run_dir = RunDir(_choose_folder(config, target, out).absolute())
         check_run_dir_writable(run_dir)
-        with _made(run_dir), _model(config, target, run_dir, output) as model_path:
+        with _new_folder(run_dir), _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
             outcome = lead_run(served, engine, output, purpose="evaluation", notes=notes)
             # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
@@ -93,8 +93,8 @@ def _choose_folder(config: ExperimentConfig, target: EvaluationTarget, out: Path
 
 
 @contextlib.contextmanager
-def _made(run_dir: RunDir) -> Iterator[None]:
-    """The folder is made, and is as it was before when the input turns out to be wrong: nothing was started."""
+def _new_folder(run_dir: RunDir) -> Iterator[None]:
+    """Make the folder of the results. When the input turns out to be wrong, nothing was started, and what was made is removed."""
     is_there = run_dir.root.exists()
     run_dir.create()
     try:

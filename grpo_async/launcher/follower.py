@@ -9,7 +9,7 @@ outcome     node 0's exit code; 1 when the trainer here fails or node 0 is gone;
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -37,13 +37,20 @@ _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
 
 
 def follow(
-    config: ExperimentConfig, run_dir: RunDir, output: Output, *, node: Node, engine: EngineChoice
+    config: ExperimentConfig,
+    run_dir: RunDir,
+    output: Output,
+    *,
+    node: Node,
+    engine: EngineChoice,
+    notes: Sequence[str],
 ) -> RunOutcome:
     """Take part in a run, as machine `node.rank`. Its directory is node 0's; here only logs are added to it. Call it from the main
     thread.
 
     Args:
         engine: of the servers here; SERVERS_ELSEWHERE where this machine only trains.
+        notes: shown with the plan of this machine.
 
     Raises:
         ConfigError, DeadlineError, RunError: see rendezvous.join.
@@ -53,7 +60,7 @@ def follow(
         attempt = run_dir.logs / joined.assignment.attempt_dir.name
         own = {"run_dir": run_dir, "attempt_dir": attempt, "private_dir": private}
         assignment = joined.assignment.model_copy(update=own)
-        plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token)
+        plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token, notes=notes)
         output.say(plan.describe())
         display = output.display(run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True)
         display.views.append(_Relay(joined.launchers))
@@ -113,7 +120,7 @@ class Follower:
         if not self._trains:
             return self._outcome()
         if not local.is_training:
-            return await self._report_end()
+            return await self._report_exit()
         if self._exit_code in (None, 1):  # the run has failed, and what has failed does not end by itself
             await local.end_trainer()
         else:
@@ -132,10 +139,10 @@ class Follower:
         if local.is_training and not signals.arrived.is_set():  # node 0 has killed its own, or is gone
             await local.end_trainer()
         elif self._trains and not local.is_training:
-            await self._report_end()
+            await self._report_exit()
         return RunOutcome(exit_code=signals.exit_code, error=self._error)
 
-    async def _report_end(self) -> RunOutcome:
+    async def _report_exit(self) -> RunOutcome:
         """The trainer has ended: tell node 0, and wait for how the run went."""
         trainer, liveness = self._local.trainer, self._local.liveness
         status, error = trainer.exited.result(), None

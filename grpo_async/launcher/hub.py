@@ -135,7 +135,7 @@ class NodeHub:
                 self._display.note(f"{node.name} got {name}")
                 self._local.signals.take_remote(signal.Signals[name])
             case {"kind": "exited", "status": int(status)}:
-                self._end(node)
+                self._note_end(node)
                 self._local.liveness.reports += map(from_json, message["reports"])
                 if status != 0:
                     self._fail(f"the trainer of {node.name} failed: {plain(str(message.get('error')))}")
@@ -146,7 +146,7 @@ class NodeHub:
 
     def _lose(self, node: NodeInfo) -> None:
         self._gone.add(node.rank)
-        self._end(node)
+        self._note_end(node)
         gone = f"{node.name} is gone: its launcher was killed, or the machine or the network failed"
         if self._assignment.node.trains_on(node.rank):
             self.has_lost_a_node = True
@@ -158,7 +158,7 @@ class NodeHub:
                 self._local.tell_trainer(index=index, event="given_up", detail=gone, num_restarts=0)
                 self._local.give_up(index, gone)
 
-    def _end(self, node: NodeInfo) -> None:
+    def _note_end(self, node: NodeInfo) -> None:
         self._ended.add(node.rank)
         self._changed.set()
 

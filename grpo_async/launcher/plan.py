@@ -36,10 +36,9 @@ from grpo_async.launcher.gpus import (
 )
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
-from grpo_async.processes import machine as machine_module
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
-from grpo_async.processes.machine import Machine
+from grpo_async.processes.machine import Machine, inspect_machine
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.utils.network import WILDCARDS, host_in_url
@@ -76,8 +75,8 @@ class ProcessPlan:
     assignment: Assignment
     servers: tuple[ProcessSpec, ...]
     trainer: ProcessSpec | None
-    num_gpus: int | None = None
-    """That this machine has for the run; None: not known."""
+    num_gpus: int
+    """GPUs that this machine has for the run."""
     facts: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -136,7 +135,7 @@ def plan_dry(
         machine: None: this one.
         plans_memory: for which the model's files are read.
     """
-    nodes, machine = config.launch.nodes, machine or machine_module.inspect()
+    nodes, machine = config.launch.nodes, machine or inspect_machine()
     node = node or Node(num_train=nodes.train, num_infer=nodes.infer)
     engine = choose_engine(config, is_here=node.is_alone)
     is_inspected = node.is_alone or bool(machine.gpus)
@@ -193,7 +192,7 @@ def plan_processes(
         ConfigError: there are too few GPUs, or they cannot be divided (see launcher.memory), or `weights.transport` or
             `inference.vllm.sleep_while_training` is impossible here.
     """
-    node, machine = assignment.node, machine or machine_module.inspect()
+    node, machine = assignment.node, machine or inspect_machine()
     shares = share_gpus(config, engine, machine.gpus, node)
     memory = plan_memory(config, engine, shares, machine.gpu_bytes) if plans_memory else MemoryPlan()
     facts = list(_nodes_facts(config, engine, machine, node))

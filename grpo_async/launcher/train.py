@@ -34,9 +34,9 @@ from grpo_async.launcher.prepare import Start, check_start, clear_run_dir, lock,
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.launcher.supervisor import Cluster, RunOutcome
-from grpo_async.processes import machine as machine_module
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node, Purpose
+from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
@@ -78,7 +78,8 @@ def launch(
         notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
         run_dir = RunDir(config.run_path.absolute())
         if node.rank > 0 and not dry_run:
-            return report_end(follow(config, run_dir, output, node=node, engine=engine), run_dir, output)
+            outcome = follow(config, run_dir, output, node=node, engine=engine, notes=notes)
+            return report_end(outcome, run_dir, output)
         start = check_start(config, resume=resume, clean=clean)
         if dry_run:
             plan = plan_dry(
@@ -109,7 +110,7 @@ def _fill_dtypes_on_nodes(
     config: ExperimentConfig, engine: EngineChoice, node: Node, *, dry_run: bool
 ) -> ExperimentConfig:
     """The config with its dtypes filled in. All machines of a cluster must get the same, because they compare configs."""
-    gpus = machine_module.inspect().gpus
+    gpus = inspect_machine().gpus
     if not node.is_alone:
         engine = choose_engine(config, is_here=False)
         gpus = gpus or (assumed_gpus(config, engine) if dry_run else ())
@@ -140,7 +141,7 @@ def run_preflight(config: ExperimentConfig, *, output: Output | None = None) -> 
                 f"launch.nodes: {nodes.count} machines; the checks run on this one only, with its ranks and one server",
             )
         engine = choose_engine(config)
-        config = fill_dtypes(config, engine, machine_module.inspect().gpus)
+        config = fill_dtypes(config, engine, inspect_machine().gpus)
         notes = (*check_inputs(config, engine=engine), *notes)
         folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})

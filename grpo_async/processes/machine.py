@@ -35,14 +35,13 @@ class Machine:
     """The caller's PYTHONPATH."""
 
 
-def inspect() -> Machine:
+def inspect_machine() -> Machine:
     """This machine, as the plan sees it."""
     gpus, gpu_bytes = find_gpus()
     return Machine(
         num_cpus=usable_cpus(),
         gpus=gpus,
         gpu_bytes=gpu_bytes,
-        python=sys.executable,
         working_dir=Path.cwd(),
         python_path=os.environ.get("PYTHONPATH", ""),
     )
@@ -124,24 +123,21 @@ def query_gpus(*fields: str, timeout_s: float = _QUESTION_TIMEOUT_S) -> list[lis
         RunError: it cannot be started (it is not in PATH), or fails.
         ConfigError: it does not answer.
     """
-    done = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", timeout_s=timeout_s)
+    command = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise RunError(f"nvidia-smi cannot be started: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"nvidia-smi timed out after {timeout_s:g} s: the driver of the GPUs hangs; restart the machine, or run without "
+            "GPUs: set CUDA_VISIBLE_DEVICES to an empty string"
+        ) from error
     if done.returncode != 0:
         said = (done.stdout + done.stderr).strip()[-300:] or "no message"
         raise RunError(
             f"nvidia-smi failed: {said}; if the driver and the kernel module do not match, reinstall the driver"
         )
     return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
-def _run(*command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        raise RunError(f"{command[0]} cannot be started: {error}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"{command[0]} timed out after {timeout_s:g} s: the driver of the GPUs hangs; restart the machine, or run without "
-            "GPUs: set CUDA_VISIBLE_DEVICES to an empty string"
-        ) from error

@@ -212,7 +212,7 @@ def _spawned(
     launch = {"nodes": {"train": max(1, node.num_train), "infer": node.num_infer if node.num_train else 0}}
     config = make_config(folder, inference={**FAST, "max_restarts": max_restarts}, launch=launch)
     assignment = Assignment(run_dir=RunDir(folder), attempt_dir=logs or folder, private_dir=folder, node=node)
-    plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None)
+    plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None, num_gpus=0)
     display: Any = news
     return LocalProcesses(config, plan, display, tell_trainer=news.server_event if has_trainer else None)
 
