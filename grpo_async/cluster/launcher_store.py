@@ -6,8 +6,8 @@
     all      increment a heartbeat counter at every exchange: one that stands still is dead or cut off
 
 Between start and end they post what happens (launcher.hub, launcher.follower). The store has no password: who reaches it can end
-a run. So that nobody can do more, everything is signed with the token of the run, which lies in the run directory that all
-machines share and never travels here: a stranger learns no token, and cannot have it sent to their own server.
+a run. So that they can do no more than that, every value is signed with the token of the run. It lies in the run directory, which
+all machines share, and never travels here: a stranger cannot learn it, nor have it sent to a server of their own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LauncherStore:
         return cls(store, token, rank=0, count=count)
 
     def put(self, name: str, content: Mapping[str, Any]) -> None:
-        """Leave something for everybody."""
+        """Publish a value for all machines."""
         self._store.set(name, sign(self._token, name, content))
 
     def claim(self) -> bool:
@@ -119,8 +119,8 @@ class LauncherStore:
         return found
 
     def silent(self, ranks: Sequence[int], longer_than_s: float = HEARTBEAT_TIMEOUT_S) -> list[int]:
-        """Those of `ranks` without a heartbeat for so long. Counted in exchanges, not by the clock: when a scheduler suspends the
-        whole job, nobody is gone."""
+        """Those of `ranks` without a heartbeat for longer than that. Time is counted in exchanges, not by the clock: when a
+        scheduler suspends the whole job, no machine is gone."""
         return [rank for rank in ranks if self._quiet.get(rank, 0) * HEARTBEAT_S > longer_than_s]
 
     def has_read(self, rank: int) -> bool:
@@ -138,7 +138,7 @@ def read_signed(token: str, key: str, value: bytes) -> dict[str, Any]:
     """What `sign` made.
 
     Raises:
-        ForgedError: it is not from somebody who knows the token.
+        ForgedError: it was not signed with the token.
     """
     mac, _, text = value.decode(errors="replace").partition(" ")
     if not hmac.compare_digest(mac.encode(), _mac(token, key, text).encode()):

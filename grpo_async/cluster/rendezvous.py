@@ -178,7 +178,7 @@ class JoinedRun(NamedTuple):
 def join(
     config: ExperimentConfig, node: Node, run_dir: RunDir, *, engine: EngineChoice, say: Callable[[str], None]
 ) -> JoinedRun:
-    """Come to node 0, which may not be there yet, check that both mean the same run, and wait until all are there.
+    """Connect to node 0, which may not have started yet, check that both have the same run, and wait until all have joined.
 
     Args:
         node: this machine; `address` may be a host name.
@@ -221,8 +221,8 @@ def join(
 
 
 def _reach(config: ExperimentConfig, node: Node, ends_at: float, say: Callable[[str], None]) -> tuple[str, str]:
-    """Address of node 0, and of this machine in the same network, as soon as somebody listens there. A name that is not known yet
-    is one of a pod that has not started."""
+    """Address of node 0, and of this machine in the same network, as soon as node 0 listens. A host name that does not resolve may
+    be that of a pod which has not started yet."""
     last: OSError | None = None
     for _ in _ticks(ends_at):
         try:

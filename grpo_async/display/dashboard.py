@@ -1,4 +1,4 @@
-"""The live picture of a run, made of rich's panel, layout, tables and bars. Pure: state in, something to draw out.
+"""The live picture of a run, made of rich's panel, layout, tables and bars. Pure: it takes the state and returns a renderable.
 
 At 80 x 24 everything that matters has its place; a larger terminal gets larger charts, every server, and the latest
 messages. A smaller one keeps the rows of the run, the most important first.

@@ -291,7 +291,7 @@ RunRow = tuple[str, str, str]
 
 
 def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[RunRow]:
-    """What the dashboard and `status` say, the most important first: whoever has no room for all leaves out the last.
+    """The rows of the dashboard and of `status`, the most important first: a small terminal leaves out the last ones.
 
     Args:
         now: time.time() seconds.

@@ -1,4 +1,4 @@
-"""`grpo-async status`: what a run said last in status.json, whether its launcher is still alive; and watching it."""
+"""`grpo-async status`: shows what status.json says and whether the launcher still runs, once or until the run has ended."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunStatus:
 
 
 def newest_run(runs: Path) -> RunDir:
-    """The run directory below `runs` that said something last.
+    """The run directory below `runs` that was updated last.
 
     Raises:
         ConfigError: there is none.
@@ -142,7 +142,7 @@ def _launcher(status: RunStatus) -> str:
 
 
 def watch(run_dir: RunDir, console: Console) -> RunStatus:
-    """Show the run until it has ended (or Ctrl-C); returns what was said last. Without a terminal: one line per step.
+    """Show the run until it has ended (or Ctrl-C); returns its last status. Without a terminal: one line per step.
 
     Raises:
         ConfigError, RunError: there is no status to be read.

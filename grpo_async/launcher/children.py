@@ -1,5 +1,5 @@
 """The children of the launcher and all that descends from them: each child is started in its own session, with both output streams
-in one log file, and at the end everything is killed, whoever its parents are by then.
+in one log file, and at the end everything is killed, whatever its parent is by then.
 
 The terminal's Ctrl-C reaches the launcher only. A child ends itself when the launcher dies (utils.processes). On Linux the launcher
 is the subreaper of its descendants meanwhile, so that a process whose parent died is handed to it instead of init and is still

@@ -77,7 +77,7 @@ def run_evaluation(
         with _new_folder(run_dir), _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
             outcome = lead_run(served, engine, output, purpose="evaluation", notes=notes)
-            # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
+            # rollouts are looked at with the model's own name: the folder that was served is removed now
             write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))
         return _report(outcome, target, run_dir, output)
 

@@ -134,7 +134,7 @@ def plan_transport(
     if engine.engine == "external":
         if wanted == "auto" and trainer != "cpu":
             return "nccl", "servers are assumed to have their own GPUs; for servers on CPUs, weights.transport: gloo"
-        # whoever asks for it knows what the servers have
+        # a user who sets it knows the devices of the servers
         workers = ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"]
     elif engine.on_gpu and not node.is_alone:  # every machine that serves has as many
         elsewhere = config.num_servers - len(shares.servers)

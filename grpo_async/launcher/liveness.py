@@ -114,7 +114,7 @@ class Liveness:
         self._socket.close()
 
     def silent(self) -> str | None:
-        """Who was silent already when the trainer ended, and so is its cause, though it said nothing; None: nobody."""
+        """The process that was silent already when the trainer ended, and so is the cause; None: there was none."""
         known = [
             watched
             for watched in self._watched.values()

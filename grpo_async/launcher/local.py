@@ -1,5 +1,6 @@
-"""The processes that one machine has of a run: its servers, and its part of the trainer. Whoever leads a run (launcher.supervisor),
-follows (launcher.follower) or only serves (launcher.serve) starts, watches and ends them here.
+"""The processes of a run on one machine: its servers, and its part of the trainer. The launcher that leads a run
+(launcher.supervisor), one that follows (launcher.follower) and one that only serves (launcher.serve) start, watch and end them
+here.
 
     start       the servers, then the trainer
     wait        for the first of: the end of the trainer, an event of the caller's, a signal
@@ -37,7 +38,7 @@ TellTrainer: TypeAlias = Callable[..., None]
 
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
-_RESTART_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
+_RESTART_TIMEOUT_S = 25.0  # for a restart in progress to reach a point where it can be abandoned
 _RESTART_RESET_S = 600.0  # the count of a server that has served for so long is reset
 
 

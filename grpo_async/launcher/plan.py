@@ -53,8 +53,8 @@ SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="other machines of th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One child. `environment` holds what is added to the caller's, `threads` are the CPU threads of each process, `memory` is what
-    one is estimated to take."""
+    """One child. `environment` is added to the launcher's, `threads` are the CPU threads of each process, `memory` is an estimate
+    for each."""
 
     name: str
     command: tuple[str, ...]
@@ -133,7 +133,7 @@ def plan_dry(
     Args:
         node: None: node 0.
         machine: None: this one.
-        plans_memory: for which the model's files are read.
+        plans_memory: estimate memory, for which the model's files are read.
     """
     nodes, machine = config.launch.nodes, machine or inspect_machine()
     node = node or Node(num_train=nodes.train, num_infer=nodes.infer)

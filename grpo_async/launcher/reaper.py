@@ -46,7 +46,7 @@ def private_folder() -> Iterator[Path]:
         try:
             yield Path(name)
         finally:
-            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):  # somebody has killed it
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):  # it was killed
                 process.communicate(_DONE, timeout=_END_TIMEOUT_S)
             process.kill()
             process.wait(_END_TIMEOUT_S)

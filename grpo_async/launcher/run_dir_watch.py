@@ -1,4 +1,4 @@
-"""Notices that the run directory is gone: what a run writes into a folder that was deleted or renamed reaches nobody."""
+"""Notices that the run directory is gone: nobody finds what a run writes into a folder that was deleted or renamed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunDirWatch:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has put anything else there."""
+        """Whether nothing else is there now."""
         return not os.path.lexists(self._root)
 
     async def watch(self) -> None:

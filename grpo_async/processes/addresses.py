@@ -20,7 +20,7 @@ def resolve_host(host: str, setting: str) -> str:
     """The IP address of a host name (IPv4 before IPv6); an address is returned as it is.
 
     Raises:
-        ConfigError: nobody knows the name; `setting` is the dotted path that it stands at.
+        ConfigError: the name does not resolve; `setting` is the dotted path of the setting that has it.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -70,7 +70,7 @@ def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None
         ports: None: from `launch.server_port` on, or free ones, which nothing holds.
 
     Raises:
-        ConfigError: there are not so many ports.
+        ConfigError: the last port would be above 65535.
     """
     inference, first = config.inference, config.launch.server_port
     if inference.urls:

@@ -70,7 +70,7 @@ class Assignment(_Record):
     """A folder that only this user can enter, of this machine: sockets, the files through which ranks meet, and trainer and
     servers for weights. The launcher removes it."""
     server_urls: tuple[str, ...] = ()
-    """A server's index is its place in here; it keeps its URL over restarts."""
+    """A server's index is its position here; it keeps its URL over restarts."""
     transport: TransportKind = "gloo"
     """How weights travel, as planned from `weights.transport` and the devices."""
     on_gpu: bool = False

@@ -1,4 +1,4 @@
-"""The frame of every process that works on a run's rollouts: logging, the report of a failure, the end."""
+"""What every process of the trainer does around its work: set up logging, report a failure, end."""
 
 from __future__ import annotations
 

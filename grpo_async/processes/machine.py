@@ -85,7 +85,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     try:
         found = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
     except RunError as error:
-        if wanted is not None:  # nobody knows but whoever set the variable
+        if wanted is not None:  # the variable is all that is known
             return tuple(takewhile(lambda part: part not in ("", "-1"), wanted)), None
         if has_gpu_devices():
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Coroutines that run at the same time or are closed in turn, and a function in a thread that nobody has to wait for."""
+"""Coroutines that run at the same time or are closed in turn, and functions in threads that can be abandoned."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Result = TypeVar("Result")
 
 
 def in_thread(function: Callable[[], Result], *, name: str) -> Future[Result]:
-    """Run `function` in a daemon thread. One that outlives the deadline of whoever waits for the future is left behind: it cannot
-    be killed, and unlike a thread of an executor it does not keep the process from ending."""
+    """Run `function` in a daemon thread. A caller whose deadline has passed leaves it behind: it cannot be killed, and unlike a
+    thread of an executor it does not keep the process from ending."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 

@@ -1,4 +1,4 @@
-"""Files that are whole under their name, JSON that others write, lines that are appended while somebody reads, shipped files."""
+"""Atomic writes, JSON that other processes write, files of lines that grow while they are read, and the paths of shipped files."""
 
 from __future__ import annotations
 

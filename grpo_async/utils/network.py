@@ -1,4 +1,4 @@
-"""Addresses of this machine, sockets that listen on one of them alone, and the certificates that they show."""
+"""Addresses of this machine, sockets that listen on one of them alone, and the TLS certificates of servers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def binding_error(address: str, port: int = 0) -> OSError | None:
 
 
 def server_certificates(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What a server shows of itself: a PEM certificate (and its chain) with its private key, one without a password.
+    """The TLS context of a server, from a PEM certificate (and its chain) and its private key, which has no password.
 
     Raises:
         OSError: a file cannot be read.

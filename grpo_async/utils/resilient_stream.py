@@ -16,7 +16,7 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 
 
 class ResilientStream:
-    """Takes what `stream` takes. After the first write that fails for good nothing reaches it anymore, and nothing fails.
+    """A wrapper of `stream` whose writes do not raise. After the first that fails for good, all that follows is dropped.
 
     Args:
         name: of the stream, for `on_lost`.
@@ -74,7 +74,7 @@ class ResilientStream:
             self._detach()
 
     def _detach(self) -> None:
-        """Put nothing in the place of its file: what is still buffered goes there, and so does the interpreter's last flush."""
+        """Redirect it to /dev/null: what is still buffered goes there, and so does the interpreter's last flush."""
         nothing = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nothing, self._stream.fileno())

@@ -24,7 +24,7 @@ KILLED, SILENT = "killed", "silent"
 nothing for SILENT_S."""
 
 UNFINISHED = "unfinished"
-"""There is neither status.json nor summary.json: the run has not come to its end, and nothing tells whether it still will."""
+"""There is neither status.json nor summary.json: the run has not ended properly, and may still be running."""
 
 LEVELS: Mapping[str, Literal["good", "info", "warning", "bad"]] = {
     RUNNING: "info",
