@@ -193,7 +193,7 @@ def _arguments(given: Any, name: str) -> list[Any]:
 def _check(row: RowTests) -> None:
     for text in row.sources:
         try:
-            ast.parse(text)
+            compile(text, "tests", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the tests are not valid Python: {error}; in {clipped(repr(text), 200)}") from error
     if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
@@ -219,4 +219,6 @@ def _json_or(value: Any) -> Any:
 
 
 def _lines(value: Any) -> str:
+    if value is None:
+        return ""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

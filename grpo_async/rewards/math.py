@@ -85,7 +85,7 @@ def _score(text: str, gold: str, require_boxed: bool) -> float | None:
     boxed = last_boxed(final)
     gold = _bare(gold)
     if len(gold) > 1 and gold.isalpha():  # yes/no, true/false: words, not products of variables
-        given = boxed if boxed is not None else final.strip().rstrip(".").rpartition(" ")[2]
+        given = boxed if boxed is not None else "".join(final.split()[-1:]).strip(".!*")
         is_allowed = boxed is not None or not require_boxed
         return float(is_allowed and _unwrapped_text(given).casefold() == gold.casefold())
 

@@ -96,6 +96,7 @@ def test_programs_are_run_with_stdin() -> None:
     cases = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "5"}]
     assert _score(code, cases) == 0.5
     assert _score(code, json.dumps({"inputs": ["1 2", "3 4"], "outputs": [["3"], "7"]})) == 1.0
+    assert _score("print(repr(__import__('sys').stdin.read()))", [{"input": None, "output": "''"}]) == 1.0
     assert _score("print(3)\nraise SystemExit(1)", cases) == 0.0  # it printed 3, and failed
     assert (
         _score("print('3\\n' * 100_000)", [{"input": "", "output": "3\n" * 100_000}]) == 1.0
@@ -200,6 +201,8 @@ def test_the_last_block_after_the_thinking_is_the_code() -> None:
     ("tests", "problem"),
     [
         (["assert ("], "the tests are not valid Python"),
+        (["return f() == 1"], "the tests are not valid Python: 'return' outside function"),
+        (["nonlocal f"], "the tests are not valid Python: nonlocal"),
         (7, "in no known form"),
         ([{"input": "1"}], "in no known form"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),

@@ -31,6 +31,7 @@ MATH = "grpo_async.rewards.math:math_answer"
         (r"\boxed{Yes}", "yes", 1.0),
         (r"\boxed{\text{No}}", "Yes", 0.0),
         ("The answer is no.", "No", 1.0),
+        ("9 = 3 * 3, so it is not prime.\n\n**No**.", "No", 1.0),
         ("nothing", "3", 0.0),
         ("", "3", 0.0),
         (r"\boxed{3}", "???", None),
