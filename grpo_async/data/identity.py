@@ -4,8 +4,8 @@ The key is the conversation without its system messages, letter case and whitesp
 Worked example: "What is  2+2?" and [{system: Be brief.}, {user: what is 2+2?}] have one key. A prompt without any text says
 nothing about its task (an environment's reset does), so there every column counts.
 
-Below it: which rows are kept back for evaluation, and whether rows to evaluate on are trained on. Keys decide which rows are held
-out, never positions. Rows with the same key stay on the same side, so the two sides never share a prompt.
+The functions below hold rows out for evaluation, and find those that are both trained and evaluated on. Keys decide which rows
+are held out, never positions. Rows with the same key stay on the same side, so the two sides never share a prompt.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class TaskError(Exception):
 def main() -> None:
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what tasks print must not get between
+    os.dup2(2, 1)  # what tasks print must not mix with the answer
     request = json.load(sys.stdin)
     answer: dict[str, Any]
     try:

@@ -3,8 +3,8 @@
     read -> limit -> remove_columns, columns -> check of prompt and values -> missing columns become None -> filters by length
 
 A row is a dict with `prompt` (text, or a list of `{role, content}` messages) and any other columns. Whatever is wrong raises
-ConfigError with the location (`file:line`), the column, what is wrong there, and what to do; what was changed or looks odd is told
-in the notes. The system prompt is applied later, when a Prompt is made.
+ConfigError with the location (`file:line`), the column, what is wrong there, and what to do; the notes say what was changed or
+looks odd. The system prompt is applied later, when a Prompt is made.
 
 `columns` renames, and a dotted name looks into a nested column. Worked example, with
 `{problem: prompt, reward_model.ground_truth: answer}`:
@@ -12,7 +12,7 @@ in the notes. The system prompt is applied later, when a Prompt is made.
     {"problem": "2+2", "reward_model": {"ground_truth": "4", "style": "rule"}, "level": 1}
     -> {"prompt": "2+2", "reward_model": {"ground_truth": "4", "style": "rule"}, "level": 1, "answer": "4"}
 
-The nested column stays as it is. A column whose own name has a dot is meant before a nested one.
+The nested column stays as it is. A column whose own name has a dot takes precedence over a nested one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stream of prompts, without end or of some epochs, that can be continued after a resume, and asked for any earlier prompt again.
+"""An endless or finite stream of prompts, which a resume continues, and which gives any earlier prompt again.
 
 Position p of epoch e has the prompt_id `e * len(rows) + p`, so the id alone says which row it is: the order of an epoch is a
 pure function of (seed, epoch). Worked example, 3 rows, shuffled: epoch 0 = rows 2, 0, 1 has ids 0, 1, 2; epoch 1 = rows

@@ -12,8 +12,8 @@ the expected results, patch the comparison, or write the verdict. Printing the r
 gains nothing.
 
 With an `entry_point`, the tests get that name (or `Solution`) from the code and nothing else: helpers that they need belong in
-`setup`. Anything that only the code could decide (such as whether two objects of its classes are equal) is refused: such a test has
-not passed, and the log says so once.
+`setup`. Anything that only the code could decide (such as whether two objects of its classes are equal) is refused: such a test
+fails, and the log says so once.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ They exchange plain data, rebuilt by the receiver: None, bool, int, float, compl
 frozenset, dict, range, Decimal, Fraction, the types of `collections` and `datetime`, all of the exact type; numpy's arrays and
 scalars as lists and numbers. Everything else of the candidate (its functions, its classes and their instances) stays where it is,
 and the tests get a `Handle`. Through a handle they can call, read and set attributes, iterate, and get text, length and truth: each
-gives plain data in the end, which the examiner compares. Two things are refused, which means that the test has not passed:
+gives plain data in the end, which the examiner compares. Two things are refused, which fails the test:
 
     to compare or calculate with a handle: the candidate would see the expected value and decide
     to pass it a function or an object of the tests: it would lead to the tests' globals

@@ -192,7 +192,7 @@ def _body(
             before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             body["messages"] = list(map(_openai, [*before, *completion]))
     try:
-        # A model can sample an unpaired surrogate; it has no UTF-8 form, so it is sent as an escape.
+        # A model can sample a lone surrogate; it has no UTF-8 form, so it is sent as an escape.
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise RemoteRewardError(

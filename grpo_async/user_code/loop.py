@@ -128,7 +128,7 @@ class _Loop:
         ours = [number for number, each in enumerate(stack) if each.filename.endswith("grpo_async/user_code/calls.py")]
         theirs = stack[ours[-1] + 1 :] if ours else stack[-1:]
         shown = theirs[:1] + theirs[1:][-1:]
-        return " > ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in shown) or "a line unknown"
+        return " > ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in shown) or "an unknown line"
 
     def stop(self) -> None:
         self._stopped = True

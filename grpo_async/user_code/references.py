@@ -56,7 +56,7 @@ def resolve_function(reference: str, where: str) -> Callable[..., Any]:
             f"{where}: is a class; make an instance in its module (`mine = {function.__name__}()`) and name that"
         )
     if not callable(function):
-        raise ConfigError(f"{where}: is a {type(function).__name__}, which cannot be called; name a function")
+        raise ConfigError(f"{where}: is of type {type(function).__name__}, which cannot be called; name a function")
     return function  # type: ignore[no-any-return]
 
 

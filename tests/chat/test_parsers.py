@@ -269,7 +269,7 @@ def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, erro
     ("name", "error"),
     [
         ("absent", "has no `absent`"),
-        ("NOT_CALLABLE", "is a dict, which cannot be called"),
+        ("NOT_CALLABLE", "is of type dict, which cannot be called"),
         ("waits", "is async"),
         ("takes_two", r"cannot be called as parse\(text\)"),
     ],

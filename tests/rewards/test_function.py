@@ -170,7 +170,7 @@ def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: p
     [
         ("tests.rewards.trl_style_reward:x", {}, "there is no module `tests.rewards.trl_style_reward`"),
         (f"{TRL}:boxed_rewards", {}, "did you mean 'boxed_reward'?"),
-        (f"{FAULTY}:a_number", {}, "is a int, which cannot be called"),
+        (f"{FAULTY}:a_number", {}, "is of type int, which cannot be called"),
         (f"{FAULTY}:NotAnInstance", {}, "is a class; make an instance"),
         (f"{FAULTY}:positional_only", {}, "['completions'] are positional-only"),
         (f"{FAULTY}:takes_nothing", {}, "takes no keyword arguments"),

@@ -36,7 +36,7 @@ def test_every_problem_of_every_tool_is_in_one_error() -> None:
         "tools.1.function: tests.tools.sample_tools:undocumented: cannot be described to the model: ",
         "tools.2.function: tests.tools.sample_tools:half_documented: cannot be described to the model: ",
         "tools.3.function: tests.tools.sample_tools:Greeter: is a class; make an instance",
-        "tools.4.function: tests.tools.sample_tools:number: is a int, which cannot be called",
+        "tools.4.function: tests.tools.sample_tools:number: is of type int, which cannot be called",
         "tools.5.function: tests.tools.sample_tools:multipy: `tests.tools.sample_tools` has no `multipy`",
         "tools: the name `multiply` belongs to more than one function; rename one of them",
     ]
