@@ -150,7 +150,7 @@ class Metadata:
         if self.sample_rate < 1.0:
             found.append(f"record.rollouts.sample_rate = {self.sample_rate:g} left out some of the groups")
         blocks = find_blocks(folder)
-        if blocks and blocks[0].first_seq > 0:
+        if blocks and blocks[0].first_seq > self.num_lost:  # lost groups had a seq, the first ones too
             found.append(f"every group before seq {blocks[0].first_seq} was deleted to keep to record.rollouts.max_gb")
         if self.num_lost:
             found.append(f"missing: {count(self.num_lost, 'group')} that a full disk or a kill kept from being written")

@@ -109,6 +109,7 @@ def test_a_block_without_a_whole_line_is_removed_and_its_name_not_used_again(tmp
     assert _ids(tmp_path) == []
     write_groups(tmp_path, 5)
     assert _seqs(tmp_path) == [(bool(content), 5)]
+    assert not any("max_gb" in note for note in read_metadata(tmp_path).notes(tmp_path))  # nothing was deleted
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line_and_is_not_lost_by_sealing(
