@@ -14,6 +14,7 @@ import shlex
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeAlias
@@ -28,7 +29,7 @@ from grpo_async.config.sections import (
     WandbTracker,
 )
 from grpo_async.errors import ConfigError
-from grpo_async.run_directory import RunDir
+from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.tracking.catalog import CATALOG
 from grpo_async.utils.extras import needs
 from grpo_async.utils.safe_text import visible
@@ -41,7 +42,7 @@ _MLFLOW_TABLES = "mlflow.loggedArtifacts"
 
 
 TableRows: TypeAlias = Sequence[Mapping[str, str | float | None]]
-"""Rows of a table; `Trackers` gives all of them the same columns."""
+"""Rows of a table; `Trackers` gives all of them the same columns. `step` is the step that was evaluated."""
 
 
 class Tracker:
@@ -210,12 +211,15 @@ class Mlflow(Tracker):
         )
 
     def log_completions(self, step: int, rows: TableRows) -> None:
-        """What `log_table` writes, which wants pandas. Its page has a table of the first of these files and of the newest."""
-        file = f"completions/step_{step}.json"
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
-        self._client.log_dict(self._run_id, table, file)
-        known = json.loads(self._client.get_run(self._run_id).data.tags.get(_MLFLOW_TABLES, "[]"))
-        self._client.set_tag(self._run_id, _MLFLOW_TABLES, json.dumps([*known[:1], {"path": file, "type": "table"}]))
+        """A file for each evaluation, as `mlflow.log_table` writes it, which needs pandas. MLflow's page shows the first of these files
+        and the newest."""
+        for evaluated, of_one in groupby(rows, key=lambda row: row["step"]):
+            table = {"columns": list(rows[0]), "data": [list(row.values()) for row in of_one]}
+            file = {"path": f"completions/step_{evaluated}.json", "type": "table"}
+            self._client.log_dict(self._run_id, table, file["path"])
+            known = json.loads(self._client.get_run(self._run_id).data.tags.get(_MLFLOW_TABLES, "[]"))
+            shown = [*(first for first in known[:1] if first != file), file]
+            self._client.set_tag(self._run_id, _MLFLOW_TABLES, json.dumps(shown))
 
     def log_verdict(self, step: int, text: str) -> None:
         self._client.set_tag(self._run_id, "verdict", text)
@@ -241,7 +245,7 @@ def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:
     """The same for every attempt of a run, so that a resume continues the same curves."""
     path = run_dir.trackers / file
     if not path.exists():
-        path.write_text(make(), encoding="utf-8")
+        write_atomically(path, make())
     return path.read_text(encoding="utf-8")
 
 

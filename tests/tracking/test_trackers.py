@@ -165,7 +165,7 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     for step in (1, 2):
         trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
         trackers.log(step, {"eval/pass@4": 0.25 * step})
-        trackers.log_completions(step, ROWS)
+        trackers.log_completions(step + 5, [row | {"step": step} for row in ROWS])  # the evaluation took five steps
         trackers.log_verdict(step, VERDICT)
         trackers.close()
     (file,) = (tmp_path / "trackers" / "mlflow").glob("*/*/metrics/eval/pass_at_4")
@@ -173,10 +173,11 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     meta = next((tmp_path / "trackers" / "mlflow").glob("*/*/meta.yaml"))
     assert yaml.safe_load(meta.read_text())["status"] == 3  # FINISHED
     trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
+    trackers.log_completions(9, [ROWS[0] | {"step": 1}, *ROWS])  # two evaluations, one of them again
     trackers.close(failed=True)
     assert yaml.safe_load(meta.read_text())["status"] == 4  # FAILED
     tables = json.loads((meta.parent / "tags" / "mlflow.loggedArtifacts").read_text())
-    assert tables == [{"path": f"completions/step_{step}.json", "type": "table"} for step in (1, 2)]
+    assert tables == [{"path": f"completions/step_{step}.json", "type": "table"} for step in (1, 4)]
     content = json.loads((meta.parent / "artifacts" / tables[-1]["path"]).read_text())
     assert content == {"columns": list(ROWS[0]), "data": DATA}
     assert (meta.parent / "tags" / "verdict").read_text() == VERDICT
