@@ -10,7 +10,7 @@ from typing import Any
 from grpo_async.findings.statistics import mean_over_time
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, UNFINISHED
-from grpo_async.utils.text import duration, finite, format_bytes, format_number, percent
+from grpo_async.utils.text import count, duration, finite, format_bytes, format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 
 Number = tuple[str, str]
@@ -141,4 +141,4 @@ def _groups(run: RunData) -> Number | None:
 
 def _stored(run: RunData) -> Number | None:
     overview = run.rollouts
-    return (f"{overview.num_rollouts:,}", f"in {overview.num_groups:,} groups") if overview.num_rollouts else None
+    return (f"{overview.num_rollouts:,}", f"in {count(overview.num_groups, 'group')}") if overview.num_rollouts else None

@@ -21,7 +21,7 @@ from grpo_async.config.diff import flat
 from grpo_async.findings.finding import sentence
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import visible
-from grpo_async.utils.text import both_ends, format_number
+from grpo_async.utils.text import both_ends, count, format_number
 from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS
@@ -91,7 +91,10 @@ def _environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters.update(
-        number=lambda value: "none" if value is None else format_number(value), hash=_hash, shortened=_shortened
+        number=lambda value: "none" if value is None else format_number(value),
+        plural=count,
+        hash=_hash,
+        shortened=_shortened,
     )
     environment.globals.update(
         describe=describe,

@@ -159,7 +159,7 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
         file.write('{"schema": 3, "seq"')
     os.utime(block, (1.0, 1.0))  # what was written just now may still be going on
     text = _text(_page(run))
-    for part in ("The run was killed after 8 of 8 steps", "torn", "2 rollouts in 1 groups"):
+    for part in ("The run was killed after 8 of 8 steps", "torn", "2 rollouts in 1 group."):
         assert part in text
 
 
