@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -78,7 +79,7 @@ class RequestParameters(BaseModel):
     bins: int = Field(30, ge=1, le=200)
     k: int = Field(10, ge=1, le=100)
     hash: str = ""  # of a prompt
-    compare_with: str = Field("", max_length=4000)  # names of further runs, with commas
+    compare_with: str = Field("", max_length=4000)  # names of further runs, with commas between; %2C within
     axis: str = Field("step", max_length=10)  # of curves: step, time, tokens
     attempt: str = Field("", max_length=100)
     file: str = Field("", max_length=100)  # of an attempt's logs
@@ -119,19 +120,18 @@ def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     }
 
 
-def _query(parameters: RequestParameters, until: int | None = None) -> Query:
+def _query(parameters: RequestParameters) -> Query:
     """The query of a request, bounded by its `until`."""
-    until = parameters.until if until is None else until
     query = parse_query(parameters.q)
-    return query if until < 0 else both(query, parse_query(f"seq<={until}"))
+    return query if parameters.until < 0 else both(query, parse_query(f"seq<={parameters.until}"))
 
 
 def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> dict[str, Any]:
-    """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq, to which the rows are bound. With
-    `count=1` also how many there are."""
+    """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq (-1: no group yet), to which the rows are
+    bound. With `count=1` also how many there are."""
     table = source.table()
-    until = parameters.until if parameters.until >= 0 else max(table.newest_seq, 0)
-    query = _query(parameters, until)
+    until = parameters.until if parameters.until >= 0 else table.newest_seq
+    query = both(parse_query(parameters.q), parse_query(f"seq<={until}"))
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit)
     counts = {"counts": table.count(query)} if parameters.count else {}
@@ -213,8 +213,8 @@ def _prompt(source: Source, parameters: RequestParameters) -> dict[str, Any]:
 
 def _together(source: Source, parameters: RequestParameters) -> list[Source]:
     """The run, and those that are looked at with it."""
-    names = dict.fromkeys(name for name in parameters.compare_with.split(",") if name and name != source.name)
-    return [source, *map(source.find, names)][:MAX_RUNS]
+    names = dict.fromkeys(unquote(name) for name in parameters.compare_with.split(",") if name)
+    return [source, *(source.find(name) for name in names if name != source.name)][:MAX_RUNS]
 
 
 _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {

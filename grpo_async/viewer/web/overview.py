@@ -15,7 +15,6 @@ from grpo_async.errors import RunError
 from grpo_async.findings import MetricRow
 from grpo_async.findings.finding import sentence
 from grpo_async.run_directory import RunDir
-from grpo_async.store import RolloutRow
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import tail
 from grpo_async.utils.text import count
@@ -211,7 +210,7 @@ def before_after(source: Source, first: int, last: int, offset: int, limit: int)
     if len(steps) < 2:
         return {"steps": steps, "rows": []}
     asked = (steps[0] if first < 0 else first, steps[-1] if last < 0 else last)
-    names = [f"{source.name.partition('@')[0]}@{step}" for step in asked]
+    names = [f"{source.name}@{step}" for step in asked]
     before, after = (source.find(name).table() for name in names)
     found = before_and_after(before, after, *asked)
     shown = [change_of(before, after, each) for each in found.changes[offset : offset + limit]]
@@ -233,7 +232,7 @@ def before_after(source: Source, first: int, last: int, offset: int, limit: int)
 
 
 def _side(name: str, step: int, example: RolloutExample) -> dict[str, Any]:
-    rollout: RolloutRow = example.rollout
+    rollout = example.rollout
     return {
         "run": name,
         "step": step,

@@ -55,11 +55,11 @@ class Inspector:
 
 @contextmanager
 def serving(
-    *runs: Path, folder: Path | None = None, host: str = "127.0.0.1", opening: InitialView | None = None
+    *runs: Path | RunDir, folder: Path | None = None, host: str = "127.0.0.1", opening: InitialView | None = None
 ) -> Iterator[Inspector]:
     """Serve until the end of the block: these runs, or what is below `folder`."""
     listener = listen(host, 0)
-    registry = RunRegistry([RunDir(run) for run in runs], folder)
+    registry = RunRegistry([RunDir(run) if isinstance(run, Path) else run for run in runs], folder)
     app = build_app(registry, token=TOKEN, host=host, opening=opening)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)

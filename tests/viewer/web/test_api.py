@@ -142,6 +142,14 @@ def test_pages_follow_each_other_without_gap_and_groups_are_ordered(inspector: I
     ]  # fmt: skip
 
 
+def test_before_the_first_group_a_page_ends_before_it(tmp_path: Path) -> None:
+    """So that the page tells of the first group that comes."""
+    RunDir(tmp_path / "run").create()
+    with serving(tmp_path / "run") as inspector:
+        found = inspector.json("api/groups", count=1)
+    assert (found["rows"], found["counts"]["groups"], found["until"]) == ([], 0, -1)
+
+
 def test_a_mistake_in_a_query_has_its_place(inspector: Inspector) -> None:
     for view in ("rollouts", "groups", "histogram", "steps", "extremes"):
         answer = inspector.get(f"api/{view}", run="one", q="truncated and rewrd<1", until=3)
@@ -221,14 +229,21 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
     with RolloutStore(RunDir(small).evaluation(5)) as store:
         append_steps(store, [1], word="evaluated", groups_a_step=1)
-    other = write_run(tmp_path / "b" / "run", num_steps=2)
+    other = write_run(tmp_path / "a@b,c" / "run", num_steps=2)
+    for step, word in ((0, "before"), (2, "after")):
+        with RolloutStore(RunDir(other).evaluation(step)) as store:
+            append_steps(store, [1], word=word, groups_a_step=1)
     with serving(small, other) as inspector:
         runs = inspector.json("api/runs")["runs"]
-        assert [run["name"] for run in runs] == [f"{tmp_path.name}/run", "b/run"]
+        assert [run["name"] for run in runs] == [f"{tmp_path.name}/run", "a@b,c/run"]
         assert runs[0]["evaluations"] == [{"name": f"{tmp_path.name}/run@5", "step": 5}]
         rows = inspector.json("api/rollouts", run=f"{tmp_path.name}/run@5", sort="index")["rows"]
         assert [row["completion_preview"] for row in rows] == [f"evaluated 1 {i}" for i in range(4)]
-        assert inspector.json("api/summary", run="b/run")["counts"]["groups"] == 6
+        assert inspector.json("api/summary", run="a@b,c/run")["counts"]["groups"] == 6
+        (row,) = inspector.json("api/change", run="a@b,c/run")["rows"]
+        assert [side["run"] for side in row["sides"]] == ["a@b,c/run@0", "a@b,c/run@2"]
+        compared = inspector.json("api/config", run=f"{tmp_path.name}/run", compare_with="a@b%2Cc/run")
+        assert compared["different"] == []
 
 
 def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_path: Path) -> None:

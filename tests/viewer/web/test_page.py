@@ -17,6 +17,7 @@ from grpo_async.records import GroupStatus, Origin, TaggedMessage, TokenFlag
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.format import flag_names
+from grpo_async.viewer.runs import find_evaluation
 from tests.support.browser import watch, watched_page
 from tests.viewer.report.support import Group, evaluation, steps, write_store
 from tests.viewer.report.support import write_run as write_whole_run
@@ -103,6 +104,9 @@ def test_a_mistake_is_marked_where_it_is_and_a_click_mends_it(browser: Browser, 
         page.locator("#query-problem button", has_text=re.compile("^reward$")).click()
         page.wait_for_selector("text=18 rollouts in 9 groups")
         assert page.input_value("#query") == "trained and reward=0"
+        search(page, "id <> '🎉' and rewrd=0")
+        page.locator("#query-problem button", has_text=re.compile("^reward$")).click()
+        page.wait_for_function("() => document.getElementById('query').value === `id <> '🎉' and reward=0`")
         assert [error for error in watched.errors if "400" not in error] == []
 
 
@@ -297,6 +301,21 @@ def test_the_same_prompt_is_followed_over_steps_and_runs(show: Show) -> None:
     listed = [text.split("\t") for text in page.locator("tbody tr").all_inner_texts()]
     assert {"one", "two", "long"} <= {name for cells in listed for name in cells}
     assert page.locator(".chart canvas").count() == 1
+
+
+def test_names_of_runs_share_a_parameter_whatever_is_in_them(show: Show) -> None:
+    names = ["lr=0.1,bs=4/run", "50%", "plain"]
+    call = "async names => { const m = await import('/static/web/api.js'); return [m.joined(names), m.split(m.joined(names))]; }"
+    assert show("#/groups?run=one").evaluate(call, names) == ["lr=0.1%2Cbs=4/run,50%25,plain", names]
+
+
+def test_an_evaluation_that_is_looked_at_alone_has_all_tabs(browser: Browser, tmp_path: Path) -> None:
+    run = RunDir(write_run(tmp_path / "run", num_steps=1))
+    write_store(run.evaluation(5), [Group(rewards=[1.0], step=5)])
+    with serving(find_evaluation(run, "5")) as inspected, opened(browser, inspected) as watched:
+        for tab, shown in (("Overview", "h1:has-text('run@5')"), ("Before and after", "text=needs two evaluations")):
+            watched.page.click(f"nav >> text={tab}")
+            watched.page.wait_for_selector(shown)
 
 
 # -- live

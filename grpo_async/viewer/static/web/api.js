@@ -66,9 +66,14 @@ export function note(view, parameters) {
   history.replaceState(null, "", address(view, parameters));
 }
 
-/** Names of runs as one parameter; null: none. */
+/** Names of runs as one parameter, with commas between; null: none. */
 export function joined(names) {
-  return names.join(",") || null;
+  return names.map((name) => name.replace(/[%,]/g, encodeURIComponent)).join(",") || null;
+}
+
+/** The names in such a parameter. */
+export function split(names) {
+  return names ? names.split(",").map(decodeURIComponent) : [];
 }
 
 /** Of the offline page about a run, or several. */

@@ -1,6 +1,6 @@
 /* The plots of one run, or of several laid over each other; all share the cursor. */
 
-import { get, go, joined, memory, note } from "./api.js";
+import { get, go, joined, memory, note, split } from "./api.js";
 import { Plots } from "./plots.js";
 import { arrange, button, checkbox, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, plural, select, spacer } from "./dom.js";
 
@@ -10,7 +10,7 @@ const FEW = 12; // runs that can be ticked without being looked for
 export async function curvesView({ app, main, parameters, signal }) {
   const { run } = parameters;
   const title = "Curves";
-  const others = parameters.with ? parameters.with.split(",").filter((name) => name !== run) : [];
+  const others = split(parameters.with).filter((name) => name !== run);
   const settings = Object.fromEntries(["x", "smooth", "log"].map((name) => [name, parameters[name] ?? memory.get(name)]));
   const addressed = () => ({ run, with: joined(others), find: filter.value, ...settings });
   const place = h("div", {});
@@ -91,7 +91,7 @@ export async function curvesView({ app, main, parameters, signal }) {
   }
 
   async function read() {
-    found = await get("curves", { run, compare_with: others.join(","), axis: settings.x || "step" }, signal);
+    found = await get("curves", { run, compare_with: joined(others), axis: settings.x || "step" }, signal);
     draw();
   }
 

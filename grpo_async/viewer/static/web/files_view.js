@@ -1,6 +1,6 @@
 /* What a run wrote for people: its logs and its settings. */
 
-import { get, go } from "./api.js";
+import { get, go, joined, split } from "./api.js";
 import { copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
 
 const LEVELS = [[/\b(ERROR|CRITICAL|Traceback|Error:)/, "bad"], [/\bWARN(ING)?\b/, "warning"]];
@@ -44,10 +44,10 @@ export async function logsView({ main, parameters, signal }) {
 export async function configView({ app, main, parameters, signal }) {
   const { run } = parameters;
   const title = "Settings";
-  const compared = parameters.with || "";
+  const compared = parameters.with;
   const { settings, different, path } = await get("config", { run, compare_with: compared }, signal);
   const others = app.runs.map((each) => each.name).filter((name) => name !== run);
-  const against = select({ "aria-label": "against" }, [["", "compare with …"], ...others.map((name) => [name, name])], "", (name) => go("config", { run, with: name }));
+  const against = select({ "aria-label": "against" }, [["", "compare with …"], ...others.map((name) => [name, name])], "", (name) => go("config", { run, with: joined([name]) }));
   const place = h("div", {});
   const filter = h("input", { type: "search", "aria-label": "Find a setting", placeholder: "find a setting", autocomplete: "off", on: { input: () => draw() } });
   const code = ([name, ...values]) => [h("code", {}, oneLine(name, 200)), ...values.map((value) => h("code", { class: "said" }, visible(value)))];
@@ -57,7 +57,7 @@ export async function configView({ app, main, parameters, signal }) {
     main,
     hiddenHeading(title),
     h("div", { class: "row heading" }, filter, others.length ? against : null, hint(path), spacer(), copyLink()),
-    compared ? panel(h("h2", {}, "Settings that differ"), table(["setting", run, ...compared.split(",")], different.map(code), { className: "settings" })) : null,
+    compared ? panel(h("h2", {}, "Settings that differ"), table(["setting", run, ...split(compared)], different.map(code), { className: "settings" })) : null,
     place,
     h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),
   );

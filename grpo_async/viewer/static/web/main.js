@@ -145,8 +145,9 @@ function tabAddress(tab) {
   const { view: from, parameters } = current();
   const keeps = ["groups", "rollouts", "prompts"];
   const { q } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
-  const run = ["run", "change"].includes(tab) ? app.run?.split("@")[0] : app.run;
-  return address(tab, { run, q });
+  const isEvaluated = ({ evaluations }) => evaluations.some(({ name }) => name === app.run);
+  const run = ["run", "change"].includes(tab) ? app.runs.find(isEvaluated)?.name : null;
+  return address(tab, { run: run ?? app.run, q });
 }
 
 function drawBar(name) {

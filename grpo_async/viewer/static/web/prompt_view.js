@@ -4,11 +4,11 @@ import { address, get } from "./api.js";
 import { badge, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";
 import { message, promptOf } from "./messages.js";
 
-const MOST_RUNS = 8; // that are looked through, the newest
+const MAX_RUNS = 8; // the newest are searched
 
 export async function promptView({ app, main, parameters, signal }) {
   const { run, hash } = parameters;
-  const others = parameters.with ? parameters.with.split(",") : app.runs.slice(0, MOST_RUNS).map((each) => each.name);
+  const others = app.runs.slice(0, MAX_RUNS).map((each) => each.name);
   const names = [run, ...others.filter((name) => name !== run)];
   const groupsOf = async (name) => (await get("prompt", { run: name, hash }, signal)).groups.map((group) => ({ ...group, run: name }));
   const groups = (await Promise.all(names.map(groupsOf))).flat();

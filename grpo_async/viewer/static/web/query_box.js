@@ -59,8 +59,9 @@ export class QueryBox {
   }
 
   replace(error, name) {
-    const text = this.input.value;
-    this.set(text.slice(0, error.position) + name + text.slice(error.position + error.length));
+    const characters = [...this.input.value]; // as the server counts them: an emoji is one
+    characters.splice(error.position, error.length, name);
+    this.set(characters.join(""));
   }
 
   /** The query with each field or word in the place of what is being written; the browser shows those that go on from it. */
