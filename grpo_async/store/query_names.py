@@ -17,7 +17,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from grpo_async.records import FINAL_STATUSES, GroupStatus, RolloutStatus
-from grpo_async.store.schema import COLUMN_NAMES, COLUMNS
+from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, TOKEN_COLUMNS
 from grpo_async.store.summaries import GroupSummary, sql_of
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ NUMBER, TEXT, FLAG, LIST, MAP = "number", "text", "flag", "list", "map"
 
 _FINAL = (*FINAL_STATUSES, GroupStatus.EVALUATED)
 _TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns branches extra"
-_TOKENS = (
-    "prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies token_flags"
-)
-INDEXED = tuple(name for name in COLUMN_NAMES if name not in f"{_TEXTS} {_TOKENS}".split())
+INDEXED = tuple(name for name in COLUMN_NAMES if name not in (*_TEXTS.split(), *TOKEN_COLUMNS))
 """Columns of the store that are held in memory; the others stay in the blocks."""
 
 

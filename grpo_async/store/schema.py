@@ -162,13 +162,16 @@ COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
+_TOKENS = """prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies token_flags"""
+TOKEN_COLUMNS = tuple(_TOKENS.split())
+"""The lists with an entry for each token."""
 
 _TYPES = {column.name: column.type for column in COLUMNS}
 _TYPES |= {"schema": "INTEGER", "status": "VARCHAR"}
 _ROLLOUT_FIELDS = """rollout_id status truncated done error num_tokens reward advantage rewards messages reset_messages turns
-branches extra started_at total_duration_s prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs
-weights entropies token_flags"""
-_ROLLOUT_TYPE = "STRUCT(" + ", ".join(f'"{name}" {_TYPES[name]}' for name in _ROLLOUT_FIELDS.split()) + ")[]"
+branches extra started_at total_duration_s"""
+_ROLLOUT_COLUMNS = (*_ROLLOUT_FIELDS.split(), *TOKEN_COLUMNS)
+_ROLLOUT_TYPE = "STRUCT(" + ", ".join(f'"{name}" {_TYPES[name]}' for name in _ROLLOUT_COLUMNS) + ")[]"
 _GROUP_FIELDS = "schema seq group_id prompt_id step status written_at prompt_hash messages columns prompt_ids"
 _LINE_FIELDS = {name: _TYPES[name] for name in _GROUP_FIELDS.split()} | {"rollouts": _ROLLOUT_TYPE}
 """What a line holds, by name and type."""

@@ -141,4 +141,6 @@ def _groups(run: RunData) -> Number | None:
 
 def _stored(run: RunData) -> Number | None:
     overview = run.rollouts
-    return (f"{overview.num_rollouts:,}", f"in {count(overview.num_groups, 'group')}") if overview.num_rollouts else None
+    return (
+        (f"{overview.num_rollouts:,}", f"in {count(overview.num_groups, 'group')}") if overview.num_rollouts else None
+    )

@@ -13,13 +13,14 @@ _WHOLE = (0.0, 1.0)  # an axis that shows all of a fraction
 @dataclass(frozen=True, slots=True)
 class Line:
     """One metric of a plot. `around`: a metric that is drawn as a band of its width around this one (a standard deviation);
-    `between`: two metrics that bound the band. `alone`: shown for a single run only, so that several stay readable."""
+    `between`: two metrics that bound the band. `single_run`: shown where the report has one run only, so that several
+    stay readable."""
 
     metric: str
     label: str
     around: str | None = None
     between: tuple[str, str] | None = None
-    alone: bool = False
+    single_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Plot:
     order: tuple[str, ...] = ()  # labels of what the pattern finds, from the first on; others follow by name
     least_found: int = 1  # fewer metrics of the pattern say nothing that another plot does not
     of_evaluations: bool = False  # points of the evaluations instead of the steps
-    single: bool = False  # for one run only
+    single_run: bool = False  # as for a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter("rewards", "Rewards", (
         Plot("reward", "Reward", "mean over a step's rollouts, band ± one standard deviation",
              (Line("reward", "mean", around="reward_std"),
-              Line("reward_min", "lowest", alone=True),
-              Line("reward_max", "highest", alone=True)),
+              Line("reward_min", "lowest", single_run=True),
+              Line("reward_max", "highest", single_run=True)),
              include=()),
         Plot("reward-parts", "Parts of the reward", "mean of each reward function, before its weight",
              pattern=("rewards/", "/mean"), least_found=2, include=()),
@@ -70,20 +71,20 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter("held-out", "Held-out prompts", (
         Plot("held-out", "Held-out reward", "mean over the prompts, band ± one standard error",
              (Line("eval/reward", "reward", around="eval/reward_stderr"),
-              Line("eval/majority_baseline", "always the most frequent answer", alone=True)),
+              Line("eval/majority_baseline", "always the most frequent answer", single_run=True)),
              of_evaluations=True),
         Plot("pass", "Held-out pass rate", "pass@k: chance that one of k samples passes",
              pattern=("eval/pass@", ""), format="percent", include=_WHOLE, of_evaluations=True),
         Plot("held-out-groups", "Held-out reward by group", "mean over the group's prompts",
-             pattern=("eval/reward/", ""), of_evaluations=True, single=True),
+             pattern=("eval/reward/", ""), of_evaluations=True, single_run=True),
         Plot("held-out-length", "Held-out length", "sampled tokens of a completion",
              (Line("eval/mean_length", "mean length"),), of_evaluations=True),
     ), why_not="There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."),
     Chapter("completions", "Completions", (
         Plot("lengths", "Length", "sampled tokens of a completion, band: 10% to 90%",
              (Line("completions/mean_length", "mean", between=("completions/p10_length", "completions/p90_length")),
-              Line("completions/min_length", "shortest", alone=True),
-              Line("completions/max_length", "longest", alone=True))),
+              Line("completions/min_length", "shortest", single_run=True),
+              Line("completions/max_length", "longest", single_run=True))),
         Plot("truncated", "Truncated", "fraction of rollouts",
              (Line("completions/clipped_ratio", "truncated"),),
              format="percent", include=_WHOLE),
@@ -104,27 +105,27 @@ CHAPTERS: tuple[Chapter, ...] = (
         Plot("entropy", "Entropy", "nats, mean over the trained tokens", (Line("entropy", "entropy"),)),
         Plot("kl", "KL from the reference", "nats, k3 estimator", (Line("kl", "KL"),)),
         Plot("loss", "Loss", "the minimized objective",
-             (Line("loss", "loss"), Line("policy_loss", "policy loss", alone=True)),
+             (Line("loss", "loss"), Line("policy_loss", "policy loss", single_run=True)),
              include=()),
         Plot("grad-norm", "Gradient norm", "before clipping", (Line("grad_norm", "norm"),)),
         Plot("lr", "Learning rate", "of the optimizer step", (Line("lr", "learning rate"),)),
         Plot("clip", "Clipped tokens", "fraction of trained tokens",
              (Line("clip_ratio/region_mean", "either side"),
-              Line("clip_ratio/low_mean", "low side", alone=True),
-              Line("clip_ratio/high_mean", "high side", alone=True)),
+              Line("clip_ratio/low_mean", "low side", single_run=True),
+              Line("clip_ratio/high_mean", "high side", single_run=True)),
              format="percent"),
         Plot("masked", "Tokens left out of the loss", "fraction, by reason", pattern=("masked/", ""), format="percent"),
     )),
     Chapter("async", "On and off policy", (
         Plot("ratio", "Importance ratio", "trainer / sampler probability of a token; 1 is on policy; logarithmic",
              (Line(f"{_RATIO}/mean", "mean"),
-              Line(f"{_RATIO}/min", "smallest", alone=True),
-              Line(f"{_RATIO}/max", "largest", alone=True)),
+              Line(f"{_RATIO}/min", "smallest", single_run=True),
+              Line(f"{_RATIO}/max", "largest", single_run=True)),
              include=(), log=True),
         Plot("mismatch", "Trainer against sampler", "mean |difference| of a token's log-probability, nats",
              (Line("sampling/sampling_logp_difference/mean", "mean"),
-              Line("sampling/sampling_logp_difference/p99", "99th percentile", alone=True),
-              Line("sampling/sampling_logp_difference/max", "largest", alone=True))),
+              Line("sampling/sampling_logp_difference/p99", "99th percentile", single_run=True),
+              Line("sampling/sampling_logp_difference/max", "largest", single_run=True))),
         Plot("ess", "Effective sample size", "fraction of the samples; 100% is on policy",
              (Line("sampling/ess", "effective fraction"),),
              format="percent", include=_WHOLE),

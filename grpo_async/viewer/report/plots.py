@@ -86,7 +86,7 @@ def _band(line: Line, middle: Curve, rows: Sequence[MetricRow]) -> list[Sequence
     bounds = [found for bound in line.between or () if (found := curve(rows, bound)) is not None]
     if len(bounds) == 2:
         return [bound.values for bound in bounds]
-    return [middle.low, middle.high] if middle.low and not line.alone else None
+    return [middle.low, middle.high] if middle.low and not line.single_run else None
 
 
 def _limited(
@@ -101,13 +101,13 @@ def _limited(
 
 def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
     """The plot of these runs; None where no run has its metrics."""
-    if plot.single and len(runs) > 1:
+    if plot.single_run and len(runs) > 1:
         return None
     series: list[dict[str, Any]] = []
     metrics: list[str] = []
     for place, run in enumerate(runs):
         rows = _rows_of(plot, run)
-        lines = [line for line in _lines_of(plot, rows) if len(runs) == 1 or not line.alone]
+        lines = [line for line in _lines_of(plot, rows) if len(runs) == 1 or not line.single_run]
         for number, line in enumerate(lines):
             drawn_line = _series(line, rows)
             if drawn_line is None:
@@ -115,7 +115,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
             if len(runs) > 1:
                 drawn_line["label"] = run.label if len(lines) == 1 else f"{run.label}: {line.label}"
             drawn_line["color"] = (place if len(runs) > 1 else number) % _MAX_SERIES + 1
-            drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.alone else number // _MAX_SERIES)
+            drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.single_run else number // _MAX_SERIES)
             if plot.of_evaluations:
                 drawn_line["points"] = True
             series.append(drawn_line)

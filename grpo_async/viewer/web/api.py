@@ -33,6 +33,7 @@ from grpo_async.records import root_id
 from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
 from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
+from grpo_async.store.schema import TOKEN_COLUMNS
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
@@ -67,7 +68,7 @@ class RequestParameters(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     run: str = ""
-    q: str = Field("", max_length=4000)
+    q: str = ""
     until: int = Field(-1, ge=-1, le=2**53)  # -1: no bound
     sort: str = Field("-seq", max_length=400)
     offset: int = Field(0, ge=0, le=2**53)
@@ -138,14 +139,6 @@ def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> 
     return {"rows": rows, "offset": parameters.offset, "until": until, **counts}
 
 
-def _groups(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    return _page(source, parameters, of_groups=True)
-
-
-def _rollouts(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    return _page(source, parameters, of_groups=False)
-
-
 def _group(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """One group with the texts of its rollouts, without tokens."""
     table = source.table()
@@ -195,22 +188,6 @@ def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     }
 
 
-def _histogram(source: Source, parameters: RequestParameters) -> object:
-    return source.table().histogram(parameters.field, _query(parameters), bins=parameters.bins)
-
-
-def _steps(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    return {"steps": source.table().by_step(_query(parameters))}
-
-
-def _extremes(source: Source, parameters: RequestParameters) -> object:
-    return source.table().extremes(_query(parameters), parameters.k)
-
-
-def _prompt(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    return {"groups": source.table().same_prompt(parameters.hash)}
-
-
 def _together(source: Source, parameters: RequestParameters) -> list[Source]:
     """The run, and those that are looked at with it."""
     names = dict.fromkeys(unquote(name) for name in parameters.compare_with.split(",") if name)
@@ -220,14 +197,14 @@ def _together(source: Source, parameters: RequestParameters) -> list[Source]:
 _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "summary": _summary,
     "status": _status,
-    "groups": _groups,
-    "rollouts": _rollouts,
+    "groups": lambda source, given: _page(source, given, of_groups=True),
+    "rollouts": lambda source, given: _page(source, given, of_groups=False),
     "group": _group,
     "rollout": _rollout,
-    "histogram": _histogram,
-    "steps": _steps,
-    "extremes": _extremes,
-    "prompt": _prompt,
+    "histogram": lambda source, given: source.table().histogram(given.field, _query(given), bins=given.bins),
+    "steps": lambda source, given: {"steps": source.table().by_step(_query(given))},
+    "extremes": lambda source, given: source.table().extremes(_query(given), given.k),
+    "prompt": lambda source, given: {"groups": source.table().same_prompt(given.hash)},
     "card": lambda source, _: overview.card(source),
     "run": lambda source, _: overview.page(source),
     "curves": lambda source, given: overview.curves(_together(source, given), given.axis),
@@ -239,26 +216,13 @@ _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
 
 # -- rows and tokens
 
-_TOKEN_FIELDS = (
-    "prompt_ids",
-    "completion_ids",
-    "mask",
-    "logprobs",
-    "versions",
-    "trainer_logprobs",
-    "proximal_logprobs",
-    "weights",
-    "entropies",
-    "token_flags",
-)
-
 
 def _without_rollouts(group: GroupRow) -> dict[str, Any]:
     return {name: getattr(group, name) for name in group.__dataclass_fields__ if name != "rollouts"}
 
 
 def _without_tokens(rollout: RolloutRow) -> dict[str, Any]:
-    left_out = {*_TOKEN_FIELDS, "branches"}
+    left_out = {*TOKEN_COLUMNS, "branches"}
     return {name: getattr(rollout, name) for name in rollout.__dataclass_fields__ if name not in left_out}
 
 
@@ -273,7 +237,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
         return [visible(texts.of(each)) for each in ids] if isinstance(texts, TokenTexts) else None
 
     return {
-        **{name: getattr(rollout, name) for name in _TOKEN_FIELDS},
+        **{name: getattr(rollout, name) for name in TOKEN_COLUMNS},
         "texts": texts_of(rollout.completion_ids),
         "texts_missing": texts if isinstance(texts, str) else None,
         "prompt_texts": texts_of(rollout.prompt_ids),

@@ -45,12 +45,10 @@ def serve(
         sort: in this order (checked, as `RolloutTable.group_page` takes it; None: newest first).
 
     Raises:
-        ConfigError: the address cannot be listened on, or no run is given.
+        ConfigError: the address cannot be listened on.
     """
     import uvicorn
 
-    if not runs and folder is None:
-        raise ConfigError("name a run to look at")
     listener = _listen_at_default(host) if port is None else listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     token = secrets.token_urlsafe(32)

@@ -63,9 +63,10 @@ class Source:
         with self._lock:
             if self._table is None:
                 self._table = RolloutTable.open(self.run.rollouts)
-            elif time.monotonic() - self._refreshed_at <= _REFRESH_EVERY_S:
+            elif time.monotonic() - self._refreshed_at > _REFRESH_EVERY_S:
+                self._table.refresh()
+            else:
                 return self._table
-            self._table.refresh()
             self._refreshed_at = time.monotonic()
             return self._table
 

@@ -23,15 +23,26 @@ export function trace(rollout) {
     made.forEach((_, id) => answered.add(id));
     const asked = each.tool_calls.filter((call) => !made.has(call.id)).map(callNotMade);
     const since = turn.started_at && rollout.started_at ? turn.started_at - rollout.started_at : 0;
+    const start = since > 0.01 ? `starts at ${Charts.duration(since)}, ` : "";
+    const end = endedBy(turn) === "stop" ? "" : `, ended by ${endedBy(turn)}`;
     return message(each, {
-      about: `${since > 0.01 ? `starts at ${Charts.duration(since)}, ` : ""}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${turn.finish_reason === "stop" ? "" : `, ended by ${turn.finish_reason}`}`,
+      about: `${start}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${end}`,
       below: [
-        turn.parse_error ? h("p", { class: "level bad said" }, `Tool calls were not parsed: ${oneLine(turn.parse_error, 400)}`) : null,
+        parseError(turn),
         turn.tool_calls.map((call) => toolCall(call, true)),
         asked,
       ],
     });
   });
+}
+
+/** Why the generation of a turn ended: length, stop, or with the stop string: stop "\\nQ:". */
+export function endedBy({ finish_reason: reason, stop_reason: stop }) {
+  return oneLine(stop ? `${reason} ${JSON.stringify(stop)}` : reason, 60);
+}
+
+export function parseError({ parse_error: error }) {
+  return error ? h("p", { class: "level bad said" }, `Tool calls were not parsed: ${oneLine(error, 400)}`) : null;
 }
 
 /** One message: who, and what. `below`: what belongs to it. */

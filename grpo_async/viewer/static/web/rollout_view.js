@@ -5,7 +5,7 @@ import {
   badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
   spacer, span, statistics, text, visible,
 } from "./dom.js";
-import { longText, message, promptOf, toolCall, trace } from "./messages.js";
+import { endedBy, longText, message, parseError, promptOf, toolCall, trace } from "./messages.js";
 import { MODES } from "./token_colors.js";
 import { Tokens, turnPlaces } from "./tokens.js";
 
@@ -86,7 +86,6 @@ export async function rolloutView({ main, parameters, signal }) {
 
   function drawTurn(turn, index, { first, sampled, last }) {
     const level = turn.finish_reason === "stop" ? "" : "warning";
-    const endedBy = turn.stop_reason ? `${turn.finish_reason} ${JSON.stringify(turn.stop_reason)}` : turn.finish_reason;
     return h(
       "section",
       { class: "panel turn", id: `turn-${index}`, "aria-label": `turn ${index + 1}` },
@@ -95,13 +94,13 @@ export async function rolloutView({ main, parameters, signal }) {
         { class: "row small" },
         h("h2", {}, `Turn ${index + 1}`),
         hint(plural(turn.num_tokens, "token")),
-        h("span", { class: `badge ${level}`, title: "why its generation ended" }, oneLine(endedBy, 60)),
+        h("span", { class: `badge ${level}`, title: "why its generation ended" }, endedBy(turn)),
         hint(`generated in ${Charts.duration(turn.generation_duration_s)}`),
         turn.tool_calls.length ? hint(`tools ${Charts.duration(turn.tool_execution_duration_s)}`) : null,
         spacer(),
         data.texts ? copyButton("text", () => data.texts.slice(first, sampled).join("")) : null,
       ),
-      turn.parse_error ? h("p", { class: "level bad said" }, `Tool calls were not parsed: ${oneLine(turn.parse_error, 400)}`) : null,
+      parseError(turn),
       tokens.block(first, sampled, `tokens of turn ${index + 1}`),
       turn.tool_calls.map((call) => toolCall(call)),
       last > sampled

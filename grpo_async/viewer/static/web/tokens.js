@@ -13,7 +13,7 @@ export class Tokens {
     [this.mode] = Object.keys(MODES);
     this.chosen = null;
     this.spans = new Map();
-    this.tip = h("div", { id: "token-values", class: "floating tip", role: "tooltip", hidden: true });
+    this.tip = h("div", { id: "token-values", class: "tip", role: "tooltip", hidden: true });
     this.legend = h("ul", { class: "legend bare", "aria-label": "Colors" });
   }
 
