@@ -1,4 +1,4 @@
-"""DuckDB as the store uses it: databases in memory that load no extensions, what is written into SQL, and time limits.
+"""DuckDB as the store uses it: databases in memory that load no extensions, SQL literals, and time limits.
 
 with time_limit(30.0):
     table.page(query)       # TimeoutError after 30 s: a thread that waits for DuckDB cannot be killed, DuckDB can be interrupted
@@ -23,7 +23,7 @@ _deadline: ContextVar[float | None] = ContextVar("_deadline", default=None)
 
 
 def connect(**settings: str) -> DuckDBPyConnection:
-    """A database of its own. `settings` are further ones of DuckDB."""
+    """Open a new database in memory. `settings` are further settings of DuckDB."""
     import duckdb
 
     extensions = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
@@ -31,18 +31,18 @@ def connect(**settings: str) -> DuckDBPyConnection:
 
 
 def quote(text: str) -> str:
-    """`text` as a literal of SQL: "it's" -> "'it''s'"."""
+    """`text` as an SQL literal: "it's" -> "'it''s'"."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def sql_path(path: Path) -> str:
-    """A path as a parameter of DuckDB's read functions, which would take brackets, stars and question marks for a pattern: the run
-    `a[1]` must not be read from `a1`."""
+    """Escape a path for DuckDB's read functions, which take brackets, stars and question marks for a pattern: the run `a[1]` must
+    not be read from `a1`."""
     return re.sub(r"[\[*?]", r"[\g<0>]", str(path))
 
 
 def sql_paths(paths: Sequence[Path]) -> str:
-    """The same as a literal of SQL: a list."""
+    """Escaped paths as an SQL list."""
     return f"[{', '.join(quote(sql_path(path)) for path in paths)}]"
 
 
@@ -61,7 +61,7 @@ def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
     """Interrupt the connection at the deadline, if there is one.
 
     Raises:
-        TimeoutError: it was.
+        TimeoutError: the deadline has passed.
     """
     import duckdb
 

@@ -1,4 +1,4 @@
-"""Writes the rollouts that a query holds for to a separate file: JSON lines or Parquet, one row per rollout.
+"""Writes the rollouts that match a query to a separate file: JSON lines or Parquet, one row per rollout.
 
 The columns are those of the store (`schema`) and `superseded`. The file appears under its name when it is whole."""
 
@@ -45,7 +45,7 @@ def export_rollouts(
 
     Raises:
         ConfigError: the file cannot be written where it was asked for.
-        QueryError: the query names a reward that there is not.
+        QueryError: a value of the store does not allow the query (a text that is not a number).
         RunError: something is damaged; without `skip_damaged` nothing is written then.
     """
     if isinstance(out, Path) and not out.absolute().parent.is_dir():

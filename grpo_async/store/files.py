@@ -1,4 +1,4 @@
-"""The files of a store: blocks, named by the seq of their groups; and what the blocks cannot say.
+"""The files of a store: blocks, named by the seq of their groups, and the metadata.
 
     block-000000000040.jsonl                  open: lines are appended; or left by a kill
     block-000000000000-000000000039.parquet   sealed: never changes
@@ -26,7 +26,7 @@ from grpo_async.utils.text import count
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")
 _SEALED = re.compile(r"block-(\d{12})-(\d{12})\.parquet")
-MAX_LISTINGS = 10  # of a folder in which names change meanwhile; a block changes its name once
+MAX_LISTINGS = 10  # of a folder whose names change meanwhile; a block changes its name once
 _METADATA = "store.json"
 _LOCK = "writer.lock"
 
@@ -56,8 +56,8 @@ def sealed_name(first_seq: int, last_seq: int) -> str:
 
 
 def find_blocks(folder: Path) -> list[Block]:
-    """The blocks of a store in the order of their groups; none where there is no folder. Of a block that is there both ways only
-    the sealed one. A name may be gone when it is opened: sealed, or deleted to keep to `record.rollouts.max_gb`."""
+    """The blocks of a store in the order of their groups; none where there is no folder. Where a block exists in both forms, the
+    sealed one is returned. A file may be gone when it is opened: sealed, or deleted to keep to `record.rollouts.max_gb`."""
     if not folder.is_dir():
         return []
     found: dict[int, Block] = {}
@@ -70,7 +70,7 @@ def find_blocks(folder: Path) -> list[Block]:
 
 
 def _names(folder: Path) -> set[str]:
-    """A block that is being sealed is under one name or the other; a listing from before and after would miss both."""
+    """List the folder until two listings agree: one listing may miss both names of a block that is being renamed."""
     names = set(os.listdir(folder))
     for _ in range(MAX_LISTINGS):
         again = set(os.listdir(folder))

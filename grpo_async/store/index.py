@@ -1,7 +1,7 @@
-"""The store in memory, without texts and tokens: what filters, sorts and counts are made of.
+"""The store in memory, without texts and tokens: filters, sorts and counts use it.
 
     blocks --refresh--> rows, groups, unsealed (query_names)
-    a query that names texts --condition--> match_N, the rollouts that it holds for
+    a query that names texts --condition--> match_N, the rollouts that match it
 
 A `refresh` reads the blocks that are new or have grown. Each comes into the tables as one change: cursors of other threads see the
 state before or after. A block that is sealed between the listing and the reading is found under its other name by listing again.

@@ -88,7 +88,7 @@ class QueryError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A checked condition. `sql` is what DuckDB's parser made of `text` ("" holds for everything); `reads_blocks`: it names texts
+    """A checked condition. `sql` is what DuckDB's parser made of `text` ("" matches everything); `reads_blocks`: it names texts
     or maps."""
 
     text: str
@@ -100,7 +100,7 @@ EVERYTHING = Query("", "(TRUE)")
 
 
 def parse_query(text: str) -> Query:
-    """The query of a text; one of spaces holds for everything.
+    """Parse a query; one of spaces matches everything.
 
     Raises:
         QueryError: it is not a condition over the names of `query_names`. The message has the query with carets under the mistake,
@@ -130,7 +130,7 @@ def parse_query(text: str) -> Query:
 
 
 def both(first: Query, second: Query) -> Query:
-    """What both hold for."""
+    """The query that matches what both match."""
     if not first.text or not second.text:
         return first if first.text else second
     text, sql = f"({first.text}) and ({second.text})", f"({first.sql} AND {second.sql})"

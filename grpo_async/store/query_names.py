@@ -108,8 +108,8 @@ _ROLLOUT = (
     _number("started_at", "r.started_at", "start, in seconds since 1970"),
     _number("written_at", "r.written_at", "time of writing, in seconds since 1970"),
     Name(name="id", kind=TEXT, sql="r.rollout_id", help="id of the rollout", example="id = 'g17-r3'"),
-    _number("index", "r.rollout_index", "its place in the group, from 0"),
-    _number("seq", "r.seq", "place of its group in the order of writing"),
+    _number("index", "r.rollout_index", "its index in the group, from 0"),
+    _number("seq", "r.seq", "position of its group in the order of writing"),
     Name(name="error", kind=TEXT, sql="r.error", help="why the rollout failed", example="error ILIKE '%timeout%'"),
     _number("prompt_id", "r.prompt_id", "position of the prompt in the shuffled data"),
     Name(name="prompt_hash", kind=TEXT, sql="r.prompt_hash", help="the same prompt has the same hash in every step and run"),
@@ -214,7 +214,7 @@ _EXAMPLES = (
     ("columns['answer'] = '9' and group_reward < 0.8", "one answer of the dataset"),
     ("staleness >= 2 or clipped_fraction > 0.1", "far off policy"),
     ("step = last and group_status in ('filtered', 'stale')", "what the newest step did not use"),
-    ("reward is null", "without a reward; a comparison with a missing value holds for nothing"),
+    ("reward is null", "without a reward; a comparison with a missing value matches nothing"),
 )
 
 

@@ -2,7 +2,7 @@
 
     the rows of one `seq` (schema.COLUMNS) -> GroupRow(RolloutRow(TurnRow...)...)
 
-A row stands for itself: it holds the texts, the token ids and what training made of them, so that a rollout can be looked at
+A row is complete: it holds the texts, the token ids and what training made of them, so that a rollout can be looked at
 without the dataset or the model. Field names are the keys of the JSON lines (`lines` writes them).
 """
 

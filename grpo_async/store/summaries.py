@@ -85,7 +85,7 @@ class GroupSummary:
     step: Annotated[int | None, "any_value(step)"]
     status: Annotated[str, "any_value(group_status)"]  # trained | filtered | stale | failed | cancelled
     size: Annotated[int, "count(rollout_index)::INTEGER"]
-    num_matching: int  # rollouts of the group that the query holds for
+    num_matching: int  # rollouts of the group that match the query
     num_scored: Annotated[int, "count(reward)::INTEGER"]
     reward_mean: Annotated[float | None, "any_value(group_reward_mean)"]
     reward_std: Annotated[float | None, "any_value(group_reward_std)"]

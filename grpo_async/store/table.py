@@ -119,7 +119,7 @@ class RolloutTable:
 
     @property
     def notes(self) -> list[str]:
-        """All that a reader must know, one sentence each: `damage`, torn lines, deleted blocks, sampling, superseded groups,
+        """What a reader must know, one sentence each: `damage`, torn lines, deleted blocks, sampling, superseded groups,
         an empty store."""
         index = self._index
         found = [*index.damage(), *index.torn(), *index.metadata.notes(index.folder)]
@@ -141,7 +141,7 @@ class RolloutTable:
     # --------------------------------------------------------------------------------------------- pages
 
     def count(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Counts:
-        """Rollouts that the query holds for, and in how many groups they are."""
+        """The number of rollouts that match the query, and of their groups."""
         where = self._where(query, with_superseded)
         select = f"SELECT count(rollout_index), count(DISTINCT seq) FROM rollouts WHERE {where}"
         ((rollouts, groups),) = self._index.fetch(select, query)
@@ -155,7 +155,7 @@ class RolloutTable:
         offset: int = 0,
         limit: int = 50,
     ) -> list[RolloutSummary]:
-        """Rollouts that the query holds for.
+        """Rollouts that match the query.
 
         Args:
             sort: names of columns with commas between, "-" before one for the highest first. Missing values come last either way,
@@ -175,7 +175,7 @@ class RolloutTable:
         offset: int = 0,
         limit: int = 50,
     ) -> list[GroupSummary]:
-        """Groups with at least one rollout that the query holds for; also those without any rollout (they failed before one ended).
+        """Groups with at least one rollout that matches the query; also those without any rollout (they failed before one ended).
 
         Args:
             sort: as `page`, of the group's columns, with or without "group_": seq, step, reward, std, length, truncated, ...; and
@@ -437,7 +437,7 @@ class RolloutTable:
         ]
 
     def _newest(self, table: str, condition: str) -> int | None:
-        """The seq of what the condition holds for and counts; None: there is none."""
+        """The newest seq of a table that meets the condition and is not superseded; None: there is none."""
         ((seq,),) = self._index.fetch(f"SELECT max(seq) FROM {table} WHERE {condition} AND NOT superseded")
         return None if seq is None else int(seq)
 

@@ -1,4 +1,4 @@
-"""Where numbers go: `jsonl` writes one line per step in metrics.jsonl, `trackers` hands the same to TensorBoard and others."""
+"""Records metrics: `jsonl` writes one line per step to metrics.jsonl, `trackers` hands the same to TensorBoard and others."""
 
 from grpo_async.tracking.jsonl import MetricsWriter
 from grpo_async.tracking.trackers import Trackers, open_trackers

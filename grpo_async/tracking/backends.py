@@ -1,7 +1,6 @@
 """One class for each tracker's library. Each call may block and may raise: `trackers` calls them from their own threads.
 
-The libraries are optional extras and are imported when a tracker of theirs is configured. All of them get how a metric is
-summarized (`catalog`), where they can take that.
+The libraries are optional extras and are imported when one of their trackers is configured.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ TableRows: TypeAlias = Sequence[Mapping[str, str | float | None]]
 
 
 class Tracker:
-    """One place that numbers go to, and texts where it takes them. `shown_by`: where people see it, a command or an address."""
+    """One tracker: it takes numbers, and texts where it can show them. `shown_by`: the command or the address that shows it."""
 
     shown_by: str
 
@@ -211,8 +210,8 @@ class Mlflow(Tracker):
         )
 
     def log_completions(self, step: int, rows: TableRows) -> None:
-        """A file for each evaluation, as `mlflow.log_table` writes it, which needs pandas. MLflow's page shows the first of these files
-        and the newest."""
+        """A file for each evaluation, as `log_table` writes it, which needs pandas. The page of MLflow shows the first and
+        the newest of them."""
         for evaluated, of_one in groupby(rows, key=lambda row: row["step"]):
             table = {"columns": list(rows[0]), "data": [list(row.values()) for row in of_one]}
             file = {"path": f"completions/step_{evaluated}.json", "type": "table"}

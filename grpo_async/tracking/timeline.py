@@ -1,11 +1,11 @@
-"""Who did what when. Any thread and any coroutine records; one thread writes, about once a second.
+"""Records what happened when. Any thread and any coroutine records; one thread writes, about once a second.
 
 Times are unix seconds; an instant has start = end. A track is a row of a drawing. "rollout/3" is slot 3 of track "rollout": what
 runs at the same time has its own slot (`Slots`), so within one track spans only ever nest. The tracks are in
 `events.EVENTS`.
 
-Invariant: recording never waits, never raises, and holds at most `_MAX_PENDING` events, also those that wait for room on a full
-disk; what does not fit is counted, and the count is written. The file itself: timeline_file.
+Invariant: recording never waits, never raises, and holds at most `_MAX_PENDING` events, including those that wait while the disk
+is full; what does not fit is counted, and the count is written. The file itself: timeline_file.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Timeline:
 
     Args:
         path: events.jsonl; what is there is kept.
-        max_mb: the room for the file.
+        max_mb: the largest size of the file.
     """
 
     def __init__(self, path: Path, *, max_mb: int = 256) -> None:

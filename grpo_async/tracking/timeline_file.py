@@ -3,8 +3,8 @@
     {"name": "forward", "track": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"rows": 4}}
 
 Invariants: a line that ends in a line feed is whole: a write that breaks off is taken back, and a line that a kill has torn is cut
-off by the next attempt, which continues in the same file. Above its room the older half is dropped by one rename, and the new first
-line says so.
+off by the next attempt, which continues in the same file. A file that has reached its largest size loses its older half by one
+rename, and the new first line says so.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class EventWriter:
         self._outage = Outage(
             path, meanwhile="the run continues without it", afterward="events that are lost are counted in it"
         )
-        self._makes_room_at = 0.0  # not before; by time.monotonic()
+        self._drops_from = 0.0  # not before; by time.monotonic()
 
     def append(self, text: str) -> bool:
         """Whether these whole lines were written: all or none."""
@@ -125,7 +125,7 @@ class EventWriter:
             if self._descriptor is None:
                 self._open()
             if self._size + len(data) > self._max_bytes:
-                if time.monotonic() < self._makes_room_at:
+                if time.monotonic() < self._drops_from:
                     return False
                 self._drop_older_half()
             assert self._descriptor is not None
@@ -154,7 +154,7 @@ class EventWriter:
             with replacing(self.path) as temporary:
                 self._copy_newer_half(temporary)
         except OSError:
-            self._makes_room_at = time.monotonic() + _DISK_FULL_RETRY_S
+            self._drops_from = time.monotonic() + _DISK_FULL_RETRY_S
             raise
         self.close()
         self._open()

@@ -32,7 +32,7 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[tuple[str, Tracker]], *, close_s: float = _CLOSE_TIMEOUT_S) -> None:
         self.shown_by = [f"{name}: {tracker.shown_by}" for name, tracker in trackers]
-        """How people look at each: a command, or an address."""
+        """The command or the address that shows each."""
         self._close_s = close_s
         self._callers = [_Caller(name, tracker) for name, tracker in trackers]
 

@@ -121,7 +121,7 @@ def call_tree(group: GroupRow, rollout: RolloutRow) -> Iterator[TreeLine]:
 
 
 def _exchanges(group: GroupRow, path: RolloutRow) -> Iterator[tuple[str, str]]:
-    """For each call of a path the last message of its request, and its answer, in a line each."""
+    """The last message of the request and the answer, in a line each, for each call of a path."""
     last: TaggedMessage | None = next(reversed(prompt_of(group, path)), None)
     for message in path.messages:
         if message.origin is Origin.POLICY:

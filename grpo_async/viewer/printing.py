@@ -43,7 +43,7 @@ _STATUS_STYLES: dict[str, str] = {
 
 
 def groups(table: RolloutTable, query: Query, *, sort: str = "", limit: int | None = None) -> Iterator[GroupSummary]:
-    """The groups that the query holds for, read by pages. `sort`: an order of the store ("" = newest first); `limit` None: all."""
+    """The groups that match the query, read by pages. `sort`: an order of the store ("" = newest first); `limit` None: all."""
     left, offset = math.inf if limit is None else limit, 0
     while left > 0:
         size = int(min(left, _PAGE))

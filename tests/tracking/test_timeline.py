@@ -134,7 +134,7 @@ def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
     assert "can be written again" in caplog.messages[1]
 
 
-def test_above_its_room_the_older_half_goes_and_the_first_line_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_full_loses_its_older_half_and_its_first_line_says_so(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     file = timeline_file.EventWriter(path, max_bytes=20_000)
     lines = [
@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
     assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_size == size
     assert len(caplog.messages) == 1
-    assert not file.append(line)  # there is room again, but it is too early
+    assert not file.append(line)  # there is space again, but it is too early
     monkeypatch.setattr(timeline_file.time, "monotonic", lambda: now + 61.0)
     assert file.append(line)
     file.close()

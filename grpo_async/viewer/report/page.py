@@ -1,4 +1,4 @@
-"""Puts the report together: `report.html` with its scripts, styles and data inside, which may not load anything from anywhere.
+"""Renders the report: `report.html` with its scripts, styles and data inline; it loads nothing from elsewhere.
 
 Every text goes through the template, which escapes it and makes control characters visible: text of models, data and tools stays
 text.
@@ -35,7 +35,7 @@ _COLUMN_WIDTH = 200  # characters
 
 @dataclass(frozen=True, slots=True)
 class _Plots:
-    """A section whose places charts.js fills; `why_not` where there are none."""
+    """A section of plots, which charts.js draws; `why_not` is shown where there are none."""
 
     name: str
     title: str
@@ -56,7 +56,7 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         chapters.append(_Plots(chapter.name, chapter.title, draw_all(chapter.plots, runs), chapter.why_not))
     rewards, held_out, *others = chapters
     drawings = [drawing for chapter in chapters for drawing in chapter.drawings]
-    charts = [{"place": f"chart-{each.name}", **each.data} for each in drawings]
+    charts = [{"id": f"chart-{each.name}", **each.data} for each in drawings]
     configured = [run for run in runs if run.config]
     return _environment().get_template("report.html").render(
         runs=runs,
@@ -119,11 +119,11 @@ def _shortened(value: Any) -> str:
 
 
 def _hash(source: str) -> str:
-    """As the Content-Security-Policy names a script or a style that may stand in the page."""
+    """The source expression of the Content-Security-Policy that allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
 def _asset(name: str) -> str:
-    """A script or a style sheet of ours, as it stands."""
+    """The text of one of our scripts or style sheets."""
     folder = resources.files("grpo_async.viewer") / "static"
     return folder.joinpath(*name.split("/")).read_text(encoding="utf-8").replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""The data of the plots, as charts.js takes it. Pure. Which plots of metrics there are: `layout`.
+"""The data of the plots, as charts.js takes it. Pure. `layout` lists the plots.
 
 With one run each metric of a plot has its color; with several runs each run has its color, and metrics differ by dashes. A long
 run is cut into few enough points to open fast, without losing peaks.
@@ -105,7 +105,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
         return None
     series: list[dict[str, Any]] = []
     metrics: list[str] = []
-    for place, run in enumerate(runs):
+    for run_index, run in enumerate(runs):
         rows = _rows_of(plot, run)
         lines = [line for line in _lines_of(plot, rows) if len(runs) == 1 or not line.single_run]
         for number, line in enumerate(lines):
@@ -114,7 +114,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
                 continue
             if len(runs) > 1:
                 drawn_line["label"] = run.label if len(lines) == 1 else f"{run.label}: {line.label}"
-            drawn_line["color"] = (place if len(runs) > 1 else number) % _MAX_SERIES + 1
+            drawn_line["color"] = (run_index if len(runs) > 1 else number) % _MAX_SERIES + 1
             drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.single_run else number // _MAX_SERIES)
             if plot.of_evaluations:
                 drawn_line["points"] = True
@@ -134,7 +134,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
 
 
 def draw_all(plots: Iterable[Plot], runs: Sequence[RunData]) -> list[Drawing]:
-    """Those of them that there are."""
+    """Draw the plots that have metrics."""
     return [drawing for plot in plots if (drawing := draw(plot, runs)) is not None]
 
 
@@ -168,7 +168,7 @@ def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:
     ][: _MAX_SERIES if plot.of_evaluations else None]
     if len(found) < plot.least_found:
         return list(plot.lines)
-    rank = {label: place for place, label in enumerate(plot.order)}
+    rank = {label: index for index, label in enumerate(plot.order)}
     return [*plot.lines, *sorted(found, key=lambda line: rank.get(line.label, len(rank)))]
 
 

@@ -195,7 +195,7 @@ def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def change_of(first: RolloutTable, last: RolloutTable, change: PromptChange) -> PromptPair:
-    """With the texts; `first` and `last`: the stores of the two groups."""
+    """The pair of a change, with texts. `first`, `last`: the stores of its two groups."""
     before, after = change.first.reward_mean or 0.0, change.last.reward_mean or 0.0
     return PromptPair(
         first_reward=before,

@@ -132,10 +132,10 @@ def _value(value: float | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """Who waited for whom in the last steps of a run, and which steps these are; `why_not` where that is not known."""
+    """Who waited for whom in the last steps of a run; `steps` names them. `why_not` where that is not known."""
 
     why_not: str = ""
-    of: str = ""
+    steps: str = ""
     notes: Sequence[str] = ()
     table: Table | None = None
 
@@ -153,7 +153,7 @@ def waits(run: RunData) -> Waits:
     steps = sorted(found.steps)[-_TIMELINE_STEPS:]
     rows = [[what, f"{seconds:.2f}", percent(seconds / used.wall_s)] for what, seconds in used.rows]
     return Waits(
-        of=f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is",
+        steps=f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is",
         notes=found.notes,
         table=Table(caption="", head=["who waited for whom", "seconds", "fraction"], rows=rows),
     )

@@ -139,21 +139,21 @@ def _plot(drawing: Drawing) -> dict[str, Any]:
 
 
 def on_axis(run: RunData, axis: str) -> RunData:
-    """The run with seconds or tokens in the place of its steps.
+    """The run with seconds or tokens instead of steps.
 
     step_time 2, 3, 2 -> the points of steps 1, 2, 3 stand at 2, 5 and 7 seconds, and the evaluation of step 0 at 0.
     """
     if axis not in AXES:
         return run
     name = AXES[axis][0]
-    steps, places = [0.0], [0.0]
+    steps, xs = [0.0], [0.0]
     rows: list[MetricRow] = []
     for row in run.metrics:
         steps.append(row["step"])
-        places.append(places[-1] + row.get(name, 0.0))
-        rows.append({**row, "step": places[-1]})
-    # one of a step without a row stands where the step before it does
-    evaluations = [replace(each, step=round(places[bisect(steps, each.step) - 1])) for each in run.evaluations]
+        xs.append(xs[-1] + row.get(name, 0.0))
+        rows.append({**row, "step": xs[-1]})
+    # an evaluation of a step without a row has the x of the step before
+    evaluations = [replace(each, step=round(xs[bisect(steps, each.step) - 1])) for each in run.evaluations]
     return replace(run, metrics=rows, evaluations=evaluations)
 
 

@@ -41,7 +41,7 @@ def serve(
         host: address to listen on. Another than loopback lets other machines connect; that is said.
         port: None: `DEFAULT_PORT`, or any free one where that is taken; 0: any free one.
         open_browser: show the page in the user's browser, too.
-        query: the page opens with groups that it holds for,
+        query: the page opens with the groups that match it,
         sort: in this order (checked, as `RolloutTable.group_page` takes it; None: newest first).
 
     Raises:
@@ -112,7 +112,7 @@ def _listen_at_default(host: str) -> socket.socket:
 
 
 def _open_in_browser(url: str, folder: Path) -> None:
-    """By way of a file that only the user can read: an address on a command line is seen by everybody on the machine."""
+    """Open a file that only the user can read, which redirects: everybody on the machine can see an address on a command line."""
     page = folder / "open.html"  # the folder has mode 0700
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(url)}">', encoding="utf-8")
     if not webbrowser.open(page.as_uri()):

@@ -1,4 +1,4 @@
-"""The runs that the page shows, each with its table, its token texts, its files and what they say of it; and the threads that ask.
+"""The runs that the page shows: the table, the token texts and the verdict of each; and the threads in which requests read them.
 
 Nothing of this runs on the event loop: at most `_MAX_THREADS` requests run at a time, each with a deadline at which its query is
 interrupted.

@@ -64,10 +64,10 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert "step 0, before training" in text
     for part in ("Most improved prompts", "Reward 0.5 → 1", "a better answer", "Best rollouts"):
         assert part in text
-    places = {chart["place"] for chart in _data(page)}
-    assert {"chart-reward", "chart-held-out", "chart-staleness-ages", "chart-ledger"} <= places
-    for place in places | set(re.findall(r'href="#([^"]+)"', page)):  # also where the findings' links lead
-        assert f'id="{place}"' in page
+    ids = {chart["id"] for chart in _data(page)}
+    assert {"chart-reward", "chart-held-out", "chart-staleness-ages", "chart-ledger"} <= ids
+    for each in ids | set(re.findall(r'href="#([^"]+)"', page)):  # also where the findings' links lead
+        assert f'id="{each}"' in page
 
 
 def test_a_held_out_prompt_before_and_after_stands_before_everything_else(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> No
     out = write_report([slow, fast])
     assert out == tmp_path / "runs" / "report-slow-fast.html"
     page = out.read_text(encoding="utf-8")
-    reward = next(chart for chart in _data(page) if chart["place"] == "chart-reward")
+    reward = next(chart for chart in _data(page) if chart["id"] == "chart-reward")
     assert [series["label"] for series in reward["series"]] == ["slow", "fast"]
     sections = re.findall(r'<section id="([^"]+)"', page)
     assert sections[:3] == ["rewards", "held-out", "before-after"]
@@ -216,7 +216,7 @@ def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> No
     finally:
         tracemalloc.stop()
     assert part.table is not None
-    assert part.of == "Steps 981 to 1000"
+    assert part.steps == "Steps 981 to 1000"
     assert peak < 3e6, "21,000 events take 12 MB and more"
 
 
@@ -272,7 +272,7 @@ def test_the_page_has_no_secrets_names_no_other_address_and_stays_small(tmp_path
     assert not re.findall(r"<script[^>]*\ssrc=", page)
     assert not re.findall(r"@import|url\(", page)
     assert len(page) < 2_000_000
-    reward_chart = next(chart for chart in _data(page) if chart["place"] == "chart-reward")
+    reward_chart = next(chart for chart in _data(page) if chart["id"] == "chart-reward")
     assert len(reward_chart["x"]) == 500
     assert reward_chart["x"][-1] == 10_000
 

@@ -1,12 +1,12 @@
-/* Fills the places of the report with charts, from the data in the page. */
+/* Draws the charts of the report, from the data in the page. */
 
 "use strict";
 
 (() => {
   const data = JSON.parse(document.getElementById("report-data").textContent);
 
-  for (const { place, ...options } of data) {
-    Charts.line(document.getElementById(place), options);
+  for (const { id, ...options } of data) {
+    Charts.line(document.getElementById(id), options);
   }
 
   // a printed report shows what is folded, too

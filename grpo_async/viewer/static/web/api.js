@@ -1,4 +1,4 @@
-/* Asks the server, and the addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
+/* Requests to the server, and addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
    the mistake. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
 
 export const DEFAULT_VIEW = "home";
@@ -76,12 +76,12 @@ export function split(names) {
   return names ? names.split(",").map(decodeURIComponent) : [];
 }
 
-/** Of the offline page about a run, or several. */
+/** The address of the report of a run, or of several. */
 export function reportAddress(run, others = null) {
   return `api/report${queryString({ run, compare_with: others })}`;
 }
 
-/** Of the timeline of a run, for Perfetto. */
+/** The address of the timeline of a run, for Perfetto. */
 export function traceAddress(run) {
   return `api/trace${queryString({ run })}`;
 }

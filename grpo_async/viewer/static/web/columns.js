@@ -2,7 +2,7 @@
 
 import { badge, number, oneLine, percent, range, signed } from "./dom.js";
 
-const MOST_REWARDS = 4;
+const MAX_REWARDS = 4;
 const STALENESS = "updates between its oldest token and its use";
 
 export function columnsOf(kind, rewardNames) {
@@ -41,7 +41,7 @@ const GROUPS = [
 ];
 
 function rolloutColumns(rewardNames) {
-  const parts = rewardNames.length > 1 ? rewardNames.slice(0, MOST_REWARDS) : [];
+  const parts = rewardNames.length > 1 ? rewardNames.slice(0, MAX_REWARDS) : [];
   return [
     numeric("step", "step", (row) => number(row.step), { width: "3.8rem", from: 440 }),
     { label: "rollout", width: "6rem", link: true, sort: "id", cell: (row) => oneLine(row.rollout_id, 60) },

@@ -105,7 +105,7 @@ export function percent(fraction) {
   return isMissing(fraction) ? "–" : `${number(100 * fraction, fraction > 0 && fraction < 0.1 ? 1 : 0)}%`;
 }
 
-/** Of policy versions, for instance. */
+/** 3, 5 -> "3–5"; 3, 3 -> "3". */
 export function span(low, high) {
   return isMissing(low) ? "–" : low === high ? String(low) : `${low}–${high}`;
 }

@@ -87,7 +87,7 @@ class Explorer {
     const of = this.parameters.q ? ` of ${number(all.rollouts)} in ${number(all.groups)}` : "";
     fill(this.counts, h("strong", {}, `${plural(counts.rollouts, "rollout")} in ${plural(counts.groups, "group")}`), of);
     this.chartDetails.hidden = this.total === 0;
-    this.drawCharts(); // takes its room at once, so that the rows below do not move when the charts come
+    this.drawCharts(); // takes its space at once, so that the rows below do not move when the charts come
     if (this.total > 0) {
       this.showGrid(answer.rows);
     } else if (this.parameters.q) {

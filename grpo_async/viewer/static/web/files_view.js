@@ -1,4 +1,4 @@
-/* What a run wrote for people: its logs and its settings. */
+/* The logs and the settings of a run. */
 
 import { get, go, joined, split } from "./api.js";
 import { copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
@@ -20,7 +20,7 @@ export async function logsView({ main, parameters, signal }) {
     fill(box, lines.map((line) => h("span", { class: `said level ${level(line)}` }, `${visible(line)}\n`)));
     box.scrollTop = box.scrollHeight;
   };
-  /** It follows the log at its end; what somebody has scrolled to or selected stays. */
+  /** Follows the log while its end is in sight and nothing in it is selected. */
   const onStatus = async () => {
     const { lines } = await read().catch(() => found); // the next poll tries again
     const isAtEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 30;

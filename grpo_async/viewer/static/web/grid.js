@@ -7,13 +7,13 @@ import { append, button, fill, h } from "./dom.js";
 
 const PAGE = 100;
 const SPARE = 8; // rows beyond the window
-const MOST = 400_000; // browsers draw nothing taller than some 30 million pixels
+const MAX_ROWS = 400_000; // browsers draw nothing taller than some 30 million pixels
 const WAIT_MS = 40; // of scrolling, before a page is asked for
 
 export class Grid {
   constructor(options) {
     Object.assign(this, options);
-    this.length = Math.min(this.count, MOST);
+    this.length = Math.min(this.count, MAX_ROWS);
     this.pages = new Map();
     this.chosen = -1;
     this.body = h("div", { class: "grid-rows", role: "rowgroup" });

@@ -1,14 +1,14 @@
-/* All runs, those that said something last first: which of them learn. Ticked ones are laid over each other. */
+/* All runs, the most recently updated first: which of them learn. Ticked runs can be compared. */
 
 import { address, get, joined, reportAddress } from "./api.js";
 import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, part, plural, spacer } from "./dom.js";
 
 const EVERY_MS = 4000;
-const AT_ONCE = 4; // questions
+const MAX_REQUESTS = 4; // at a time
 const PAGE = 30;
 
 export async function homeView({ app, main, signal }) {
-  const cards = new Map(); // name -> {element, at: when the run had written what it says}
+  const cards = new Map(); // name -> {element, at: when the run was updated}
   const ticked = new Set();
   const list = h("div", { class: "runs" });
   const together = h("span", { class: "row" });
@@ -55,7 +55,7 @@ export async function homeView({ app, main, signal }) {
     return { age, ...part((found, element) => drawCard(element, found, box, age), h("article", { "aria-label": name })) };
   }
 
-  /** Runs that began, ended or went on since are asked about again; nothing else is. */
+  /** Asks about runs that have begun, ended or changed since; about no others. */
   async function refresh() {
     const found = await get("runs", {}, signal);
     app.runs = found.runs;
@@ -66,7 +66,7 @@ export async function homeView({ app, main, signal }) {
         await read(rest.shift());
       }
     };
-    await Promise.all(Array.from({ length: AT_ONCE }, work));
+    await Promise.all(Array.from({ length: MAX_REQUESTS }, work));
     if (signal.aborted) {
       return;
     }

@@ -1,4 +1,4 @@
-/* The shell: who may read, the bar with runs and views, keys, and which view the address asks for. */
+/* The frame of the page: asks for the token, draws the bar of runs and views, handles keys, and shows the view in the address. */
 
 import { ApiError, DEFAULT_VIEW, address, current, get, go, openSession } from "./api.js";
 import { announce, button, empty, fill, h, link, select, spacer } from "./dom.js";

@@ -1,4 +1,4 @@
-/* One prompt over the steps of all runs that are open here: how its reward moved. */
+/* How the reward of one prompt moved over the steps of the runs on this page. */
 
 import { address, get } from "./api.js";
 import { badge, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";

@@ -1,4 +1,4 @@
-/* The query: a text box that suggests fields and words, and the server's words under it where there is a mistake. */
+/* The query: a text box that suggests fields and values, and below it the server's message about a mistake. */
 
 import { button, fill, h } from "./dom.js";
 

@@ -1,5 +1,5 @@
-/* Asks how much there is by now, and tells the view; it never redraws by itself. Every 2 s while something changes, ever more
-   seldom while nothing does, not at all while the tab is hidden, or no run is looked at. */
+/* Polls how much there is by now, and tells the view; it never redraws anything itself. It asks every 2 s while something changes,
+   less and less often while nothing does, and not at all while the tab is hidden or no run is shown. */
 
 import { get } from "./api.js";
 import { h, oneLine, plural } from "./dom.js";
