@@ -26,8 +26,9 @@ from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
+from grpo_async.store import RolloutStore
 from tests.cli.support import MINIMAL
-from tests.store.builders import append_simple, new_store
+from tests.store.builders import append_simple
 
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
@@ -288,7 +289,7 @@ def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "x.yaml").write_text(MINIMAL, encoding="utf-8")
-    with new_store(tmp_path / "runs" / "demo") as store:
+    with RolloutStore(tmp_path / "runs" / "demo" / "rollouts") as store:
         append_simple(store, 0)
     return tmp_path
 

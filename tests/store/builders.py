@@ -215,7 +215,3 @@ def build_stats(num_tokens: int, *, first: float = 0.0) -> TokenStats:
         entropies=[0.5 + step for step in steps],
         flags=np.array([index % 64 for index in range(num_tokens)], dtype=np.uint8),  # type: ignore[arg-type]
     )
-
-
-def new_store(run: Path) -> RolloutStore:
-    return RolloutStore(run / "rollouts")

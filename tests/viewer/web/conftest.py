@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.browser import WatchedPage
 from tests.viewer.web.pages import opened, ready
-from tests.viewer.web.serving import Inspector, serving, write_hostile_run, write_run
+from tests.viewer.web.serving import Inspector, serving, write_hostile_run, write_stored_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -20,9 +20,9 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
     """`one` and `two`: 4 steps, the same prompts, other words; `long`: 30 steps; `hostile`."""
     folder = tmp_path_factory.mktemp("runs")
     runs = (
-        write_run(folder / "one"),
-        write_run(folder / "two", word="banana"),
-        write_run(folder / "long", num_steps=30, groups_a_step=5),
+        write_stored_run(folder / "one"),
+        write_stored_run(folder / "two", word="banana"),
+        write_stored_run(folder / "long", num_steps=30, groups_a_step=5),
         write_hostile_run(folder / "hostile"),
     )
     with serving(*runs) as running:

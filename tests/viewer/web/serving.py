@@ -75,7 +75,7 @@ def serving(
         registry.close()
 
 
-def write_run(root: Path, *, num_steps: int = 4, groups_a_step: int = 3, word: str = "apple") -> Path:
+def write_stored_run(root: Path, *, num_steps: int = 4, groups_a_step: int = 3, word: str = "apple") -> Path:
     """A run of `num_steps` steps. Of each step's groups the first is of the prompt that every step has; the reward rises."""
     run = RunDir(root)
     run.create()

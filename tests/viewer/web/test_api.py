@@ -30,8 +30,7 @@ from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, li
 from grpo_async.viewer.web.sources import RunRegistry
 from tests.store.builders import build_branched_rollout, build_group
 from tests.support.stored import LineStore
-from tests.viewer.report.support import steps
-from tests.viewer.report.support import write_run as write_whole_run
+from tests.viewer.report.support import steps, write_run
 from tests.viewer.web.serving import (
     HOSTILE,
     LIMIT_S,
@@ -40,7 +39,7 @@ from tests.viewer.web.serving import (
     append_steps,
     serving,
     write_hostile_run,
-    write_run,
+    write_stored_run,
 )
 
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -50,14 +49,14 @@ BEARER = {"authorization": f"Bearer {TOKEN}"}
 def inspector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
     """Two runs: `one` of 4 steps with 3 groups of 4 rollouts each, `hostile`."""
     folder = tmp_path_factory.mktemp("runs")
-    with serving(write_run(folder / "one"), write_hostile_run(folder / "hostile")) as running:
+    with serving(write_stored_run(folder / "one"), write_hostile_run(folder / "hostile")) as running:
         yield running
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A run of one step."""
-    return write_run(tmp_path / "run", num_steps=1)
+    return write_stored_run(tmp_path / "run", num_steps=1)
 
 
 # -- who may read
@@ -229,7 +228,7 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
     with RolloutStore(RunDir(small).evaluation(5)) as store:
         append_steps(store, [1], word="evaluated", groups_a_step=1)
-    other = write_run(tmp_path / "a@b,c" / "run", num_steps=2)
+    other = write_stored_run(tmp_path / "a@b,c" / "run", num_steps=2)
     for step, word in ((0, "before"), (2, "after")):
         with RolloutStore(RunDir(other).evaluation(step)) as store:
             append_steps(store, [1], word=word, groups_a_step=1)
@@ -251,11 +250,11 @@ def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_p
     with serving(folder=runs) as inspector:
         assert inspector.json("api/runs")["runs"] == []
         assert "no run '' here" in inspector.get("api/card").json()["error"]
-        write_whole_run(tmp_path, "first", metrics=steps(8), error="<b>", state="failed")
+        write_run(tmp_path, "first", metrics=steps(8), error="<b>", state="failed")
         (tmp_path / "outside").mkdir()
         (runs / "no-run").mkdir()
         (runs / "latest").symlink_to("first")
-        write_run(tmp_path / "outside" / "secret")
+        write_stored_run(tmp_path / "outside" / "secret")
         assert [run["name"] for run in inspector.json("api/runs")["runs"]] == ["first"]
         found = inspector.json("api/run", run="first")
         assert (found["status"], found["error"], found["metrics"]) == ("failed", "<b>", 8)
@@ -265,7 +264,7 @@ def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_p
 
 
 def test_logs_are_those_of_the_run_and_settings_hide_what_may_be_secret(tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path, metrics=steps(2))
+    run = write_run(tmp_path, metrics=steps(2))
     secrets = "inference: {host: 10.9.8.7, replicas: 2}\nrewards: [{function: 'a:b', arguments: {key: sk-1}}]\n"
     run.config.write_text(f"training: {{max_steps: 2}}\n{secrets}", encoding="utf-8")
     for number in (2, 10):
@@ -290,7 +289,7 @@ def test_logs_are_those_of_the_run_and_settings_hide_what_may_be_secret(tmp_path
 
 
 def test_a_report_is_shut_into_an_origin_of_its_own(tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path, metrics=steps(8))
+    run = write_run(tmp_path, metrics=steps(8))
     with serving(run.root) as inspector:
         found = inspector.get("api/report")
         policy = found.headers["content-security-policy"].split("; ")
@@ -301,7 +300,7 @@ def test_a_report_is_shut_into_an_origin_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_timeline_of_a_run_is_a_trace_for_perfetto(tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path, metrics=steps(8))
+    run = write_run(tmp_path, metrics=steps(8))
     with serving(run.root) as inspector:
         assert "events.jsonl" in inspector.get("api/trace").json()["error"]  # there is none yet
         run.events.write_text('{"name":"forward","track":"trainer","start":1.0,"end":2.5,"details":{}}\n')

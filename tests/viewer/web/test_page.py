@@ -19,8 +19,7 @@ from grpo_async.store import RolloutStore
 from grpo_async.viewer.format import flag_names
 from grpo_async.viewer.runs import find_evaluation
 from tests.support.browser import watch, watched_page
-from tests.viewer.report.support import Group, evaluation, steps, write_store
-from tests.viewer.report.support import write_run as write_whole_run
+from tests.viewer.report.support import Group, evaluation, steps, write_run, write_store
 from tests.viewer.web.pages import go, look_for_news, opened, ready, rows, search
 from tests.viewer.web.serving import (
     Inspector,
@@ -28,7 +27,7 @@ from tests.viewer.web.serving import (
     append_steps,
     serving,
     tool_rollout,
-    write_run,
+    write_stored_run,
 )
 
 if TYPE_CHECKING:
@@ -310,7 +309,7 @@ def test_names_of_runs_share_a_parameter_whatever_is_in_them(show: Show) -> None
 
 
 def test_an_evaluation_that_is_looked_at_alone_has_all_tabs(browser: Browser, tmp_path: Path) -> None:
-    run = RunDir(write_run(tmp_path / "run", num_steps=1))
+    run = RunDir(write_stored_run(tmp_path / "run", num_steps=1))
     write_store(run.evaluation(5), [Group(rewards=[1.0], step=5)])
     with serving(find_evaluation(run, "5")) as inspected, opened(browser, inspected) as watched:
         for tab, shown in (("Overview", "h1:has-text('run@5')"), ("Before and after", "text=needs two evaluations")):
@@ -322,7 +321,7 @@ def test_an_evaluation_that_is_looked_at_alone_has_all_tabs(browser: Browser, tm
 
 
 def test_new_rows_are_told_and_move_nothing_until_asked(browser: Browser, tmp_path: Path) -> None:
-    root = write_run(tmp_path / "live", num_steps=2)
+    root = write_stored_run(tmp_path / "live", num_steps=2)
     with (
         serving(root) as inspected,
         RolloutStore(RunDir(root).rollouts) as store,
@@ -351,7 +350,7 @@ def write_metrics(root: Path, *rewards: float, first: int = 1) -> None:
 
 
 def test_curves_grow_with_the_run_and_have_other_axes_that_are_remembered(browser: Browser, tmp_path: Path) -> None:
-    root = write_run(tmp_path / "run", num_steps=1)
+    root = write_stored_run(tmp_path / "run", num_steps=1)
     write_metrics(root, 0.1, 0.2)
 
     def grows_behind_the_answer(route: Route) -> None:
@@ -392,7 +391,7 @@ _ZOOM = "() => [...Charts.alive].find(each => each.options?.title === 'Reward').
 def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(
     browser: Browser, tmp_path: Path, view: str, place: str
 ) -> None:
-    run = write_whole_run(tmp_path, "live", metrics=steps(10, own=2.0), state="stopped")
+    run = write_run(tmp_path, "live", metrics=steps(10, own=2.0), state="stopped")
     with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, f"#/{view}?run=live") as watched:
         page = watched.page
         reward = page.locator(f"{place} .panel", has=page.locator("h3", has_text=re.compile("^Reward$")))
@@ -435,14 +434,14 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
     folder = tmp_path_factory.mktemp("learned")
     evaluations = [evaluation(0, 0.1), evaluation(20, 0.9)]
     groups = [Group(rewards=[0.0, 1.0], step=1)]
-    good = write_whole_run(folder, "good", metrics=steps(20), evaluations=evaluations, groups=groups)
+    good = write_run(folder, "good", metrics=steps(20), evaluations=evaluations, groups=groups)
     for step, text, reward in ((0, "I guess 3", 0.0), (20, "1 + 1 = 2", 1.0)):
         held_out = [
             Group(rewards=[1.0], prompt="0 + 0 =", text="0", step=step, status=GroupStatus.EVALUATED),
             Group(rewards=[reward], prompt="1 + 1 =", text=text, step=step, status=GroupStatus.EVALUATED),
         ]
         write_store(good.evaluation(step), held_out)
-    write_whole_run(folder, "flat", metrics=steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0))
+    write_run(folder, "flat", metrics=steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0))
     good.events.write_text(
         '{"name":"forward","track":"trainer","start":1.0,"end":2.5,"details":{}}\n', encoding="utf-8"
     )
@@ -503,7 +502,7 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
 
 
 def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path, "live", metrics=steps(7), state="stopped")
+    run = write_run(tmp_path, "live", metrics=steps(7), state="stopped")
     with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/run?run=live") as watched:
         page = watched.page
         page.wait_for_selector("text=The run was stopped after 7 of 7 steps")
@@ -511,7 +510,7 @@ def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path)
         look_for_news(page)
         page.wait_for_selector("text=The run was stopped after 9 of 7 steps")
         go(page, "#/home")
-        write_whole_run(tmp_path, "later", metrics=steps(8))
+        write_run(tmp_path, "later", metrics=steps(8))
         page.wait_for_selector("article[aria-label=later] .verdict")
 
 
