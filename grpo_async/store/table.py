@@ -102,11 +102,6 @@ class RolloutTable:
         return self._index.folder
 
     @property
-    def generation(self) -> int:
-        """Grows whenever `refresh` found something new: a key for caches."""
-        return self._index.generation
-
-    @property
     def newest_seq(self) -> int:
         """The highest seq of all groups, superseded or not; -1: there is none."""
         ((seq,),) = self._index.fetch("SELECT coalesce(max(seq), -1) FROM groups")

@@ -37,7 +37,6 @@ def inspect_command(run: RunData, query: str | None, sort: str | None = None) ->
 class Learning:
     """Whether a run learns; the checks, what is bad first. `level`: of the answer's color."""
 
-    run: RunData
     verdict: Verdict
     level: str
     findings: Sequence[Finding]
@@ -51,7 +50,7 @@ class Learning:
 def learning(run: RunData) -> Learning:
     found = find(run)
     verdict = judge(run, found)
-    return Learning(run=run, verdict=verdict, level=_VERDICT_LEVELS[verdict.is_learning], findings=found)
+    return Learning(verdict=verdict, level=_VERDICT_LEVELS[verdict.is_learning], findings=found)
 
 
 # -- advice
@@ -61,7 +60,6 @@ def learning(run: RunData) -> Learning:
 class Advice:
     """What bounds a run's speed, from its last `num_steps` steps; `why_not` where that cannot be told."""
 
-    run: RunData
     finding: Finding | None = None
     num_steps: int = 0
     why_not: str = ""
@@ -69,16 +67,16 @@ class Advice:
 
 def advice(run: RunData) -> Advice:
     if not run.metrics:
-        return Advice(run=run, why_not="No optimizer step was finished, so nothing was measured.")
+        return Advice(why_not="No optimizer step was finished, so nothing was measured.")
     try:
         config = load_config(run.run_dir.config)
     except ConfigError:
         why_not = "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
-        return Advice(run=run, why_not=why_not)
+        return Advice(why_not=why_not)
     rows = list(run.metrics[_WARM_UP:] if len(run.metrics) > 2 * _WARM_UP else run.metrics)[-_ADVICE_STEPS:]
     setup = PipelineSetup(config=config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
     found = advise(pipeline_metrics(rows), setup)
-    return Advice(run=run, finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
+    return Advice(finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
 
 
 # -- evaluations
