@@ -125,7 +125,7 @@ def prompt_hash(prompt: Prompt) -> str:
 
 
 def _outcomes(scored: ScoredGroup | None) -> dict[str, _Outcome]:
-    """By rollout id."""
+    """The outcome of each rollout and branch, by its id."""
     found: dict[str, _Outcome] = {}
     if scored is None:
         return found
@@ -175,7 +175,7 @@ def _branch(
     outcomes: Mapping[str, _Outcome],
     stats: Mapping[str, TokenStats],
 ) -> dict[str, Any]:
-    """The JSON object of one branch, in the terms of a rollout. One that became no sample has the reward that its agent named."""
+    """The JSON object of one branch, with the fields of a rollout. Without a sample it has the reward that its agent named."""
     name = completion.sample_id(branch)
     outcome = outcomes.get(name, _Outcome(reward=branch.reward))
     parent = completion if branch.parent == 0 else completion.branches[branch.parent - 1]

@@ -1,10 +1,10 @@
-"""The tables in memory that queries run over, the names that a query may use, and the help that is made of them.
+"""The tables in memory that queries run over, the names that a query may use, and the help text made from them.
 
     rows     one row per rollout: the small columns, and `superseded`
     groups   one row per group: its rollouts taken together (summaries.GroupSummary)
     unsealed all columns of the groups that are still JSON lines
-    rollouts the view of queries, rows JOIN groups: the small columns of the store, and also SHORT names and group_*;
-             JOIN the blocks' columns for the BLOCK names: texts and maps, which are read from the files when a query names them
+    rollouts the view that queries see, rows JOIN groups: the small columns of the store, and the names below;
+             BLOCK_NAMES (texts and maps) are joined to it when a query names one: they are read from the files
 
 A query is an SQL condition over these names (`query`). Those of the store's own columns (schema.COLUMNS) work too.
 """
@@ -36,7 +36,7 @@ INDEXED = tuple(name for name in COLUMN_NAMES if name not in (*_TEXTS.split(), *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """A column that queries know: `sql` makes it of `r` (rows) and `g` (groups), or of a block's columns."""
+    """A column that queries may name: `sql` computes it from `r` (rows) and `g` (groups), or from a block's columns."""
 
     name: str
     kind: str
@@ -163,11 +163,11 @@ GROUP_NAMES = frozenset(
 """Names that have one value for a whole group."""
 
 BLOCK_SQL = ", ".join(f'{each.sql} AS "{each.name}"' for each in BLOCK_NAMES)
-"""The BLOCK names, of a relation with all columns."""
+"""The SELECT list of BLOCK_NAMES, over a relation with all columns."""
 GROUPS_SQL = (
     f"SELECT {', '.join(f'{sql} AS {name}' for name, sql in sql_of(GroupSummary).items())} FROM {{}} GROUP BY seq"
 )
-"""The table `groups`, of a relation like `rows`."""
+"""The SELECT that makes the table `groups` from a relation like `rows`."""
 _LAST_STEP_SQL = """SELECT coalesce(max(step) FILTER (status IN ('trained', 'failed')), max(step)) FROM groups
 WHERE NOT superseded"""
 """The newest step that is done: groups of the next step may be filtered or stale already. Where none was trained, the newest."""

@@ -1,4 +1,4 @@
-"""The one definition of what a stored rollout is: the columns of the view `rollouts`, and the SELECT that makes them of JSON lines.
+"""The definition of a stored rollout: the columns of the view `rollouts`, and the SELECT that makes them from JSON lines.
 
     block-N.jsonl   one line per group  --\\
                                            SELECT (here) --> one row per rollout   = the columns of block-N-M.parquet
@@ -178,8 +178,8 @@ _LINE_FIELDS = {name: _TYPES[name] for name in _GROUP_FIELDS.split()} | {"rollou
 
 
 def select_from_lines(path: Path) -> str:
-    """The SELECT that makes COLUMNS of a file of JSON lines, in the order of seq and rollout. It leaves out torn and damaged lines:
-    compare the number of groups with that of the lines."""
+    """The SELECT that makes COLUMNS from a file of JSON lines, in the order of seq and rollout. It leaves out torn and damaged
+    lines: compare the number of groups with that of the lines."""
     fields = ", ".join(f"\"{name}\": '{type_}'" for name, type_ in _LINE_FIELDS.items())
     made = ",\n    ".join(f'({column.expression})::{column.type} AS "{column.name}"' for column in COLUMNS)
     longest = max(path.stat().st_size + 1, _MIN_BUFFER)

@@ -1,8 +1,8 @@
-"""What `RolloutTable` answers with: small frozen records, without tokens and with the beginnings of the texts only.
+"""What `RolloutTable` returns: small frozen records, without tokens and with the beginnings of the texts only.
 
 Texts are as the model, the data and the tools wrote them: whoever shows them escapes them. Durations are seconds, times seconds
 since the epoch, entropies nats. None: not known, or there is none (an unscored rollout has no reward). `Annotated` has the SQL that
-makes a value of the rows of a group or a step.
+computes a value from the rows of a group or a step.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ from grpo_async.store.summaries import (
 )
 
 _Answer = TypeVar("_Answer")
-_ROLLOUT_NAMES = tuple(each.name for each in dataclasses.fields(RolloutSummary) if not each.name.endswith("_preview"))
-_GROUP_NAMES = tuple(sql_of(GroupSummary))
+_ROLLOUT_SUMMARY = tuple(each.name for each in dataclasses.fields(RolloutSummary) if not each.name.endswith("_preview"))
+_GROUP_SUMMARY = tuple(sql_of(GroupSummary))
 _STEP_SQL = sql_of(StepSummary)
 _PREVIEW = (
     f"left(json_extract_string(coalesce(reset_messages, prompt_messages), '$[#-1].content'), {PREVIEW_CHARACTERS})"
@@ -182,7 +182,7 @@ class RolloutTable:
         where = self._where(query)
         return self._groups(self._index.fetch(_group_page(where, sort, offset, limit), query))
 
-    # ------------------------------------------------------------------------------------------- single ones
+    # ------------------------------------------------------------------------------------------- groups and rollouts
 
     def group(self, group_id: int) -> GroupRow:
         """One group with all its tokens. RunError: there is none."""
@@ -218,7 +218,7 @@ class RolloutTable:
             raise RunError(f"there is no rollout {rollout_id} in {self.folder}{self._hint()}")
         return group, found
 
-    # --------------------------------------------------------------------------------------------- figures
+    # --------------------------------------------------------------------------------------------- statistics
 
     def histogram(self, field: str, query: Query = EVERYTHING, *, bins: int = 30) -> Histogram:
         """How a number is distributed: reward, staleness, length, rewards['NAME'], group_reward, ... Whole numbers in a range of at
@@ -379,8 +379,8 @@ class RolloutTable:
         return self._reading(ask)
 
     def _with_previews(self, rows: Sequence[Sequence[Any]]) -> list[RolloutSummary]:
-        """`rows`: ROLLOUT_NAMES."""
-        names = _ROLLOUT_NAMES
+        """Summaries of `rows`, which have the columns _ROLLOUT_SUMMARY."""
+        names = _ROLLOUT_SUMMARY
         seq = names.index("seq")
         columns = f"seq, rollout_index, {_PREVIEW}, {_SAID}"
         texts = {
@@ -396,8 +396,8 @@ class RolloutTable:
         return found
 
     def _groups(self, rows: Sequence[Sequence[Any]]) -> list[GroupSummary]:
-        """`rows`: (num_matching, *GROUP_NAMES)."""
-        names = _GROUP_NAMES
+        """Summaries of `rows`, which have the columns num_matching and _GROUP_SUMMARY."""
+        names = _GROUP_SUMMARY
         seq = names.index("seq") + 1
         columns = f"seq, rollout_index, {_PREVIEW}"
         seqs = sorted({row[seq] for row in rows})
@@ -455,7 +455,7 @@ def _listed(seqs: Sequence[int]) -> str:
 
 def _page(where: str, sort: str, offset: int, limit: int) -> str:
     order = "".join(f"{value} {direction} NULLS LAST, " for value, direction in _order(sort, of_groups=False))
-    select = f"SELECT {', '.join(_ROLLOUT_NAMES)} FROM rollouts WHERE rollout_index IS NOT NULL AND {where}"
+    select = f"SELECT {', '.join(_ROLLOUT_SUMMARY)} FROM rollouts WHERE rollout_index IS NOT NULL AND {where}"
     return f"{select} ORDER BY {order}seq DESC, rollout_index {_window(offset, limit)}"
 
 
@@ -466,7 +466,7 @@ def _group_page(where: str, sort: str, offset: int, limit: int) -> str:
         for value, key, _ in keys
     )
     order = "".join(f"m.{key} {direction} NULLS LAST, " for _, key, direction in keys)
-    names = ", ".join(f"g.{name}" for name in _GROUP_NAMES)
+    names = ", ".join(f"g.{name}" for name in _GROUP_SUMMARY)
     found = f"SELECT seq, count(rollout_index) AS matching{values} FROM rollouts WHERE {where} GROUP BY seq"
     select = f"WITH found AS ({found}) SELECT m.matching, {names} FROM groups AS g JOIN found AS m USING (seq)"
     return f"{select} ORDER BY {order}g.seq DESC {_window(offset, limit)}"

@@ -59,7 +59,7 @@ class Tracker:
         """Whether the run learns, in sentences."""
 
     def close(self, *, failed: bool) -> None:
-        """`failed`: the run ended with an error."""
+        """End the tracker's run. `failed`: the run ended with an error."""
 
 
 class Tensorboard(Tracker):

@@ -46,7 +46,7 @@ class EvaluationRecord:
         return self.error or self.skipped
 
     def as_dict(self) -> dict[str, Any]:
-        """What stands in the line."""
+        """The content of the line."""
         head = {"step": self.step, "when": self.when}
         why = {"skipped": self.skipped, "error": self.error}
         result = {"metrics": self.metrics, "by_group": self.by_group, "prompt_rewards": self.prompt_rewards}

@@ -130,7 +130,7 @@ class Timeline:
 
 
 class Slots:
-    """The rows of one track: each of those that run at once has the lowest that is free. Safe from every thread."""
+    """The rows of one track: what runs at the same time has a row each, the lowest that is free. Safe from every thread."""
 
     def __init__(self, timeline: Timeline, track: str) -> None:
         self._timeline = timeline
@@ -159,14 +159,14 @@ class Slots:
         return Track(self._timeline, f"{self._track}/{slot}", slot)
 
     def release(self, track: Track) -> None:
-        """Give a track that `take` returned back, once."""
+        """Give back a track that `take` returned, once."""
         with self._lock:
             heapq.heappush(self._free, track.slot)
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One track of a timeline, for those who need not know which."""
+    """Records on one track of a timeline."""
 
     timeline: Timeline
     name: str

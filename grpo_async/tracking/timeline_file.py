@@ -84,7 +84,7 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def event_line(event: Event) -> str:
-    """With its line feed. Long texts are cut; what JSON cannot hold becomes text."""
+    """The line of an event, with its line feed. Long texts are cut; what JSON cannot hold becomes text."""
     content = {
         "name": event.name,
         "track": event.track,
@@ -106,7 +106,7 @@ def _detail(value: Any) -> Any:
 
 
 class EventWriter:
-    """The file, in the writing thread."""
+    """Writes the file. One thread uses it."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class EventWriter:
         self._drops_from = 0.0  # not before; by time.monotonic()
 
     def append(self, text: str) -> bool:
-        """Whether these whole lines were written: all or none."""
+        """Write whole lines, all or none. Returns whether they were written."""
         data = text.encode()
         try:
             if self._descriptor is None:

@@ -60,7 +60,7 @@ def group_json(group: GroupRow, summary: GroupSummary) -> bytes:
 
 
 def rollout_json(group: GroupRow, rollout: RolloutRow) -> bytes:
-    """One rollout, with what its group is."""
+    """One rollout, with the ids, the step and the status of its group."""
     known = {"group_id": group.group_id, "prompt_id": group.prompt_id, "step": group.step, "group_status": group.status}
     return _json_line({**known, **orjson.loads(orjson.dumps(rollout))})
 

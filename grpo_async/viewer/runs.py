@@ -83,7 +83,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Not what is too long for a name, as a query may be."""
+    """Whether it is a folder; a text that is too long for the name of one, as a query may be, is none."""
     try:
         return path.is_dir()
     except OSError as error:
@@ -93,7 +93,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def runs_below(folder: Path) -> list[RunDir]:
-    """Most recently updated first."""
+    """The runs of a folder, the most recently updated first."""
     written = [(modified_at(RunDir(path)), path) for path in _folders(folder) if is_run(path)]
     return [RunDir(path) for _, path in sorted(written, key=lambda each: (-each[0], each[1]))]
 
@@ -113,5 +113,5 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _names(runs_folder: Path) -> list[str]:
-    """Newest first."""
+    """Names of the folders, newest first."""
     return [path.name for path in sorted(_folders(runs_folder), key=lambda path: -modified_at(RunDir(path)))]

@@ -30,7 +30,7 @@ _TRAINER_WORK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
-    """What was read of events.jsonl: its events in the order of their starts, the steps of the run, and what is missing."""
+    """What was read from events.jsonl: its events in the order of their starts, the steps of the run, and what is missing."""
 
     events: Sequence[Event]
     steps: Mapping[int, Event]

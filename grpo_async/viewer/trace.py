@@ -63,10 +63,10 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
     timed: list[Record] = []
     counts: dict[int, int] = {}
 
-    def name(process: int, thread: int, kind: str, text: str, place: int) -> None:
+    def name(process: int, thread: int, kind: str, text: str, index: int) -> None:
         base = {"ph": "M", "pid": process, "tid": thread, "ts": 0}
         metadata.append({**base, "name": f"{kind}_name", "args": {"name": text}})
-        metadata.append({**base, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
+        metadata.append({**base, "name": f"{kind}_sort_index", "args": {"sort_index": index}})
 
     for track, spans in tracks.items():
         group = track_group(track)
@@ -80,7 +80,7 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
 
 
 def _us(time_s: float, zero: float) -> int:
-    """Whole microseconds: rounding keeps what lies inside inside."""
+    """Whole microseconds since `zero`: rounding keeps nested spans nested."""
     return round((time_s - zero) * 1e6)
 
 

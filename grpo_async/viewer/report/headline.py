@@ -28,7 +28,7 @@ class Headline:
 
 
 def headline(run: RunData) -> Headline:
-    # a failed or running one leaves the summary of the attempt before
+    # where this attempt failed or still runs, the summary is that of the attempt before
     summary = run.summary if run.status in (FINISHED, STOPPED) else {}
     wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
     numbers = {

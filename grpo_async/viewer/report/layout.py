@@ -38,7 +38,7 @@ class Plot:
     log: bool = False
     leave_out: tuple[str, ...] = ()
     order: tuple[str, ...] = ()  # labels of what the pattern finds, from the first on; others follow by name
-    least_found: int = 1  # fewer metrics of the pattern say nothing that another plot does not
+    least_found: int = 1  # with fewer metrics of the pattern the plot would only repeat another
     of_evaluations: bool = False  # points of the evaluations instead of the steps
     single_run: bool = False  # as for a line
 

@@ -20,7 +20,7 @@ MAX_POINTS = 500
 """Maximum number of points of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's
 reduction."""
 
-_MAX_SERIES = 8  # colors that keep apart
+_MAX_SERIES = 8  # colors that can be told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
 
 
 def _together(source: Source, parameters: RequestParameters) -> list[Source]:
-    """The run, and those that are looked at with it."""
+    """The run, and the runs that it is compared with."""
     names = dict.fromkeys(unquote(name) for name in parameters.compare_with.split(",") if name)
     return [source, *(source.find(name) for name in names if name != source.name)][:MAX_RUNS]
 
