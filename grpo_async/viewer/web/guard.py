@@ -26,16 +26,14 @@ from grpo_async.utils.network import is_loopback
 REPORT_PATH = "/api/report"
 _MAX_COOKIE_BYTES = 16_384
 
+_DENIED = ("default-src 'none'", "form-action 'none'", "base-uri 'none'", "frame-ancestors 'none'")
 CONTENT_SECURITY_POLICY = "; ".join(
     (
-        "default-src 'none'",
+        *_DENIED,
         "script-src 'self'",
         "style-src 'self'",
         "img-src 'self' data:",
         "connect-src 'self'",
-        "form-action 'none'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",  # assigning markup from text is an error, wherever it is tried
         "trusted-types 'none'",
     )
@@ -43,13 +41,10 @@ CONTENT_SECURITY_POLICY = "; ".join(
 REPORT_POLICY = "; ".join(
     (
         "sandbox allow-scripts",  # an origin of its own: its scripts, which stand in the page, can ask nobody, us included
-        "default-src 'none'",
+        *_DENIED,
         "script-src 'unsafe-inline'",  # the page's own policy names each by its hash
         "style-src 'unsafe-inline'",
         "img-src data:",
-        "form-action 'none'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
     )
 )
 _HEADERS = {
