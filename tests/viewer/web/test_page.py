@@ -503,12 +503,19 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
 
 def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path, "live", metrics=steps(7), state="stopped")
+    log = run.logs / "attempt_1" / "trainer.log"
+    log.parent.mkdir()
+    log.write_text("waiting\n", encoding="utf-8")
     with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/run?run=live") as watched:
         page = watched.page
         page.wait_for_selector("text=The run was stopped after 7 of 7 steps")
         write_metrics(run.root, 0.9, 0.95, first=8)
         look_for_news(page)
         page.wait_for_selector("text=The run was stopped after 9 of 7 steps")
+        go(page, "#/logs?run=live")
+        log.write_text("waiting\nwaiting\n", encoding="utf-8")
+        look_for_news(page)
+        page.wait_for_selector(".log .level >> nth=1")
         go(page, "#/home")
         write_run(tmp_path, "later", metrics=steps(8))
         page.wait_for_selector("article[aria-label=later] .verdict")

@@ -24,7 +24,7 @@ export async function logsView({ main, parameters, signal }) {
   const onStatus = async () => {
     const { lines } = await read().catch(() => found); // the next poll tries again
     const isAtEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 30;
-    if (isAtEnd && lines.at(-1) !== found.lines.at(-1) && !(String(getSelection()) && getSelection().containsNode(box, true))) {
+    if (isAtEnd && lines.join("\n") !== found.lines.join("\n") && !(String(getSelection()) && getSelection().containsNode(box, true))) {
       found.lines = lines;
       show(lines);
     }
