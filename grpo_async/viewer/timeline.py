@@ -152,10 +152,10 @@ def usage(events: Sequence[Event]) -> Usage | None:
     Worked example: the trainer waits 3 of 10 s, and requests are generated in 2 of those 3 -> `wall_s` 10, `trainer_waits_s` 3,
     `trainer_waits_generating_s` 2.
     """
-    steps = [event for event in events if event.name == _STEP and track_group(event.track) == "trainer"]
     spans = [event for event in events if event.end > event.start]
     if not spans:
         return None
+    steps = [event for event in spans if event.name == _STEP and track_group(event.track) == "trainer"]
     start = min(event.start for event in steps or spans)
     end = max(event.end for event in steps or spans)
     named: dict[tuple[str, str], list[Event]] = defaultdict(list)

@@ -87,6 +87,11 @@ def test_only_the_time_of_the_steps_counts_and_what_has_a_name() -> None:
     assert found.wall_s == 10.0
     assert found.generation_idle_s == 4.0
     assert usage([Event("a", "b", 1.0, 1.0)]) is None
+    found = usage(
+        [Event("step", "trainer", 5.0, 5.0), _span("generate", "rollout/0", 1.0, 3.0)]
+    )  # the clock was set back
+    assert found is not None
+    assert found.wall_s == 2.0
 
 
 def test_the_summary_names_waits_and_shares_and_obeys_no_text(tmp_path: Path) -> None:
