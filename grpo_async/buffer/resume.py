@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from grpo_async.records import (
     RolloutStatus,
     ScoredGroup,
     TaggedMessage,
+    TokenPath,
     ToolCallRecord,
     TurnRecord,
     as_arrays,
@@ -42,7 +43,7 @@ from grpo_async.utils.safe_text import safe_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartialRollout:
+class PartialRollout(TokenPath):
     """A rollout in progress. `open_ids`, `open_logprobs` and `open_versions` have equal length: the tokens of the turn that is
     being generated. `open_finish` is set when that turn is complete but what follows it (a tool's answer) is not there yet."""
 
@@ -60,7 +61,7 @@ class PartialRollout:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(len(turn.output_ids) for turn in self.turns) + len(self.open_ids)
+        return self.num_own_tokens + len(self.open_ids)
 
     @property
     def oldest_version(self) -> int | None:
@@ -196,10 +197,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Prompt):
         return {_KIND: "Prompt", "prompt_id": value.prompt_id}
     name = type(value).__name__
-    if is_dataclass(value) and name in _RECORDS:
-        content = {
-            each.name: getattr(value, each.name) for each in fields(value)
-        }  # not `asdict`: it copies every token
+    if _RECORDS.get(name) is type(value):  # a user may have a class of the same name
+        # not `asdict`: it copies every token
+        content = {each.name: getattr(value, each.name) for each in fields(value)}
         if isinstance(value, RolloutCompletion):
             content["reward_columns"] = {name: _or_repr(column) for name, column in value.reward_columns.items()}
         if isinstance(value, ScoredGroup):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 
 import numpy as np
 
@@ -96,13 +96,14 @@ def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:
         def __repr__(self) -> str:
             raise RuntimeError("no repr")
 
+    branch = make_dataclass("Branch", ["score"])(1)  # a user's class with the name of a record
     scored = replace(
         make_scored(1),
-        extra_columns={"n": [np.float32(0.5), np.int64(3)], "o": [Own(), np.ones(2), Broken()], "k": [{(1, 2): 3}]},
+        extra_columns={"n": [np.float32(0.5), np.int64(3)], "o": [Own(), np.ones(2), Broken(), branch], "k": [{(1, 2): 3}]},
     )
     state = replace(_state(), queued=[scored], in_progress=[], noted=[])
     assert _through_files(state).queued[0].extra_columns == {
         "n": [0.5, 3],
-        "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>"],
+        "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>", "Branch(score=1)"],
         "k": ["{(1, 2): 3}"],
     }
