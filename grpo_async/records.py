@@ -285,7 +285,7 @@ class TokenPath:
         return self._column(np.float32, lambda turn: turn.output_logprobs, elsewhere=0.0)
 
     @property
-    def versions(self) -> IntArray:
+    def policy_versions(self) -> IntArray:
         """Policy version per completion token; -1 where the mask is False."""
         return self._column(np.int32, lambda turn: turn.policy_versions, elsewhere=-1)
 

@@ -207,7 +207,7 @@ def _sample(
         token_ids=np.concatenate([path.prompt_ids, path.completion_ids]),
         loss_mask=np.concatenate([np.zeros(num_prompt, np.bool_), path.completion_mask]),
         sampler_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), path.logprobs]),
-        policy_versions=np.concatenate([np.full(num_prompt, -1, np.int32), path.versions]),
+        policy_versions=np.concatenate([np.full(num_prompt, -1, np.int32), path.policy_versions]),
         advantage=advantage,
         rewards=parts,
         reward=reward,

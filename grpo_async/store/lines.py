@@ -200,7 +200,7 @@ def _path(path: TokenPath, outcome: _Outcome, stats: TokenStats | None) -> dict[
         "completion_ids": path.completion_ids,
         "mask": mask.view(np.uint8),
         "logprobs": path.logprobs,
-        "versions": path.versions,
+        "versions": path.policy_versions,
         **(_NO_STATS if stats is None else _stats(stats, mask)),
     }
 

@@ -115,7 +115,7 @@ def test_groups_admitted_together_go_into_one_call_with_raw_prompts_of_their_own
     assert [[c.completion_ids.tolist() for c in group] for group in groups] == [[[2, 2], [3, 2]], [[3, 2], [4, 2]]]
     assert [c.rollout_id for c in groups[1]] == ["g1-r0", "g1-r1"]
     first = groups[0][0]
-    assert (first.logprobs.tolist(), first.versions.tolist(), first.truncated) == ([-0.25, -0.5], [7, 7], False)
+    assert (first.logprobs.tolist(), first.policy_versions.tolist(), first.truncated) == ([-0.25, -0.5], [7, 7], False)
     columns = [completion.reward_columns for group in groups for completion in group]
     assert columns == [{"env_reward": float(index), "source": "games"} for index in range(4)]
 

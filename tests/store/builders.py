@@ -131,7 +131,7 @@ def build_sample(group_id: int, completion: RolloutCompletion, reward: float, ad
         token_ids=completion.completion_ids,
         loss_mask=completion.completion_mask,
         sampler_logprobs=completion.logprobs,
-        policy_versions=completion.versions,
+        policy_versions=completion.policy_versions,
         advantage=advantage,
         rewards={"exact": reward, "format": None},
         reward=reward,
