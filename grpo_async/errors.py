@@ -19,6 +19,8 @@ A message says what happened, with which value, and what to do.
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -32,6 +34,22 @@ class GrpoAsyncError(Exception):
 
 class ConfigError(GrpoAsyncError):
     """The configuration, or a file or callable that it names, is wrong. Nothing was started."""
+
+
+class Problems(list[str]):
+    """What is wrong with a configuration, a line each: checks go on after the first problem, and one error has all of them."""
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Add the message of a ConfigError that is raised inside."""
+        try:
+            yield
+        except ConfigError as error:
+            self.append(str(error))
+
+    def raise_if_any(self) -> None:
+        if self:
+            raise ConfigError("\n".join(self))
 
 
 class RunError(GrpoAsyncError):

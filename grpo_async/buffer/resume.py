@@ -75,9 +75,9 @@ RolloutSnapshot = RolloutCompletion | PartialRollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSnapshot:
-    """Rollouts of one prompt, by index. Rollouts that have nothing yet are left out."""
+    """Rollouts of one group, by index. Rollouts that have nothing yet are left out."""
 
-    prompt_id: int
+    group_id: int
     rollouts: Mapping[int, RolloutSnapshot]
 
     @property
@@ -95,8 +95,8 @@ class ResumeState:
         ledger: totals of closed groups; open groups are counted when they are restored, so every group counts once.
         queued: groups that are scored and wait for their step, in the order of their ids.
         in_progress: groups in progress, in the order of their prompts.
-        noted: filtered and stale groups whose rewards the metrics of the next step will include; they are already stored.
-        next_seq: the rollout store's number for the next group. ("store" in the file.)
+        dropped: filtered and stale groups whose rewards the metrics of the next step will include; they are already stored.
+        next_seq: the rollout store's number for the next group.
         failures: the error log's counts.
     """
 
@@ -105,7 +105,7 @@ class ResumeState:
     ledger: Mapping[str, Mapping[str, int]]
     queued: Sequence[ScoredGroup] = ()
     in_progress: Sequence[GroupSnapshot] = ()
-    noted: Sequence[ScoredGroup] = ()
+    dropped: Sequence[ScoredGroup] = ()
     next_seq: int | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
 
@@ -115,7 +115,7 @@ class ResumeState:
             "data": dict(self.data),
             "outstanding": list(self.outstanding),
             "ledger": {kind: dict(counts) for kind, counts in self.ledger.items()},
-            "store": self.next_seq,
+            "next_seq": self.next_seq,
             "failures": dict(self.failures),
         }
 
@@ -124,9 +124,9 @@ class ResumeState:
         for queued in self.queued:
             yield _line("queued", {"scored": queued})
         for group in self.in_progress:
-            yield _line("in_progress", {"prompt_id": group.prompt_id, "rollouts": dict(group.rollouts)})
-        for noted in self.noted:
-            yield _line("noted", {"scored": noted})
+            yield _line("in_progress", {"group_id": group.group_id, "rollouts": dict(group.rollouts)})
+        for dropped in self.dropped:
+            yield _line("dropped", {"scored": dropped})
 
 
 def read_resume_state(
@@ -142,7 +142,7 @@ def read_resume_state(
     """
     queued: list[ScoredGroup] = []
     in_progress: list[GroupSnapshot] = []
-    noted: list[ScoredGroup] = []
+    dropped: list[ScoredGroup] = []
     for line in lines:
         content = json.loads(line, object_hook=partial(_record_from, prompt_of))
         match content.pop("kind"):
@@ -150,9 +150,9 @@ def read_resume_state(
                 queued.append(content["scored"])
             case "in_progress":
                 rollouts = {int(index): each for index, each in content["rollouts"].items()}
-                in_progress.append(GroupSnapshot(prompt_id=content["prompt_id"], rollouts=rollouts))
-            case "noted":
-                noted.append(content["scored"])
+                in_progress.append(GroupSnapshot(group_id=content["group_id"], rollouts=rollouts))
+            case "dropped":
+                dropped.append(content["scored"])
             case other:
                 raise ValueError(f"a line of kind {other!r}")
     return ResumeState(
@@ -161,8 +161,8 @@ def read_resume_state(
         ledger=small["ledger"],
         queued=queued,
         in_progress=in_progress,
-        noted=noted,
-        next_seq=small["store"],
+        dropped=dropped,
+        next_seq=small["next_seq"],
         failures=small["failures"],
     )
 

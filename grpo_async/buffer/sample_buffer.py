@@ -1,12 +1,12 @@
 """The queue between the rollout thread and the trainer's main thread, which blocks on it. The ledger's admission bounds its size.
 
-It receives ScoredGroups by `add` and hands them out by `take`, those that were started first before the others.
+It receives ScoredGroups by `add` and hands them out by `take`, in the order in which they were started.
 Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
 an older group is dropped whole, counted as stale, and its place is free again.
 `reserve` predicts what the next `take` will hand out, so that it can be packed while a step trains. It stays queued until then.
 
-Each step also reports the scored groups that were filtered or dropped since the step before: `note` keeps them until `take_noted`,
-and returns which step that will be, so that metrics and rollout store agree.
+Each step also reports the scored groups that were dropped since the step before, as stale or filtered: `record_dropped` keeps them
+until `take_dropped`, and returns which step that will be, so that metrics and rollout store agree.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SampleBuffer:
         self._last_step = last_step
         self._groups: list[ScoredGroup] = []
         self._reserved: set[int] = set()  # group ids
-        self._noted: list[ScoredGroup] = []
+        self._dropped: list[ScoredGroup] = []
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
         self._has_ended = False
@@ -115,23 +115,23 @@ class SampleBuffer:
         with self._condition:
             return self._step if self._last_step is None or self._step <= self._last_step else None
 
-    def note(self, scored: ScoredGroup) -> int | None:
-        """Remember a group that was scored but will not be handed out. Returns the step whose metrics include its rewards."""
+    def record_dropped(self, scored: ScoredGroup) -> int | None:
+        """Keep a group that was scored but will not be handed out. Returns the step whose metrics include its rewards."""
         with self._condition:
-            self._noted.append(scored)
+            self._dropped.append(scored)
             return self.step
 
-    def noted(self) -> list[ScoredGroup]:
-        """The groups noted since the last `take_noted`; they stay noted."""
+    def dropped(self) -> list[ScoredGroup]:
+        """The groups dropped since the last `take_dropped`, which will still return them."""
         with self._condition:
-            return list(self._noted)
+            return list(self._dropped)
 
-    def take_noted(self) -> list[ScoredGroup]:
-        """The groups noted since the last call. A step was taken: groups noted from now on belong to the next one."""
+    def take_dropped(self) -> list[ScoredGroup]:
+        """The groups dropped since the last call. A step was taken: groups dropped from now on belong to the next one."""
         with self._condition:
             self._step += 1
-            noted, self._noted = self._noted, []
-            return noted
+            dropped, self._dropped = self._dropped, []
+            return dropped
 
     def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
         """The groups that a `take` with the same arguments will hand out, unless one that arrives meanwhile was started earlier and
@@ -174,7 +174,7 @@ class SampleBuffer:
                 return sorted(taken, key=lambda group: group.group_id)
             for group in taken:  # a whole round without samples: take the next one
                 self._end_span(group, status=str(GroupStatus.FILTERED))
-                self._on_drop(group, GroupStatus.FILTERED, self.note(group))
+                self._on_drop(group, GroupStatus.FILTERED, self.record_dropped(group))
             if not popped:
                 return []
             taken = []
@@ -241,7 +241,7 @@ class SampleBuffer:
         for group in groups:
             if self.is_stale(group.oldest_version, trainer_version):
                 self._end_span(group, status=str(GroupStatus.STALE))
-                self._on_drop(group, GroupStatus.STALE, self.note(group))
+                self._on_drop(group, GroupStatus.STALE, self.record_dropped(group))
             else:
                 fresh.append(group)
         return fresh

@@ -15,7 +15,7 @@ from typing import Any
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs.environment import COLUMN, Environment, EnvironmentCallError, EnvironmentKind, examine
 from grpo_async.envs.pool import Construction, EnvironmentPool
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, Problems
 from grpo_async.tools.schema import UnusableError
 from grpo_async.tools.tool import Tool
 from grpo_async.user_code.references import resolve
@@ -26,13 +26,11 @@ class Environments:
     """The configured environments, and the choice of one for each row.
 
     Args:
-        pools: the pools, by their names in the config.
-        extra_schemas: schemas of the tools that every rollout has.
+        pools: the pools, at least one, by their names in the config.
     """
 
-    def __init__(self, pools: Mapping[str, EnvironmentPool], extra_schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, pools: Mapping[str, EnvironmentPool]) -> None:
         self.pools = dict(pools)
-        self._extra_schemas = list(extra_schemas)
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -43,7 +41,7 @@ class Environments:
     @property
     def all_have_rewards(self) -> bool:
         """Whether every environment has a `get_reward`, so that no reward function is needed."""
-        return bool(self.pools) and all(pool.kind.reward_name is not None for pool in self.pools.values())
+        return all(pool.kind.reward_name is not None for pool in self.pools.values())
 
     @property
     def notes(self) -> list[str]:
@@ -63,14 +61,14 @@ class Environments:
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Tools that the model may call in this row's rollouts: those of every rollout, and the environment's."""
-        return self.for_row(columns).schemas if self.pools else list(self._extra_schemas)
+        return self.for_row(columns).schemas
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Problems of these rows (columns and `prompt`): one sentence for each kind of problem, with its first row."""
         first: dict[str, int] = {}
         for index, row in enumerate(rows):
             problem = self._row_problem(row)
-            if problem is None and self.pools:
+            if problem is None:
                 kind = self.for_row(row).kind
                 missing = kind.reset_parameters.missing(row)
                 if missing:
@@ -93,7 +91,7 @@ class Environments:
                 return None
             return f"the column `{COLUMN}` is missing, which says which of the environments {names} a row uses"
         value = columns[COLUMN]
-        if not names or (isinstance(value, str) and value in self.pools):
+        if isinstance(value, str) and value in self.pools:
             return None
         return (
             f"the column `{COLUMN}` says {value!r}, but the environments are {names}{did_you_mean(str(value), names)} (if the "
@@ -108,27 +106,22 @@ def load_environments(sections: Mapping[str, EnvironmentSection], extra_tools: S
         ConfigError: some environment cannot be found, imported, constructed or used; the message has a line for each problem.
     """
     pools: dict[str, EnvironmentPool] = {}
-    problems: list[str] = []
+    problems = Problems()
     schemas = [tool.schema for tool in extra_tools]
     for name, section in sections.items():
-        try:
+        with problems.collecting():
             kind, probe = _load(name, section, selected_by_column=len(sections) > 1)
-        except ConfigError as error:
-            problems.append(str(error))
-            continue
-        pools[name] = EnvironmentPool(kind, probe, schemas)
-        clashes = sorted({tool.name for tool in extra_tools} & set(kind.specs))
-        problems.extend(
-            f"{kind.setting}.factory: {section.factory}: its method `{clash}` has the name of one of the `tools`; rename one"
-            for clash in clashes
-        )
+            pools[name] = EnvironmentPool(kind, probe, schemas)
+            problems.extend(
+                f"{kind.setting}.factory: {section.factory}: its method `{clash}` has the name of one of the `tools`; rename one"
+                for clash in sorted({tool.name for tool in extra_tools} & set(kind.specs))
+            )
     problems.extend(_contradicting_weights([pool.kind for pool in pools.values()]))
-    environments = Environments(pools, schemas)
     if problems:
         for pool in pools.values():
             pool.discard_free()
-        raise ConfigError("\n".join(problems))
-    return environments
+    problems.raise_if_any()
+    return Environments(pools)
 
 
 def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -> tuple[EnvironmentKind, Environment]:

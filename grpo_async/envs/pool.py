@@ -84,9 +84,7 @@ class EnvironmentPool:
         extra_schemas: schemas of the tools that every rollout has.
     """
 
-    def __init__(
-        self, kind: EnvironmentKind, probe: Environment, extra_schemas: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, kind: EnvironmentKind, probe: Environment, extra_schemas: Sequence[Mapping[str, Any]]) -> None:
         self.kind = kind
         self.schemas = [*extra_schemas, *(spec.schema for spec in kind.specs.values())]
         self._free = [probe]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.config.sections import RewardSection
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, Problems
 from grpo_async.rewards.call import (
     ALIASES,
     ALWAYS_OFFERED,
@@ -196,19 +196,16 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     """
     rewards: list[RewardFunction] = []
     loop = UserLoop("async rewards")  # one loop for all: an HTTP client or lock that two functions share belongs to one
-    problems: list[str] = []
+    problems = Problems()
     for index, section in enumerate(sections):
-        try:
+        with problems.collecting():
             rewards.append(load_reward(section, f"rewards.{index}", loop=loop))
-        except ConfigError as error:
-            problems.append(str(error))
     names = [reward.name for reward in rewards]
-    problems += [
+    problems.extend(
         f"rewards: the name `{name}` belongs to more than one function; give each a `name`"
         for name in duplicates(names)
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    )
+    problems.raise_if_any()
     return rewards
 
 

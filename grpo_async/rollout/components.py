@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
@@ -16,7 +16,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import SAMPLING, EvaluationSection, RolloutSection
 from grpo_async.envs import Environments, load_environments
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, Problems
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import AGENT_REWARD, Prompt
@@ -28,8 +28,6 @@ from grpo_async.rollout.group import NO_SLOTS, ErrorLog, GroupProducer
 from grpo_async.tools import Tool, load_tools
 from grpo_async.tracking.timeline import Slots
 from grpo_async.user_code.references import resolve_function
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,23 +172,20 @@ def load_components(config: ExperimentConfig) -> Components:
     Raises:
         ConfigError: something cannot be found, imported or used; the message has a line for each.
     """
-    problems: list[str] = []
-
-    def attempt(load: Callable[[], Result]) -> Result | None:
-        try:
-            return load()
-        except ConfigError as error:
-            problems.append(str(error))
-            return None
-
-    tools = attempt(lambda: load_tools(config.tools)) or []
-    environments = attempt(lambda: load_environments(config.environments, tools)) if config.environments else None
-    function = attempt(lambda: _load_function(config))
-    agent = attempt(lambda: _load_agent(config))
-    if problems:
-        if environments is not None:
-            asyncio.run(environments.aclose())
-        raise ConfigError("\n".join(problems))
+    problems = Problems()
+    tools: Sequence[Tool] = []
+    environments = function = agent = None
+    with problems.collecting():
+        tools = load_tools(config.tools)
+    with problems.collecting():
+        environments = load_environments(config.environments, tools) if config.environments else None
+    with problems.collecting():
+        function = _load_function(config)
+    with problems.collecting():
+        agent = _load_agent(config)
+    if problems and environments is not None:
+        asyncio.run(environments.aclose())
+    problems.raise_if_any()
     return Components(tools=tools, environments=environments, function=function, agent=agent)
 
 

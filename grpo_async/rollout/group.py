@@ -60,6 +60,11 @@ class OpenGroup:
     is_too_stale: bool = False
 
     @property
+    def group_id(self) -> int:
+        """As of its `record`."""
+        return self.prompt.prompt_id
+
+    @property
     def record(self) -> RolloutGroup:
         return RolloutGroup(prompt=self.prompt, completions=list(self.completions))
 
@@ -80,12 +85,8 @@ class OpenGroup:
 
     def restore(self, rollouts: Mapping[int, RolloutSnapshot], *, keeps_open_turns: bool) -> None:
         """Continue rollouts of a checkpoint. Without open turns, only complete turns are kept."""
-        kept = (
-            rollouts
-            if keeps_open_turns
-            else {i: each for i, of in rollouts.items() if (each := _whole(of)) is not None}
-        )
-        self.restored = kept
+        whole = {index: each for index, of in rollouts.items() if (each := _whole(of)) is not None}
+        self.restored = kept = rollouts if keeps_open_turns else whole
         self.num_tokens = {index: each.num_sampled_tokens for index, each in kept.items()}
         versions = {index: each.oldest_version for index, each in kept.items()}
         self.oldest_versions = {index: version for index, version in versions.items() if version is not None}
@@ -96,7 +97,7 @@ class OpenGroup:
         found = dict(self.restored)  # no producer has taken these yet
         found |= {index: each for index, take in self.snapshots.items() if (each := take()) is not None}
         whole = {i: e for i, e in found.items() if not (isinstance(e, RolloutCompletion) and not e.status.is_trainable)}
-        return GroupSnapshot(prompt_id=self.prompt.prompt_id, rollouts=whole)
+        return GroupSnapshot(group_id=self.group_id, rollouts=whole)
 
     @property
     def stage(self) -> str:
@@ -106,7 +107,7 @@ class OpenGroup:
         """group 7, for 31 s: being scored, tokens of its rollouts: 0: 12, 1: 8"""
         tokens = ", ".join(f"{index}: {number}" for index, number in sorted(self.num_tokens.copy().items())) or "none"
         age_s = time.monotonic() - self.began
-        return f"group {self.prompt.prompt_id}, for {age_s:.0f} s: {self.stage}, tokens of its rollouts: {tokens}"
+        return f"group {self.group_id}, for {age_s:.0f} s: {self.stage}, tokens of its rollouts: {tokens}"
 
 
 class GroupProducer(Protocol):

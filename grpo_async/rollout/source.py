@@ -62,7 +62,7 @@ class RolloutSource:
         self._attention = threading.Event()
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
-        self._noted: list[ScoredGroup] = []
+        self._dropped: list[ScoredGroup] = []
         self._reserved: list[ScoredGroup] = []
         self._stopping = False
         self._has_started = False
@@ -119,7 +119,7 @@ class RolloutSource:
             groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
         except BufferInterrupted:
             return None
-        self._noted = self._buffer.take_noted()
+        self._dropped = self._buffer.take_dropped()
         reserved, self._reserved = self._reserved, []
         return reserved if _ids(reserved) == _ids(groups) else self._worker.scorer.advantages.over_step(groups)
 
@@ -162,7 +162,7 @@ class RolloutSource:
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Rewards and lengths over the groups taken, and those that became filtered or stale since the step before."""
-        return group_metrics([*groups, *self._noted])
+        return group_metrics([*groups, *self._dropped])
 
     def advance(self, version: int) -> None:
         """The servers serve `version` from now on."""

@@ -8,7 +8,7 @@ However a group ends, `close_group` closes it in the ledger and gives it to the 
     dropped, scored or not               its place is free at once
 
 Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
-A rollout that fails is dropped: its group continues with at least two survivors. A group that fails is dropped alone. Only when
+A rollout that fails is dropped: its group continues with the others, at least two. A group that fails is dropped alone. Only when
 every group fails for a while does the run stop, with the cause.
 """
 
@@ -103,12 +103,12 @@ class RolloutWorker:
         self._reissue: list[int] = []
         if resume is not None:
             queued = self._requeue(resume)
-            self._reissue = [prompt_id for prompt_id in resume.outstanding if prompt_id not in queued]
-            self._restorable = {group.prompt_id: group for group in resume.in_progress}
+            self._reissue = [group_id for group_id in resume.outstanding if group_id not in queued]
+            self._restorable = {group.group_id: group for group in resume.in_progress}
 
     def _requeue(self, resume: ResumeState) -> set[int]:
         """Queue the finished groups of the checkpoint, except those that are too stale by now (max_staleness was lowered): their
-        prompts are issued again. Returns the prompts of the queued groups."""
+        prompts are issued again. Returns the ids of the queued groups."""
         kept = [scored for scored in resume.queued if not self._is_stale(scored.oldest_version)]
         for scored in kept:
             group_id = scored.group_id
@@ -116,8 +116,8 @@ class RolloutWorker:
             self.ledger.generated(group_id, sum(each.num_sampled_tokens for each in scored.group.trainable))
             self.ledger.queue(group_id)
         self.buffer.add(*kept)
-        for noted in resume.noted:
-            self.buffer.note(noted)
+        for dropped in resume.dropped:
+            self.buffer.record_dropped(dropped)
         return {scored.group_id for scored in kept}
 
     @property
@@ -161,18 +161,18 @@ class RolloutWorker:
 
     def _start(self, prompt: Prompt) -> OpenGroup:
         """Open the group of a prompt, with its state from a checkpoint unless that would be too stale when the group is done."""
-        prompt_id = prompt.prompt_id
+        group_id = prompt.prompt_id
         group = OpenGroup(
-            name=f"g{prompt_id}",
+            name=f"g{group_id}",
             prompt=prompt,
             size=self._section.group_size,
-            seed=seed_of(self._seed, prompt_id),
+            seed=seed_of(self._seed, group_id),
             served_version=lambda: self.ledger.version,
-            on_tokens=partial(self.ledger.generated, prompt_id),
+            on_tokens=partial(self.ledger.generated, group_id),
         )
-        self._in_flight[prompt_id] = group
-        self.ledger.start(prompt_id)
-        restorable = self._restorable.pop(prompt_id, None)
+        self._in_flight[group_id] = group
+        self.ledger.start(group_id)
+        restorable = self._restorable.pop(group_id, None)
         if restorable is not None and not self._is_stale(restorable.oldest_version):
             group.restore(restorable.rollouts, keeps_open_turns=self._keeps_open_turns)
         return group
@@ -185,7 +185,7 @@ class RolloutWorker:
         return prompt
 
     async def _run_group(self, group: OpenGroup) -> None:
-        group_id = group.prompt.prompt_id
+        group_id = group.group_id
         try:
             group.is_running = True
             if group.is_too_stale:  # restored from a checkpoint, and too stale since
@@ -194,14 +194,12 @@ class RolloutWorker:
             self._failures_in_a_row = 0
             if scored is None:
                 self._drop_unscored(group, GroupStatus.FILTERED)
-            elif (
-                scored.samples or self._section.zero_variance != "resample"
-            ):  # without samples: its step will filter it
+            elif not scored.samples and self._section.zero_variance == "resample":
+                step = self.buffer.record_dropped(scored)
+                self.close_group(scored.group, GroupStatus.FILTERED, scored=scored, step=step)
+            else:  # one without samples is filtered by its step
                 self.ledger.queue(group_id)
                 self.buffer.add(scored)
-            else:
-                step = self.buffer.note(scored)
-                self.close_group(scored.group, GroupStatus.FILTERED, scored=scored, step=step)
             self._check_signal(scored)
         except NothingToLearnError:
             raise
@@ -246,7 +244,7 @@ class RolloutWorker:
                 # the completion of an agent's rollout lacks the tokens of its cancelled calls
                 kept = 0 if is_failed else completion.num_sampled_tokens
                 lost = group.num_tokens.get(index, 0) - kept
-                self.ledger.drop_tokens(group.prompt.prompt_id, max(0, lost))
+                self.ledger.drop_tokens(group.group_id, max(0, lost))
             record = group.record
             if len(record.trainable) >= 2:
                 return await self.scorer.score(record, environments=group.environments)
@@ -313,7 +311,7 @@ class RolloutWorker:
             ledger=totals_for_resume(self.ledger.snapshot()),
             queued=self.buffer.queued(),
             in_progress=[group for group in in_progress if group.rollouts],
-            noted=self.buffer.noted(),
+            dropped=self.buffer.dropped(),
             next_seq=self._store.position(),
             failures=self.errors.counts,
         )

@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
 from grpo_async.config.sections import ToolSection
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import ConfigError, GrpoAsyncError, Problems
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
@@ -134,25 +134,22 @@ def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:
         ConfigError: some tool cannot be found, imported, called as configured or described to a model; one line per problem.
     """
     tools: list[Tool] = []
-    problems: list[str] = []
+    problems = Problems()
     for index, section in enumerate(sections):
-        try:
+        with problems.collecting():
             tools.append(_load(section, f"tools.{index}"))
-        except ConfigError as error:
-            problems.append(str(error))
     names = [tool.name for tool in tools]
     problems.extend(
         f"tools: the name `{name}` belongs to more than one function; rename one of them" for name in duplicates(names)
     )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems.raise_if_any()
     return tools
 
 
 def _load(section: ToolSection, path: str) -> Tool:
     where = f"{path}.function: {section.function}"
     function = resolve_function(section.function, where)
-    problems = []
+    problems = Problems()
     try:
         names = list(inspect.signature(function).parameters)
     except ValueError as error:
@@ -165,8 +162,7 @@ def _load(section: ToolSection, path: str) -> Tool:
         tool = Tool.from_function(function, arguments=section.arguments, timeout_s=section.timeout_s)
     except UnusableError as error:
         problems.extend(f"{where}: {problem}" for problem in error.problems)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems.raise_if_any()
     return tool
 
 

@@ -24,7 +24,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations, scores_by_step
 from grpo_async.utils.files import sync
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _TENSORS = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name for a file of tensors, with the rank that writes it

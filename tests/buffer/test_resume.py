@@ -58,8 +58,8 @@ def _state() -> ResumeState:
         outstanding=[8, 9, 10],
         ledger={"groups": {"started": 3, "trained": 3}, "tokens": {"started": 30, "trained": 30}},
         queued=[scored, make_scored(7, has_samples=False)],
-        in_progress=[GroupSnapshot(prompt_id=9, rollouts={0: over, 1: partial})],
-        noted=[make_scored(6, has_samples=False)],
+        in_progress=[GroupSnapshot(group_id=9, rollouts={0: over, 1: partial})],
+        dropped=[make_scored(6, has_samples=False)],
         next_seq=1234,
         failures={"rollout: TimeoutError": 2},
     )
@@ -99,9 +99,13 @@ def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:
     branch = make_dataclass("Branch", ["score"])(1)  # a user's class with the name of a record
     scored = replace(
         make_scored(1),
-        extra_columns={"n": [np.float32(0.5), np.int64(3)], "o": [Own(), np.ones(2), Broken(), branch], "k": [{(1, 2): 3}]},
+        extra_columns={
+            "n": [np.float32(0.5), np.int64(3)],
+            "o": [Own(), np.ones(2), Broken(), branch],
+            "k": [{(1, 2): 3}],
+        },
     )
-    state = replace(_state(), queued=[scored], in_progress=[], noted=[])
+    state = replace(_state(), queued=[scored], in_progress=[], dropped=[])
     assert _through_files(state).queued[0].extra_columns == {
         "n": [0.5, 3],
         "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>", "Branch(score=1)"],

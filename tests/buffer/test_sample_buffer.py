@@ -82,7 +82,7 @@ def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> N
     )
     assert fixture.take(2) == [2, 3]
     assert fixture.dropped == [(0, "filtered", 1), (1, "filtered", 1)]
-    assert [scored.group.group_id for scored in fixture.buffer.take_noted()] == [0, 1]
+    assert [scored.group.group_id for scored in fixture.buffer.take_dropped()] == [0, 1]
 
 
 def test_what_was_taken_before_a_failure_is_queued_again_for_the_checkpoint_that_is_written_then() -> None:
@@ -98,20 +98,20 @@ def test_groups_of_a_checkpoint_are_handed_out_like_others() -> None:
     fixture = _Fixture()
     fixture.buffer.add(make_scored(2))
     fixture.buffer.add(make_scored(1), make_scored(0, has_samples=False))
-    fixture.buffer.note(make_scored(9))
-    assert [scored.group.group_id for scored in fixture.buffer.noted()] == [9]
+    fixture.buffer.record_dropped(make_scored(9))
+    assert [scored.group.group_id for scored in fixture.buffer.dropped()] == [9]
     assert fixture.take(3) == [0, 1, 2]
-    assert [scored.group.group_id for scored in fixture.buffer.take_noted()] == [9]
-    assert fixture.buffer.noted() == []
+    assert [scored.group.group_id for scored in fixture.buffer.take_dropped()] == [9]
+    assert fixture.buffer.dropped() == []
 
 
 def test_what_is_dropped_belongs_to_the_step_that_sees_it_and_after_the_last_to_none() -> None:
     fixture = _Fixture()
     seen = []
     for _ in range(4):
-        step = fixture.buffer.note(make_scored(9))
+        step = fixture.buffer.record_dropped(make_scored(9))
         assert step == fixture.buffer.step
-        seen.append((step, len(fixture.buffer.take_noted())))
+        seen.append((step, len(fixture.buffer.take_dropped())))
     assert seen == [(1, 1), (2, 1), (3, 1), (None, 1)]
 
 

@@ -70,7 +70,9 @@ def test_ids_logprobs_mask_and_versions_have_one_entry_per_token_and_none_for_wh
     """R2.1, R2.2, R4.7: sampled tokens have mask 1 and a real logprob, tool tokens mask 0 and 0.0."""
     completion = _run(ScriptedClient(stop(CALL, EOS), stop(CALL, EOS), stop(6, EOS)), FakeTools())
     ids = completion.completion_ids
-    assert len(ids) == len(completion.logprobs) == len(completion.completion_mask) == len(completion.policy_versions) == 10
+    assert (
+        len(ids) == len(completion.logprobs) == len(completion.completion_mask) == len(completion.policy_versions) == 10
+    )
     rows = zip(completion.completion_mask, completion.logprobs, completion.policy_versions, strict=True)
     assert all((logprob < 0.0, version >= 0) == (mask, mask) for mask, logprob, version in rows)
 

@@ -332,14 +332,14 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
         ids = [group.group.group_id for group in groups]
         if mode == "resample":
             assert ids == [1, 2]
-            assert [noted.group.group_id for noted in setup.buffer.noted()] == [0]
+            assert [dropped.group.group_id for dropped in setup.buffer.dropped()] == [0]
         else:
             assert ids == [0, 1]
             assert [len(group.samples) for group in groups] == ([0, 4] if mode == "skip" else [4, 4])
         if mode == "train":
             assert {sample.advantage for sample in groups[0].samples} == {0.0}
 
-        seen.extend([*groups, *setup.buffer.take_noted()])
+        seen.extend([*groups, *setup.buffer.take_dropped()])
         for group in groups:  # as the trainer does
             status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
             setup.worker.close_group(group.group, status, scored=group, step=1, was_taken=True)

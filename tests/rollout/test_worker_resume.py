@@ -105,7 +105,7 @@ def test_finished_groups_are_not_generated_again_and_others_go_on_with_the_token
     assert state.outstanding == [0, 1, 2, 3]
     assert state.ledger["groups"]["started"] == 0
     (group,) = state.in_progress
-    assert (group.prompt_id, sorted(group.rollouts)) == (2, [0, 1, 2, 3])
+    assert (group.group_id, sorted(group.rollouts)) == (2, [0, 1, 2, 3])
     setup, taken = _resumed(tmp_path / "b", state, 4, at=1)
     assert [group.group.group_id for group in taken] == [0, 1, 2, 3]
     assert not {"g0", "g1", "g3"} & {name.partition("-")[0] for name in setup.client.names}
@@ -173,9 +173,9 @@ def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_re
     script: Any = lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2)  # noqa: E731
     setup = _Setup(tmp_path / "a", script, zero_variance="resample")
     state = _state_when(setup, lambda: len(setup.buffer) == 4)
-    assert [scored.group.group_id for scored in state.noted] == [1]
+    assert [scored.group.group_id for scored in state.dropped] == [1]
     resumed = _Setup(tmp_path / "b", resume=state, zero_variance="resample")
-    assert [scored.group.group_id for scored in resumed.buffer.take_noted()] == [1]
+    assert [scored.group.group_id for scored in resumed.buffer.take_dropped()] == [1]
 
 
 def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path) -> None:
