@@ -128,8 +128,8 @@ class RunEvaluations:
         return scores_by_step(self.records, metric)
 
     @property
-    def holds_push(self) -> bool:
-        """Whether an evaluation that wants a single policy version is running: the servers keep theirs until it is over."""
+    def blocks_push(self) -> bool:
+        """Whether an evaluation that wants a single policy version is running: no weights are pushed until it ends."""
         running = self._running
         is_pinned = self._section is not None and self._section.pin_version
         return is_pinned and running is not None and not running.future.done()
@@ -308,10 +308,11 @@ class RunEvaluations:
         )
         self._add(record)
         self._release(running)  # only after the record: a checkpoint without a score or evaluation may be removed
-        self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
+        flat = flat_metrics(record.metrics, record.by_group)
+        self._unreported |= {f"eval/{name}": value for name, value in flat.items()}
         self._unreported["eval/step"] = float(running.step)
         self._completions += result.completions if self._config.tracking else ()
-        self._listeners.tell(record.label, result.flat())
+        self._listeners.tell(record.label, flat)
 
     def _release(self, running: _Running) -> None:
         self._running = None

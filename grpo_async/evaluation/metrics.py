@@ -12,7 +12,7 @@ from statistics import fmean
 
 from grpo_async.config.sections import powers_up_to
 from grpo_async.records import RolloutStatus, ScoredGroup
-from grpo_async.scoring.advantages import sample_std
+from grpo_async.scoring.advantages import rewards_by_name, sample_std, scored_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,6 @@ class EvaluationResult:
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
     prompt_rewards: list[float | None] = field(default_factory=list)
     completions: Sequence[Mapping[str, str | float | None]] = ()
-
-    def flat(self) -> dict[str, float]:
-        """See `flat_metrics`."""
-        return flat_metrics(self.metrics, self.by_group)
 
 
 def flat_metrics(metrics: Mapping[str, float], by_group: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -60,7 +56,7 @@ def evaluation_result(
     by_group = {
         value: prompt_metrics(parts[value], samples=samples, pass_threshold=pass_threshold) for value in sorted(parts)
     }
-    means = [fmean(rewards) if (rewards := _rewards(prompt)) else None for prompt in prompts]
+    means = [fmean(rewards) if (rewards := scored_rewards(prompt.rewards)) else None for prompt in prompts]
     return EvaluationResult(metrics=metrics, by_group=by_group, prompt_rewards=means)
 
 
@@ -75,7 +71,7 @@ def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_thresho
     Two prompts with two completions each and rewards 1 0 and 0 0: reward 0.25, pass@1 (0.5 + 0) / 2 = 0.25, pass@2 0.5.
     """
     completions = [completion for prompt in prompts for completion in prompt.group.completions]
-    rewards = [rewards for prompt in prompts if (rewards := _rewards(prompt))]  # one list for each prompt with rewards
+    rewards = list(filter(None, (scored_rewards(prompt.rewards) for prompt in prompts)))  # of each prompt that has some
     scored = [reward for each in rewards for reward in each]
     metrics = {"num_prompts": float(len(prompts))}
     if scored:
@@ -89,11 +85,8 @@ def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_thresho
                 metrics[f"pass@{k}"] = fmean(pass_at_k(*counts, k) for counts in passed)
         if samples > 1:
             metrics[f"mean@{samples}"] = fmean(means)
-    parts = [part for prompt in prompts for part in prompt.reward_parts]
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [value for part in parts if (value := part.get(name)) is not None]
-        if values:
-            metrics[f"rewards/{name}"] = fmean(values)
+    for name, values in rewards_by_name([part for prompt in prompts for part in prompt.reward_parts]).items():
+        metrics[f"rewards/{name}"] = fmean(values)
     sampled = [completion for completion in completions if completion.num_sampled_tokens]
     if sampled:
         metrics["mean_length"] = fmean(completion.num_sampled_tokens for completion in sampled)
@@ -103,10 +96,6 @@ def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_thresho
     num_failed = sum(completion.status is RolloutStatus.FAILED for completion in completions)
     counts = {"num_failed": num_failed, "num_unscored": len(completions) - len(scored) - num_failed}
     return metrics | {name: float(count) for name, count in counts.items() if count}
-
-
-def _rewards(prompt: ScoredGroup) -> list[float]:
-    return [reward for reward in prompt.rewards if reward is not None]
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:

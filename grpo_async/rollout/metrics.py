@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from grpo_async.records import RolloutCompletion, ScoredGroup
-from grpo_async.scoring.advantages import has_zero_variance, sample_std
+from grpo_async.scoring.advantages import has_zero_variance, rewards_by_name, sample_std, scored_rewards
 
 _PERCENTS = (10, 50, 90)
 
@@ -25,19 +25,18 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     no signal (`has_zero_variance`), whatever they are compared with.
     """
     metrics: dict[str, float] = {}
-    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+    rewards = [reward for group in groups for reward in scored_rewards(group.rewards)]
     if rewards:
         metrics["reward"] = fmean(rewards)
         metrics["reward_std"] = sample_std(rewards)
         metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
         metrics.update({f"reward_p{percent}": value for percent, value in _quantiles(rewards).items()})
-        scored = [group.rewards for group in groups if any(reward is not None for reward in group.rewards)]
+        scored = [group.rewards for group in groups if scored_rewards(group.rewards)]
         metrics["frac_reward_zero_std"] = fmean(map(has_zero_variance, scored))
-    for name in sorted({name for group in groups for part in group.reward_parts for name in part}):
-        values = [value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None]
-        if values:
-            metrics[f"rewards/{name}/mean"] = fmean(values)
-            metrics[f"rewards/{name}/std"] = sample_std(values)
+    parts = [part for group in groups for part in group.reward_parts]
+    for name, values in sorted(rewards_by_name(parts).items()):
+        metrics[f"rewards/{name}/mean"] = fmean(values)
+        metrics[f"rewards/{name}/std"] = sample_std(values)
     for name in sorted({name for group in groups for name in group.metrics}):
         metrics[name] = fmean(group.metrics[name] for group in groups if name in group.metrics)
     advantages = [abs(sample.advantage) for group in groups for sample in group.samples]
@@ -98,10 +97,8 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
         metrics["tools/duration_s/mean"] = fmean(call.duration_s for call in calls)
         metrics["tools/duration_s/per_rollout"] = sum(call.duration_s for call in calls) / len(completions)
     offered = {name for completion in completions for name in completion.tool_names}
-    for name in [
-        *sorted(offered),
-        "unknown",
-    ]:  # names that a policy makes up share one metric, since their number has no limit
+    # names that a policy makes up share one metric, since their number has no limit
+    for name in [*sorted(offered), "unknown"]:
         mine = [call for call in calls if (call.name if call.name in offered else "unknown") == name]
         if mine:
             metrics[f"tools/{name}/call_frequency"] = len(mine) / len(completions)

@@ -28,7 +28,7 @@ from grpo_async.errors import FatalRolloutError, NothingToLearnError, RunError
 from grpo_async.findings.messages import equal_rewards
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
-from grpo_async.scoring.advantages import has_zero_variance
+from grpo_async.scoring.advantages import has_zero_variance, scored_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, SHORTEST_WAIT_S, Timeline
@@ -338,7 +338,7 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
     """Why a group had nothing to train; None: no token of it was sampled."""
     if scored is None:
         return "no token was sampled: its prompt is too long, or its environment was done immediately"
-    rewards = [reward for reward in scored.rewards if reward is not None]
+    rewards = scored_rewards(scored.rewards)
     if len(rewards) < 2:
         return "it was not scored"
     if not has_zero_variance(scored.rewards):

@@ -118,7 +118,7 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "none"] = "gro
 
     Example: [1, 0, None, 1, 0]: mean 0.5, std = sqrt(4 x 0.25 / 3) = 0.57735, A = +-0.5 / 0.57745 = +-0.86588, and 0.
     """
-    scored = _scored(rewards)
+    scored = scored_rewards(rewards)
     if has_zero_variance(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(scored) / len(scored)
@@ -136,7 +136,7 @@ def leave_one_out_advantages(rewards: Rewards) -> list[float]:
     """
     if has_zero_variance(rewards):
         return [0.0] * len(rewards)
-    scored = _scored(rewards)
+    scored = scored_rewards(rewards)
     total, num_others = math.fsum(scored), len(scored) - 1
     return [0.0 if reward is None else reward - (total - reward) / num_others for reward in rewards]
 
@@ -149,7 +149,7 @@ def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:
     Example: [1, 0] and [3, 3]: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5, so
     A = +-0.5 / 1.5001 = +-0.33331, and 0, 0.
     """
-    divisor = sample_std([reward for rewards in groups for reward in _scored(rewards)]) + _STD_FLOOR
+    divisor = sample_std([reward for rewards in groups for reward in scored_rewards(rewards)]) + _STD_FLOOR
     return [[advantage / divisor for advantage in group_advantages(rewards, scale="none")] for rewards in groups]
 
 
@@ -182,7 +182,7 @@ def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
     The mean is that of the step, which is 0 up to float noise, like that of every group.
     Example: [1, -1] and [0, 0]: std = sqrt(2 / 3) = 0.81650, A = +-1 / 0.81660 = +-1.22459, and 0, 0.
     """
-    scored = [value for values in groups for value in _scored(values)]
+    scored = [value for values in groups for value in scored_rewards(values)]
     mean = math.fsum(scored) / len(scored) if scored else 0.0
     divisor = sample_std(scored) + _STD_FLOOR
     return [
@@ -195,12 +195,23 @@ def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
 
 def has_zero_variance(rewards: Rewards) -> bool:
     """Whether a group has no signal: fewer than two scored rewards, or all are equal."""
-    scored = _scored(rewards)
+    scored = scored_rewards(rewards)
     return len(scored) < 2 or are_equal(min(scored), max(scored))
 
 
-def _scored(rewards: Rewards) -> list[float]:
+def scored_rewards(rewards: Rewards) -> list[float]:
+    """Those that are not None."""
     return [reward for reward in rewards if reward is not None]
+
+
+def rewards_by_name(parts: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """The values of each reward that are not None; a reward without any is left out.
+
+    [{"a": 1, "b": None, "c": None}, {"a": 0, "b": 2, "c": None}] -> {"a": [1, 0], "b": [2]}.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    found = {name: scored_rewards([part.get(name) for part in parts]) for name in names}
+    return {name: values for name, values in found.items() if values}
 
 
 def sample_std(values: Sequence[float]) -> float:

@@ -414,9 +414,9 @@ class Leader:
         """Something changed while this thread waited: push the weights to servers that can serve again, and make the push that an
         evaluation has delayed. While an evaluation delays it and another server serves, servers that come back wait: a push goes
         to all."""
-        is_held = self._evaluations.holds_push and self.version != self._pushed_version
+        is_held = self._evaluations.blocks_push and self.version != self._pushed_version
         joins = self._fleet.has_ready and not (is_held and self._fleet.serving())
-        if joins or (self._push_is_held and not self._evaluations.holds_push):
+        if joins or (self._push_is_held and not self._evaluations.blocks_push):
             self.push(self.version)
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
@@ -453,7 +453,7 @@ class Leader:
                 self._source.close_groups(empty, GroupStatus.FILTERED, step=step)
                 trained = self._close_groups(packed.minibatches, result, statistics, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.num_steps
-            if (is_due or self._push_is_held) and self._evaluations.holds_push:
+            if (is_due or self._push_is_held) and self._evaluations.blocks_push:
                 self._push_is_held = True
                 metrics["sync/held"] = 1.0
             elif is_due or self._push_is_held:
@@ -470,7 +470,7 @@ class Leader:
             )
             metrics.update(self._source.gauges())
             metrics.update(self._context.checkpoints.take_metrics())
-            if self._push_is_held and not self._evaluations.holds_push:  # the evaluation has ended since
+            if self._push_is_held and not self._evaluations.blocks_push:  # the evaluation has ended since
                 metrics.pop("sync/held", None)
                 metrics.update(self._push_or_save(step))
             self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)

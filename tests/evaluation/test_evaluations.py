@@ -145,16 +145,16 @@ def test_what_is_due_while_one_runs_is_left_out_and_said(tmp_path: Path, caplog:
 
 def test_a_push_is_held_while_a_pinned_evaluation_runs_and_no_longer(tmp_path: Path) -> None:
     pinned = _Run(tmp_path, pin_version=True)
-    held = [pinned.evaluations.holds_push]
+    held = [pinned.evaluations.blocks_push]
     pinned.after(2)
-    held.append(pinned.evaluations.holds_push)
+    held.append(pinned.evaluations.blocks_push)
     pinned.source.end()  # before anybody has collected it
-    held.append(pinned.evaluations.holds_push)
+    held.append(pinned.evaluations.blocks_push)
     assert held == [False, True, False]
     (tmp_path / "2").mkdir()
     mixed = _Run(tmp_path / "2")
     mixed.after(2)
-    assert not mixed.evaluations.holds_push
+    assert not mixed.evaluations.blocks_push
 
 
 def test_a_failure_beside_training_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not
         assert [record.step for record in read_evaluations(again.run_dir.evaluation_log, [])] == known
 
 
-def test_rollouts_of_one_that_was_broken_off_or_of_later_steps_are_removed(tmp_path: Path) -> None:
+def test_rollouts_of_one_that_was_cancelled_or_of_later_steps_are_removed(tmp_path: Path) -> None:
     run = _Run(tmp_path)
     for step in (2, 6):
         folder = run.run_dir.evaluation(step)

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from grpo_async.config.sections import powers_up_to
-from grpo_async.evaluation.metrics import evaluation_result, pass_at_k, prompt_metrics
+from grpo_async.evaluation.metrics import evaluation_result, flat_metrics, pass_at_k, prompt_metrics
 from grpo_async.records import RolloutCompletion, RolloutGroup, ScoredGroup
 from tests.support.records import make_completion, make_prompt
 
@@ -75,7 +75,7 @@ def test_groups_have_numbers_of_their_own_and_versions_say_whether_it_is_mixed()
     result = evaluation_result(prompts, group_by="source", samples=1, pass_threshold=1.0, duration_s=2.0)
     assert result.metrics["reward"] == pytest.approx(1 / 3)
     assert {group: metrics["reward"] for group, metrics in result.by_group.items()} == {"gsm": 0.5, "math": 0.0}
-    flat = result.flat()
+    flat = flat_metrics(result.metrics, result.by_group)
     assert (flat["reward/gsm"], flat["pass@1/gsm"], flat["duration_s"]) == (0.5, 0.5, 2.0)
 
     def versions(*sampled: int) -> dict[str, float]:

@@ -93,7 +93,7 @@ def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> 
     return SimpleNamespace(config=config, **{**default, **more})
 
 
-NO_EVALUATIONS: Any = SimpleNamespace(holds_push=False, num_tokens=0, after_step=lambda *_, **__: None)
+NO_EVALUATIONS: Any = SimpleNamespace(blocks_push=False, num_tokens=0, after_step=lambda *_, **__: None)
 
 
 def make_leader(

@@ -125,20 +125,20 @@ class _Evaluations:
     """Holds pushes from the end of step `begins` on, until `ends` is called."""
 
     def __init__(self, begins: int) -> None:
-        self.holds_push, self.num_tokens = False, 0
+        self.blocks_push, self.num_tokens = False, 0
         self.served: list[bool] = []
         self._begins = begins
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
         self.served.append(is_served)
-        self.holds_push = self.holds_push or step == self._begins
+        self.blocks_push = self.blocks_push or step == self._begins
         metrics["eval/step"] = float(step)
 
     def ends(self) -> None:
-        self.holds_push = False
+        self.blocks_push = False
 
 
-def test_an_evaluation_that_is_pinned_holds_pushes_and_the_last_one_follows_while_the_trainer_waits() -> None:
+def test_an_evaluation_that_is_pinned_blocks_pushes_and_the_last_one_follows_while_the_trainer_waits() -> None:
     """Begun after step 1, ended while step 4 is waited for: steps 2 and 3 are trained meanwhile, and of their weights only those
     of step 3 are sent."""
     sync, evaluations = FakeSync(), _Evaluations(1)
@@ -149,7 +149,7 @@ def test_an_evaluation_that_is_pinned_holds_pushes_and_the_last_one_follows_whil
 
 
 @pytest.mark.parametrize(("another_serves", "pushed"), [(True, [1]), (False, [1, 2])])
-def test_a_server_that_joins_waits_for_an_evaluation_that_holds_pushes_where_another_serves(
+def test_a_server_that_joins_waits_for_an_evaluation_that_blocks_pushes_where_another_serves(
     another_serves: bool, pushed: list[int]
 ) -> None:
     sync, evaluations = FakeSync(), _Evaluations(1)
