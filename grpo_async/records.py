@@ -34,7 +34,8 @@ THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 def answer_start(text: str, *, is_open: bool | None = None) -> int:
     """Where the thinking at the beginning of a turn ends; the length of the text where it does not end. "<think>a</think>b" -> 16.
 
-    `is_open`: the generation prompt opened the thinking. None: nobody knows; it did where `text` closes what it did not open.
+    `is_open`: whether the generation prompt opened the thinking. None if that is unknown: then it did if `text` closes a thinking
+    that it did not open.
     """
     written = [pair for pair in THINKING if text.lstrip().startswith(pair[0])]
     if written or is_open is not False:
@@ -58,7 +59,7 @@ class Origin(StrEnum):
 
 
 def origin_of(role: str, default: Origin) -> Origin:
-    """Who wrote a message of this role; `default` where the role does not say it, as of a user's."""
+    """Who wrote a message of this role; `default` where the role does not tell, as with "user"."""
     return {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}.get(role, default)
 
 
@@ -83,13 +84,13 @@ class RolloutStatus(StrEnum):
 
 
 class GroupStatus(StrEnum):
-    """Where a group stands. Every group that was started for training is in exactly one of the first seven."""
+    """The state of a group. Every group that was started for training is in exactly one of the first seven."""
 
     TRAINED = "trained"  # used by an optimizer step
     FILTERED = "filtered"  # scored but without a learning signal (zero variance, unscored)
     STALE = "stale"  # older than `rollout.max_staleness` when it was wanted
-    FAILED = "failed"  # too few of its rollouts survived, or scoring raised
-    CANCELLED = "cancelled"  # given up on purpose; its prompt is issued again after a resume
+    FAILED = "failed"  # fewer than two of its rollouts are trainable, or scoring raised
+    CANCELLED = "cancelled"  # the run stopped; its prompt is issued again after a resume
     QUEUED = "queued"  # scored, waiting for the trainer
     IN_FLIGHT = "in_flight"  # generating or being scored
     EVALUATED = "evaluated"  # of held-out prompts: not in the ledger, only in the store of an evaluation
@@ -104,14 +105,14 @@ FINAL_STATUSES = tuple(status for status in LEDGER_STATUSES if status.is_final)
 
 
 def is_call_id(text: str) -> bool:
-    """Whether every chat template takes it as the id of a call: nine letters and digits, as the strictest (Mistral's) wants."""
+    """Whether every chat template accepts it as the id of a call: nine letters and digits, as the strictest (Mistral's) wants."""
     return len(text) == 9 and text.isascii() and text.isalnum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """What the policy asked for in one turn, as parsed from its text. A call that cannot be read has an `error`, which goes
-    back to the policy as the call's result; its `name` is "" where not even that could be read."""
+    """One call of a turn, as parsed from its text. A call that cannot be read has an `error`, which goes back to the policy as
+    the call's result; its `name` is "" where not even that could be read."""
 
     tool_call_id: str = ""  # see `is_call_id`
     name: str = ""
@@ -119,7 +120,7 @@ class ToolCall:
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates and reward functions know it (the OpenAI form, with `arguments` as an object)."""
+        """In the form that chat templates and reward functions take (OpenAI's, with `arguments` as an object)."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": self.tool_call_id, "type": "function", "function": function}
 
@@ -158,7 +159,7 @@ class TaggedMessage:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates and reward functions know it: {"role", "content"}, and the other fields where they are set."""
+        """In the form that chat templates and reward functions take: {"role", "content"}, and the other fields if set."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [dict(call) for call in self.tool_calls]
@@ -173,8 +174,8 @@ class TaggedMessage:
 class ToolCallRecord:
     """One tool call of one turn, after it was made. `duration_s` is wall-clock seconds.
 
-    An agent makes its calls itself: `result` is what it told the policy ("" when it told nothing), `failed` None and `duration_s`
-    0.0, for it does not say.
+    An agent makes its calls itself: `result` is what it told the policy ("" when it told nothing). Whether a call failed and how
+    long it took is unknown: `failed` is None and `duration_s` 0.0.
     """
 
     tool_call_id: str
@@ -221,7 +222,7 @@ class TurnRecord:
     messages: Sequence[TaggedMessage] = ()
     tool_calls: Sequence[ToolCallRecord] = ()
     tool_response_ids: IntArray = field(default_factory=no_tokens)
-    parse_error: str | None = None  # why the text could not be searched for tool calls; it then stands as it is
+    parse_error: str | None = None  # why the text could not be searched for tool calls; the message then has all of it
     generation_duration_s: float = 0.0
     tool_execution_duration_s: float = 0.0
     started_at: float = 0.0  # of its generation, seconds since the epoch; 0.0: not known
@@ -251,7 +252,7 @@ class Prompt:
 
     def as_given(self, messages: Sequence[TaggedMessage] | None = None) -> Any:
         """The prompt as reward functions, environments and rollout functions get it: a list of message dicts, or plain text
-        (without the system prompt that the config may put before it). `messages` stand for the prompt's own."""
+        (without the system prompt that the config may put before it). `messages` replace the prompt's own."""
         messages = self.messages if messages is None else messages
         if self.is_conversational:
             return [message.as_dict() for message in messages]
@@ -311,16 +312,16 @@ class Branch(TokenPath):
     """A further path of a rollout whose agent did not only append to its history: it edited or compacted it, asked twice, or gave
     a part of the work to another agent.
 
-    `prompt_ids` is all that stands before its first own turn. Tokens that were sampled in another path may stand in it; they are
-    trained there, and not here.
+    `prompt_ids` is everything before its first own turn. It may contain tokens that were sampled in another path; they are trained
+    there, and not here.
     """
 
     name: str  # "b1", "b2", ...: those of a rollout in the order of their first answers
     parent: int  # whose beginning it shares: 0 = the rollout's own prompt and turns, n = branch n
     prompt_ids: IntArray
     turns: Sequence[TurnRecord]
-    prompt_messages: Sequence[TaggedMessage] = ()  # what `prompt_ids` stand for
-    reward: float | None = None  # its own, where the agent named one; None: it has that of the rollout
+    prompt_messages: Sequence[TaggedMessage] = ()  # the messages that `prompt_ids` encodes
+    reward: float | None = None  # its own, if the agent gave one; None: it has that of the rollout
 
     def __post_init__(self) -> None:
         as_arrays(self, prompt_ids=np.int32)
@@ -330,7 +331,7 @@ class Branch(TokenPath):
 class RolloutCompletion(TokenPath):
     """One rollout: the prompt's ids and the turns that followed, and, of an agent that changed its history, `branches`.
 
-    `prompt_messages` are the messages that `prompt_ids` stand for where they are not those of the prompt: an environment's reset
+    `prompt_messages` are the messages that `prompt_ids` encodes, if they are not those of the prompt: an environment's reset
     changed them, or an agent wrote its own. `environment_rewards` maps the class name of the rollout's environment to what its
     `get_reward` said (None = no reward), and AGENT_REWARD to what an agent returned; `reward_columns` are extra columns that a
     custom rollout function or an agent returned for this rollout.
@@ -450,7 +451,7 @@ class RolloutSample:
 
 
 class TokenFlag(IntFlag):
-    """What became of a token in the objective; several may hold."""
+    """How the objective treated a token; several may be set."""
 
     CLIPPED_LOW = 1  # the ratio was below the clip range, and the token has no gradient
     CLIPPED_HIGH = 2  # the ratio was above it
@@ -461,7 +462,7 @@ class TokenFlag(IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
-    """What the trainer found for the trained tokens of one sample, in their order. All sequences have the length
+    """The trainer's numbers for the trained tokens of one sample, in their order. All sequences have the length
     `num_trained_tokens`; they may be numpy arrays (float32, uint8).
 
     `logprobs` are those of the policy in the forward of its update, `proximal_logprobs` those that the ratio of the loss is taken
@@ -479,8 +480,8 @@ class TokenStats:
 class ScoredGroup:
     """A group after scoring. `samples` is empty when the group has no learning signal and is not to be trained.
 
-    `rewards` and `reward_parts` are aligned with `group.trainable` (the survivors that were scored). `metrics` is what the
-    reward functions logged with `log_metric`; `extra_columns`, also aligned with the survivors, with `log_extra`.
+    `rewards`, `reward_parts` and the lists of `extra_columns` are aligned with `group.trainable`. `metrics` is what the reward
+    functions logged with `log_metric`, `extra_columns` what they logged with `log_extra`.
     """
 
     group: RolloutGroup

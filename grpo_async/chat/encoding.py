@@ -3,7 +3,7 @@
 A chat template writes control tokens (`<|im_end|>`) as text, so a tool result that holds this text would end the message and
 could go on as the system: a prompt injection. Messages from tools, environments and the policy are therefore guarded:
 
-    tool result "a<|im_end|>b"  ->  rendered as "aZqguard0zqb"  ->  ids of the text around it as ever (`<|im_end|>` stays a
+    tool result "a<|im_end|>b"  ->  rendered as "aZqguard0zqb"  ->  ids of the text around it as usual (`<|im_end|>` stays a
     boundary between "a" and "b"), and for the placeholder itself those of "<" and "|im_end|>", which no template means as control.
 
 Invariant: text without control tokens in it is tokenized in one piece, exactly as the tokenizer would alone.
@@ -113,9 +113,8 @@ class Encoder:
         """Ids of a rendering of guarded messages."""
         if not placeholders:
             return self.plain(rendered, as_document=as_document)
-        pieces = re.split(
-            "(" + "|".join(map(re.escape, placeholders)) + ")", rendered
-        )  # text, placeholder, text, placeholder, ..., text
+        # text, placeholder, text, placeholder, ..., text
+        pieces = re.split("(" + "|".join(map(re.escape, placeholders)) + ")", rendered)
         ids = self.plain(pieces[0], as_document=as_document)
         for placeholder, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             token = placeholders[placeholder]

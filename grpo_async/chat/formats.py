@@ -1,8 +1,8 @@
-"""The formats in which models write tool calls, one class each. None of them raises, whatever the policy wrote: a call that
-cannot be read becomes a `ToolCall` whose `error` says what was wrong and how it is written.
+"""The formats in which models write tool calls, one class each. They never raise, whatever the policy wrote: a call that cannot be
+read becomes a `ToolCall` whose `error` says what was wrong and how to write it.
 
-A format declares the special tokens that it needs to see (`special_tokens`); all others are gone from the text it reads. Where the
-turn begins with thinking, calls are looked for after it: a model that ponders a call has not made it.
+A format declares the special tokens that it needs to see (`special_tokens`); all others are removed from the text it reads. Where
+the turn begins with thinking, only what follows is searched: a call that the model merely considers is not made.
 
 A parser of the user's own (`tool_calling.parser`): `module:attribute` of
 
@@ -10,7 +10,7 @@ A parser of the user's own (`tool_calling.parser`): `module:attribute` of
 
 It may also return the list of calls alone (the text then stays the content), calls in the OpenAI form ({"function": {...}}),
 and None or an empty list for no calls. It runs on the event loop, so it should be quick. What it raises, and calls that JSON cannot
-hold, are the turn's parse error: the text stands as the message.
+hold, are the turn's parse error: the whole text is then the message.
 """
 
 from __future__ import annotations
@@ -59,15 +59,17 @@ class Hermes:
     def _block(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         """The calls of the block whose inside begins at `start`, and the position after the block."""
         opening, closing = self.special_tokens[:2]
+        name = ""
         try:
             value, end = scan_json(text, start)
         except UnreadableError as error:
-            end, problem, calls = start, str(error), [ToolCall()]
+            end, problem = start, str(error)
         else:
-            calls = calls_of(value) or [ToolCall()]
+            calls = calls_of(value)
             after = len(text) - len(text[end:].lstrip())
             if text.startswith(closing, after):
-                return explained(calls_of(value), self.how), after + len(closing)
+                return explained(calls, self.how), after + len(closing)
+            name = calls[0].name if calls else ""
             problem = f"there is more text after the JSON: {text[after : after + 24]!r}"
         close, following = text.find(closing, end), text.find(opening, end)
         if close < 0 or 0 <= following < close:
@@ -76,12 +78,12 @@ class Hermes:
         else:
             position = close + len(closing)
         named = _NAME_IN_JSON.search(text, start, position)
-        return [_failed(calls[0].name or (named[1] if named else ""), problem, self.how)], position
+        return [_failed(name or (named[1] if named else ""), problem, self.how)], position
 
 
 class Llama3Json:
     """Llama 3: {"name": "add", "parameters": {"a": 1}} is the whole turn, or follows <|python_tag|>; several are separated by
-    `;`, or stand in a list. Without the tag, JSON that is not a call is an answer like any other."""
+    `;`, or are in a list. Without the tag, JSON that is not a call is an answer like any other."""
 
     special_tokens = ("<|python_tag|>",)
     how = 'write {"name": "...", "parameters": {...}} and nothing else'

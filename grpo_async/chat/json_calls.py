@@ -1,7 +1,7 @@
 """Tool calls written as JSON.
 
 Refused, in words that the policy can act on: a call without a name, arguments that are not an object, and what `utils.strict_json`
-refuses. Taken: `arguments` or `parameters`, arguments as JSON text, none at all (a tool without parameters), and the OpenAI form
+refuses. Accepted: `arguments` or `parameters`, arguments as JSON text, none at all (a tool without parameters), and the OpenAI form
 {"function": {...}}.
 """
 
@@ -19,7 +19,7 @@ _SHOWN = 24  # characters shown of an error
 
 
 def calls_of(value: Any) -> list[ToolCall]:
-    """The calls that a JSON value stands for: an object is one, a list holds several. Never raises."""
+    """The calls in a JSON value: an object is one, a list holds several. Never raises."""
     items = value if isinstance(value, list) else [value]
     return [call_of(item) for item in items]
 

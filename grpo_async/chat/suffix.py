@@ -1,6 +1,6 @@
 """The suffix rule: token ids of what follows a turn of the policy, without rendering the conversation again.
 
-The suffix is the difference of two renderings of a dummy conversation that knows nothing of the real one:
+The suffix is the difference of two renderings of a dummy conversation, which is independent of the real one:
 
     before:  user: dummy | assistant: calls search             ... <|call end|><|im_end|>\\n
     after:   user: dummy | assistant: calls search | tool: 42  ... <|call end|><|im_end|>\\n<|im_start|>tool...42...assistant\\n
@@ -32,7 +32,7 @@ Arguments = Literal["object", "text"]
 DUMMY = "kqdummyzq"
 _MAX_CACHED = 1024
 _PROBES = ("kqfirstzq", "kqsecondzq")
-_NAMELESS = "unknown"  # stands for the name of a call in which none could be read
+_NAMELESS = "unknown"  # the name of a call in which none could be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Scores groups: calls the reward functions on the completions that survived, computes advantages, makes the rows.
+"""Scores groups: calls the reward functions on the trainable completions, computes advantages, makes the rows.
 
-A failed completion is never scored and never trained; the reward columns are those of the survivors. Every path of a completion
+A failed completion is never scored and never trained, and reward functions do not see it. Every path of a completion
 (its own turns, and each branch of an agent's) is a row. All rows have its reward and its advantage, except branches to which the
 agent gave their own reward.
 """
@@ -72,7 +72,7 @@ class Scorer:
     async def score(
         self, group: RolloutGroup, *, environments: Sequence[Any] | None = None, is_trained: bool = True
     ) -> ScoredGroup:
-        """Score the survivors of a group (at least one).
+        """Score the trainable completions of a group (at least one).
 
         Args:
             environments: one instance for each completion of the group.
@@ -81,23 +81,23 @@ class Scorer:
         Raises:
             GrpoAsyncError: a reward function failed; the message names it.
         """
-        survivors = group.trainable
+        trainable = group.trainable
         if environments is not None:
-            kept = {id(completion) for completion in survivors}
+            kept = {id(completion) for completion in trainable}
             environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
         began = time.monotonic()
-        outcomes = await self._outcomes(group, survivors, environments=environments)
+        outcomes = await self._outcomes(group, trainable, environments=environments)
         took_s = time.monotonic() - began
         parts: list[dict[str, float | None]] = [
             {name: outcome.values[index] for name, outcome in outcomes.items()}
             | {name: completion.environment_rewards.get(name) for name in self._environment_names}
-            for index, completion in enumerate(survivors)
+            for index, completion in enumerate(trainable)
         ]
         rewards = combine_rewards(parts, self.weights)
         logged = {name: value for outcome in outcomes.values() for name, value in outcome.metrics.items()}
         return ScoredGroup(
             group=group,
-            samples=self._samples(group, survivors, rewards, parts) if is_trained else [],
+            samples=self._samples(group, trainable, rewards, parts) if is_trained else [],
             rewards=rewards,
             reward_parts=parts,
             metrics={"scoring/duration_s": took_s, **logged},
@@ -107,27 +107,27 @@ class Scorer:
     def _samples(
         self,
         group: RolloutGroup,
-        survivors: Sequence[RolloutCompletion],
+        trainable: Sequence[RolloutCompletion],
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
     ) -> list[RolloutSample]:
-        """Rows of the survivors; none if the group has no signal."""
+        """Rows of the trainable completions; none if the group has no signal."""
         advantages = self.advantages.of_group(rewards, parts)
         samples = [
             _sample(group, completion, path, advantage=advantage, reward=reward, parts=part)
-            for completion, advantage, reward, part in zip(survivors, advantages, rewards, parts, strict=True)
+            for completion, advantage, reward, part in zip(trainable, advantages, rewards, parts, strict=True)
             if self._train_truncated or not completion.truncated
             for path in completion.paths
             if path.num_own_tokens
         ]
-        samples = self._with_own_rewards(samples, survivors, rewards, parts)
-        teaches = self._train_zero_variance or any(advantages) or any(sample.advantage for sample in samples)
-        return samples if teaches else []
+        samples = self._with_own_rewards(samples, trainable, rewards, parts)
+        has_signal = any(advantages) or any(sample.advantage for sample in samples)
+        return samples if has_signal or self._train_zero_variance else []
 
     def _with_own_rewards(
         self,
         samples: list[RolloutSample],
-        survivors: Sequence[RolloutCompletion],
+        trainable: Sequence[RolloutCompletion],
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
     ) -> list[RolloutSample]:
@@ -135,7 +135,7 @@ class Scorer:
         would have with it; the others keep their rollout's."""
         own = {
             completion.sample_id(branch): (place, branch.reward)
-            for place, completion in enumerate(survivors)
+            for place, completion in enumerate(trainable)
             for branch in completion.branches
             if branch.reward is not None
         }

@@ -214,7 +214,7 @@ def test_a_tokenizer_with_a_second_template_for_tools_uses_it() -> None:
 
 
 def test_results_of_calls_that_are_rendered_one_by_one_join_without_doubling_what_ends_a_turn() -> None:
-    """One newline stands between <|im_end|> and each result: the first one follows the policy's token, the second the first."""
+    """One newline is between <|im_end|> and each result: the first one follows the policy's token, the second the first."""
     template = (
         "{% for m in messages %}{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call per message') }}"
         "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"

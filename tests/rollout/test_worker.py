@@ -229,8 +229,8 @@ def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
     assert setup.groups()["started"] == 4  # (0 + 1 + 1) x 2 groups are admitted
 
 
-def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> None:
-    """R1.2, R6.6: the group continues with its survivors, the reward columns are theirs."""
+def test_a_group_with_a_failed_rollout_continues_with_the_others(tmp_path: Path) -> None:
+    """R1.2, R6.6: the reward columns are those of the others."""
 
     def script(name: str) -> Generation | Exception:
         return RequestRejectedError(400, "bad") if name.endswith("r3") else _alternating(name)
@@ -245,7 +245,7 @@ def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> N
     assert tokens["queued"] == 4 * 3 * 2
 
 
-def test_a_group_with_one_survivor_is_dropped_and_its_place_given_back(tmp_path: Path) -> None:
+def test_a_group_with_one_trainable_rollout_is_dropped_and_its_place_is_free_again(tmp_path: Path) -> None:
     """R1.2, R6.6."""
 
     def script(name: str) -> Generation | Exception:
@@ -256,7 +256,7 @@ def test_a_group_with_one_survivor_is_dropped_and_its_place_given_back(tmp_path:
     # a fifth was admitted in place of the first
     assert [group.group.group_id for group in setup.taken(4, after_queueing=False)] == [1, 2, 3, 4]
     assert setup.statuses()["failed"] == 1
-    assert setup.ledger.snapshot()["tokens"]["failed"] == 2  # what the only survivor had sampled
+    assert setup.ledger.snapshot()["tokens"]["failed"] == 2  # of the only one that did not fail
 
 
 def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_traceback(

@@ -43,7 +43,7 @@ class _Slow(_Setup):
                 on_tokens(1, self.client.version)
                 await asyncio.Event().wait()
             answer = await generate(request, on_tokens=on_tokens, affinity=affinity, partial=partial)
-            return replace(  # the tokens that were there stand behind: the reward looks at the first one
+            return replace(  # the tokens that were there come last: the reward looks at the first one
                 answer,
                 token_ids=[*answer.token_ids, *partial.token_ids],
                 logprobs=[*answer.logprobs, *partial.logprobs],

@@ -1,4 +1,4 @@
-"""What the comparison with TRL (test_equality_with_trl) does not show: numbers by hand, and rewards that teach nothing."""
+"""What the comparison with TRL (test_equality_with_trl) does not show: numbers by hand, and rewards without a signal."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Columns = Mapping[str, Sequence[float | None]]
 
 
 class _Step:
-    """Groups scored by functions that say what stands in a table: {name: [of each completion]} for each group."""
+    """Groups scored by functions that return the numbers of a table: {name: [of each completion]} for each group."""
 
     def __init__(
         self, groups: Sequence[Columns], weights: Mapping[str, float], advantage: dict[str, Any], **settings: Any

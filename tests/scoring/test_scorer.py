@@ -69,7 +69,7 @@ def test_environment_rewards_stand_beside_the_functions_and_count_by_their_weigh
     assert [sample.rewards["Game"] for sample in scored.samples] == [3.0, 1.0, None]
 
 
-def test_only_survivors_are_scored_and_every_column_is_theirs() -> None:
+def test_only_trainable_completions_are_scored_and_every_column_is_theirs() -> None:
     """R6.6: of four rollouts the second failed: three entries in every list, none of them the second's."""
     completions = [
         replace(make_completion(f"r{index}", ids=[10 + index], failed=index == 1), reward_columns={"seat": index})
@@ -158,7 +158,7 @@ def _with_branches(rollout_id: str, *rewards: float | None, agent: float | None 
 
 
 def test_every_path_of_a_rollout_is_a_sample_with_its_advantage() -> None:
-    """Tokens of another path that stand in a branch's prompt are not trained there."""
+    """Tokens of another path in the prompt of a branch are not trained there."""
     scored = _score_one([_with_branches("g3-r0", None, None), make_completion("g3-r1", version=5)], by_index)
     assert [(sample.rollout_id, sample.root_id, sample.advantage) for sample in scored.samples] == [
         ("g3-r0", "g3-r0", -0.5), ("g3-r0.b1", "g3-r0", -0.5), ("g3-r0.b2", "g3-r0", -0.5), ("g3-r1", "g3-r1", 0.5),
