@@ -4,6 +4,6 @@
                                                   agent_producer      the user's agent, over the endpoint
                                                   function_producer   the user's function, with a `function_trainer`
 
-`worker` makes all groups. `thread` hosts its event loop, on which evaluations (package `evaluation`) also run. `metrics` summarizes
-what was generated, and `utils.seeds.seed_of` gives every request its own seed.
+`worker` makes all groups; evaluations (package `evaluation`) run on the same event loop. `metrics` summarizes what was generated,
+and `utils.seeds.seed_of` gives every request its own seed.
 """

@@ -27,8 +27,8 @@ from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings, listed_stop
 from grpo_async.records import Origin, TaggedMessage, origin_of
-from grpo_async.rollout.thread import result_within
 from grpo_async.utils.concurrency import all_of
+from grpo_async.utils.loop_thread import result_within
 from grpo_async.utils.seeds import seed_of
 
 _OVERRIDES = (*SAMPLING, "stop", "max_tokens", "seed")

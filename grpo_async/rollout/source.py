@@ -15,6 +15,8 @@ from concurrent.futures import CancelledError, Future, wait
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import uvloop
+
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, Watch
 from grpo_async.config import ExperimentConfig
@@ -23,9 +25,9 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.group import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
-from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.utils.concurrency import close_all
+from grpo_async.utils.loop_thread import LoopThread, result_within
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,7 @@ class RolloutSource:
         """`server_changes` grows while servers come and go: a wait for samples is no stall then. `closing` are called at the end
         (worker pools of the reward functions); `closing_on_loop` run before that on the event loop (environments)."""
         self._config = config
-        self._thread = LoopThread()
-        self._thread.start()
+        self._thread = LoopThread("rollout", uvloop.new_event_loop())
         self._worker = worker
         self._buffer = worker.buffer
         self._ledger = worker.ledger
@@ -69,6 +70,7 @@ class RolloutSource:
         self._is_closed = False
         self._usual_switch_interval_s = sys.getswitchinterval()
         self._failure: BaseException | None = None
+        self._generation: Future[None] | None = None
         self._evaluation: Future[Any] | None = None
         self._evaluated_tokens: Callable[[], int] = lambda: 0
         """Grows while an evaluation runs: an evaluation that holds back the next push is not a stall."""
@@ -84,15 +86,23 @@ class RolloutSource:
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._thread.spawn(self._worker.run(), on_error=self._buffer.fail)
+        self._generation = self._thread.submit(self._worker.run())  # a loop has only weak references to its tasks
+        self._generation.add_done_callback(self._on_generation_end)
 
     def interrupt(self) -> None:
         """Stop the run: the current and every later `take` returns None, and a running evaluation is cancelled."""
         self._stopping = True
         self._buffer.interrupt()
-        evaluation = self._evaluation
+        self._cancel_evaluation()
+
+    def _cancel_evaluation(self) -> None:
+        evaluation = self._evaluation  # another thread may replace it
         if evaluation is not None:
             evaluation.cancel()
+
+    def _on_generation_end(self, generation: Future[None]) -> None:
+        if not generation.cancelled() and (error := generation.exception(timeout=0.0)) is not None:
+            self._buffer.fail(error)
 
     def wake(self) -> None:
         """Make the thread that waits in `take` or `await_evaluation` call its `on_change`. Thread-safe."""
@@ -144,9 +154,7 @@ class RolloutSource:
         """Make the current and every later `take` raise `error`, and cancel a running evaluation. Thread-safe."""
         self._failure = error
         self._buffer.fail(error)
-        evaluation = self._evaluation
-        if evaluation is not None:
-            evaluation.cancel()
+        self._cancel_evaluation()
 
     def close_groups(
         self,
@@ -179,8 +187,8 @@ class RolloutSource:
         async def read() -> ResumeState:
             return self._worker.resume_state()
 
-        return self._thread.call(
-            read(),
+        return result_within(
+            self._thread.submit(read()),
             timeout_s=timeout_s,
             what="the rollout thread's state (something blocks its event loop: `run_in: process` frees it of a reward)",
             setting=setting,
@@ -264,7 +272,14 @@ class RolloutSource:
                 self._close_queued()  # `stop_generating` did not run after an error; the last groups may show its cause
             except RunError as error:
                 logger.warning("%s", error)
-        self._thread.stop(timeout_s=timeout_s)
+        self._thread.stop()
+        self._thread.thread.join(timeout_s)
+        if self._thread.thread.is_alive():
+            logger.warning(
+                "the rollout thread did not end within %.0f s; it is abandoned "
+                "(a reward or tool that blocks the event loop causes this)",
+                timeout_s,
+            )
         for close_now in self._closing:
             close_now()
 

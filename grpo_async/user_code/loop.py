@@ -8,8 +8,6 @@ many of them are blocked, further calls are refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import sys
 import threading
 import traceback
@@ -19,10 +17,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from grpo_async.user_code.threads import ThreadsExhaustedError
+from grpo_async.utils.loop_thread import LoopThread
 
 Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 0.5  # within which an unblocked loop answers
 _CLOSE_TIMEOUT_S = 5.0
@@ -92,9 +89,9 @@ class UserLoop:
                     f"at {self._abandoned[-1].blocked_at()}, and threads cannot be killed"
                 )
             if self._current is None:
-                self._current = _Loop(self._name)
+                self._current = _Loop(self._name, asyncio.new_event_loop())
                 weakref.finalize(self, self._current.stop)
-            return asyncio.run_coroutine_threadsafe(work(), self._current.loop), self._current
+            return self._current.submit(work()), self._current
 
     def _abandon(self, loop: _Loop) -> None:
         """Replace a blocked loop; if several calls find it blocked, only the first one does."""
@@ -105,19 +102,13 @@ class UserLoop:
         loop.stop()  # takes effect when it is free again
 
 
-class _Loop:
-    """A running loop and its thread."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._stopped = False
-        self.thread.start()
+class _Loop(LoopThread):
+    """Says whether a function blocks it, and where."""
 
     async def answers(self) -> bool:
         """Whether the loop runs callbacks, so that no function blocks it."""
         answer: Future[None] = Future()
-        self._soon(lambda: answer.set_result(None))
+        self.post(lambda: answer.set_result(None))
         done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=_ANSWER_TIMEOUT_S)
         return bool(done)
 
@@ -129,35 +120,3 @@ class _Loop:
         theirs = stack[ours[-1] + 1 :] if ours else stack[-1:]
         shown = theirs[:1] + theirs[1:][-1:]
         return " > ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in shown) or "an unknown line"
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._soon(self.loop.stop)
-
-    def _soon(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # it was closed meanwhile
-            self.loop.call_soon_threadsafe(function)
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            while not self._stopped:
-                self._serve_until_exit()
-            tasks = asyncio.all_tasks(self.loop)
-            for task in tasks:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        finally:
-            self.loop.close()
-
-    def _serve_until_exit(self) -> None:
-        """Run until the loop is stopped, or until a task that a user's function started calls `sys.exit`: asyncio lets that
-        exception leave the loop, and the caller runs the loop again for its other calls.
-        """
-        try:
-            self.loop.run_forever()  # blocks, in a daemon thread
-        except (SystemExit, KeyboardInterrupt) as error:
-            logger.warning(
-                "a task in the event loop of %s raised %r, which ended that task only", self.thread.name, error
-            )

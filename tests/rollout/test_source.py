@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+import uvloop
 
 from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.rollout.thread import LoopThread
+from grpo_async.utils.loop_thread import LoopThread, result_within
 from tests.support.records import make_scored
 
 
@@ -41,64 +41,72 @@ def test_groups_that_are_queued_at_the_end_are_closed_unless_the_start_failed() 
         )
 
 
-def test_what_cannot_be_closed_keeps_no_other_part_from_being_closed() -> None:
-    async def close() -> None:
+def test_what_cannot_be_closed_or_hangs_keeps_no_other_part_from_being_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.rollout.source._SHUTDOWN_TIMEOUT_S", 0.05)
+
+    async def fails() -> None:
         raise KeyError("a connection")
 
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
     closed: list[str] = []
-    source = _source(closing_on_loop=[close], closing=[lambda: closed.append("workers")])
+    source = _source(closing_on_loop=[fails, hangs], closing=[lambda: closed.append("workers")])
     source.close()
     source._closing_on_loop[-1].assert_awaited_once()  # type: ignore[attr-defined]
     assert closed == ["workers"]
-    assert not source._thread._thread.is_alive()
-
-
-@pytest.fixture
-def thread() -> Iterator[LoopThread]:
-    thread = LoopThread()
-    thread.start()
-    yield thread
-    thread.stop(timeout_s=5.0)
+    assert not source._thread.thread.is_alive()
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_stop_ends_in_bounded_time_even_if_a_task_retries_for_ever_or_blocks_the_loop(
-    caplog: pytest.LogCaptureFixture, blocks: bool
+def test_close_ends_in_bounded_time_even_if_a_task_retries_for_ever_or_blocks_the_loop(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, blocks: bool
 ) -> None:
     """R1.1."""
-    released = threading.Event()
+    monkeypatch.setattr("grpo_async.rollout.source._SHUTDOWN_TIMEOUT_S", 0.3)
+    released, began = threading.Event(), threading.Event()
 
     async def stubborn() -> None:
+        began.set()
         while not released.is_set():
             if blocks:
                 released.wait(30.0)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.1)
 
-    thread = LoopThread()
-    thread.start()
-    thread.spawn(stubborn(), on_error=lambda error: None)
-    began = time.monotonic()
-    thread.stop(timeout_s=0.3)
-    assert time.monotonic() - began < 5.0
+    source = _source()
+    source._worker.run = stubborn  # type: ignore[method-assign]
+    source.start()
+    assert began.wait(5.0)
+    before = time.monotonic()
+    source.close()
+    assert time.monotonic() - before < 5.0
     assert "blocks the event loop" in caplog.text
     released.set()
 
 
-def test_call_returns_results_errors_and_deadlines(thread: LoopThread) -> None:
-    async def give(value: int) -> int:
-        return value
-
+def test_an_error_of_the_worker_reaches_the_buffer() -> None:
     async def fail() -> None:
         raise KeyError("inside")
 
-    assert thread.call(give(3), timeout_s=5.0, what="x", setting="y") == 3
-    with pytest.raises(KeyError, match="inside"):
-        thread.call(fail(), timeout_s=5.0, what="x", setting="y")
+    source, failed = _source(), threading.Event()
+    source._worker.run = fail  # type: ignore[method-assign]
+    source._buffer.fail.side_effect = lambda error: failed.set()  # type: ignore[attr-defined]
+    source.start()
+    assert failed.wait(5.0)
+    (error,) = source._buffer.fail.call_args.args  # type: ignore[attr-defined]
+    assert isinstance(error, KeyError)
+    source.close()
+
+
+def test_a_result_comes_within_its_time_limit_or_not_at_all() -> None:
+    async def give(value: int) -> int:
+        return value
+
+    thread = LoopThread("rollout", uvloop.new_event_loop())
+    assert result_within(thread.submit(give(3)), timeout_s=5.0, what="x", setting="y") == 3
     with pytest.raises(DeadlineError, match=r"waited 0 s for a nap; raise `a\.b`"):
-        thread.call(asyncio.sleep(60), timeout_s=0.05, what="a nap", setting="a.b")
-    errors: list[BaseException] = []
-    seen = threading.Event()
-    thread.spawn(fail(), on_error=lambda error: (errors.append(error), seen.set())[1])
-    assert seen.wait(5.0)
-    assert isinstance(errors[0], KeyError)
+        result_within(thread.submit(asyncio.sleep(60)), timeout_s=0.05, what="a nap", setting="a.b")
+    thread.stop()
+    thread.thread.join(5.0)
+    assert thread.loop.is_closed()
