@@ -213,7 +213,7 @@ class SampleBuffer:
                 last_heartbeat = now
 
     def _in_order(self) -> list[ScoredGroup]:
-        """Queued groups in the order of their start: the oldest would be the next to become stale."""
+        """Queued groups in the order in which they were started: the first would be the next to become stale."""
         return sorted(self._groups, key=lambda scored: scored.group_id)
 
     def _pop_now(self, limit: int, trainer_version: int) -> list[ScoredGroup]:

@@ -4,8 +4,7 @@
                                                      '-> store (rows as those of training, never trained)
 
 Its seeds depend only on the prompt and the sample's number: with an engine that uses seeds (embedded), every evaluation draws the
-same samples, whatever training does. It counts its own tokens and failures; none of them enter the ledger or the metrics of
-training.
+same samples, whatever training does. Its tokens are not in the ledger, and its failures are in its own metrics only.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Evaluator:
     """Makes `samples_per_prompt` completions per prompt with `producer`, which knows how to sample, and scores them.
 
     Args:
-        errors: counts the evaluation's failures, apart from those of training.
         majority_baseline: score of always giving the most frequent held-out answer; None without `evaluation.baseline_column`.
 
     Raises:
@@ -82,7 +80,6 @@ class Evaluator:
         scorer: Scorer,
         section: EvaluationSection,
         *,
-        errors: ErrorLog | None = None,
         majority_baseline: float | None = None,
     ) -> None:
         self._prompts = prompts
@@ -90,7 +87,7 @@ class Evaluator:
         self._scorer = scorer
         self._section = section
         self._samples = section.samples_per_prompt
-        self._errors = errors or ErrorLog()
+        self._errors = ErrorLog()  # logs each kind once; `num_failed` is the number of failures
         _check_group_by(prompts, section.group_by)
         self.majority_baseline = majority_baseline
         self.num_tokens = 0
@@ -224,7 +221,7 @@ def build_evaluator(
     renderer: ChatRenderer,
     timeline: Timeline = NO_TIMELINE,
 ) -> Evaluator | None:
-    """Build the evaluator; None without `evaluation` in the configuration. Failures are counted apart from those of training.
+    """Build the evaluator; None without `evaluation` in the configuration.
 
     Raises:
         ConfigError: `evaluation.group_by` cannot be used.
@@ -232,7 +229,6 @@ def build_evaluator(
     section = config.evaluation
     if section is None or data.evaluation is None:
         return None
-    errors = ErrorLog()
     column = section.baseline_column
     return Evaluator(
         [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
@@ -242,11 +238,10 @@ def build_evaluator(
             group_size=section.samples_per_prompt,
             client=client,
             renderer=renderer,
-            errors=errors,
+            errors=ErrorLog(),
             tracks=timeline.slots("evaluation"),
         ),
         scorer,
         section,
-        errors=errors,
         majority_baseline=None if column is None else majority_fraction(data.evaluation, column),
     )

@@ -69,13 +69,6 @@ class FunctionTrainer:
         served_version: the policy version that the server serves now.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"`trainer` has no `{name}`; it has processing_class, args, state, generate and agenerate. Instead of TRL's "
-            f"`trainer.vllm_generation`, "
-            "use `trainer.generate(prompts)`"
-        )
-
     def __init__(self, setup: FunctionSetup, *, seed: int, served_version: Callable[[], int]) -> None:
         self._client, self._renderer, self._settings = setup.client, setup.renderer, setup.settings
         self._setup = setup
@@ -91,6 +84,12 @@ class FunctionTrainer:
             seed=setup.seed,
             chat_template_kwargs=setup.chat_template_kwargs,
             **{name: getattr(settings, name) for name in SAMPLING},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`trainer` has no `{name}`; it has processing_class, args, state, generate and agenerate. Instead of TRL's "
+            "`trainer.vllm_generation`, use `trainer.generate(prompts)`"
         )
 
     @cached_property

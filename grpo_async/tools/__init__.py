@@ -4,7 +4,7 @@
 (grpo_async.tools.calculator:calculator) and a sandboxed Python (grpo_async.tools.python:run_python).
 """
 
-from grpo_async.tools.results import ToolError, ToolTimeoutError
+from grpo_async.tools.results import ToolError
 from grpo_async.tools.tool import MAX_CALLS_PER_TURN, Tool, ToolExecutor, load_tools
 
-__all__ = ["MAX_CALLS_PER_TURN", "Tool", "ToolError", "ToolExecutor", "ToolTimeoutError", "load_tools"]
+__all__ = ["MAX_CALLS_PER_TURN", "Tool", "ToolError", "ToolExecutor", "load_tools"]

@@ -15,10 +15,6 @@ class ToolError(GrpoAsyncError):
     then the model gets the message unchanged, without the type's name."""
 
 
-class ToolTimeoutError(ToolError):
-    """A tool did not answer within its time limit."""
-
-
 def as_text(value: Any) -> str:
     """A str unchanged, text parts joined, everything else as JSON, or by `str()` if JSON cannot represent it.
 

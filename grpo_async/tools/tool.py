@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from grpo_async.config.sections import ToolSection
 from grpo_async.errors import ConfigError, GrpoAsyncError, Problems
 from grpo_async.records import ToolCall, ToolCallRecord
-from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text, error_text, truncate
+from grpo_async.tools.results import ToolError, as_text, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
 from grpo_async.user_code.calls import Caller, CallError, Raised, Result, UserCall
 from grpo_async.user_code.loop import UserLoop
@@ -105,7 +105,7 @@ class Tool:
         """The function's result as text.
 
         Raises:
-            ToolError: wrong arguments, or the function raised; ToolTimeoutError: it took too long.
+            ToolError: wrong arguments, or the function raised or took too long.
         """
         checked = check_arguments(self._spec.arguments, self._spec.parameters, arguments)
         try:
@@ -115,7 +115,7 @@ class Tool:
             raised = Raised(origin)
             if error.error is None:
                 self._log(origin, error.problem)
-                raise (ToolTimeoutError if error.is_timeout else ToolError)(error.problem) from origin
+                raise ToolError(error.problem) from origin
             self._log(origin, f"{raised.summary}\n{raised.trace.rstrip()}")
             raise ToolError(str(origin) if isinstance(origin, ToolError) else raised.summary) from origin
         except GrpoAsyncError as error:

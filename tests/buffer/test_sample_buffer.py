@@ -154,7 +154,7 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
     timer = threading.Timer(0.2, actions[what])
     timer.start()
     began = time.monotonic()
-    watch = Watch(timeout_s=60.0, progress=lambda: 0, heartbeat_s=20.0)
+    watch = Watch(timeout_s=60.0, progress=lambda: 0)
     expected = {"fail": pytest.raises(RunError), "interrupt": pytest.raises(BufferInterrupted)}
     with expected.get(what, nullcontext()):
         assert len(buffer.take(1, trainer_version=0, watch=watch)) == (what == "add")
