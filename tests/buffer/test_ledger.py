@@ -103,7 +103,7 @@ async def _start(ledger: Ledger, *group_ids: int) -> None:
         ({"version": 10}, 8),  # a resumed run counts from its own version
     ],
 )
-def test_so_many_are_admitted_as_the_steps_within_the_staleness_consume(changes: dict[str, int], capacity: int) -> None:
+def test_as_many_are_admitted_as_the_steps_within_the_staleness_consume(changes: dict[str, int], capacity: int) -> None:
     ledger = _ledger(**changes)
     asyncio.run(_start(ledger, *range(capacity)))
     assert ledger.capacity == 0

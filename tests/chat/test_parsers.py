@@ -230,7 +230,7 @@ def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
 # --- the user's own
 
 
-def test_a_parser_of_the_users_own() -> None:
+def test_a_users_own_parser() -> None:
     read = _read("chatml", "I look. CALL[f] CALL[g]<|im_end|>", parser=f"{OWN}:brackets")
     assert read == ("I look.", [("f", {}), ("g", {})], [])
     assert _read("chatml", "CALL[f]", parser=f"{OWN}:instance") == ("", [("f", {})], [])

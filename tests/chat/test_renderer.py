@@ -149,7 +149,7 @@ def test_a_template_that_tools_cannot_work_with_is_refused(name: str, old: str, 
         renderer.check_tools(TOOLS)
 
 
-def test_an_unknown_way_of_calling_is_refused_and_a_parser_of_ones_own_helps() -> None:
+def test_an_unknown_way_of_calling_is_refused_and_a_users_own_parser_helps() -> None:
     with pytest.raises(ConfigError, match=r"set tool_calling\.parser to `hermes`"):
         renderer_of("deepseek").check_tools(TOOLS)
     notes = renderer_of("deepseek", parser="tests.chat.own_parsers:brackets").check_tools(TOOLS)

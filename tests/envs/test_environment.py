@@ -144,7 +144,7 @@ def test_reset_returns_text_text_parts_or_nothing(returned: Any, text: str | Non
         ),
     ],
 )
-def test_an_unusable_reset_is_said_and_breaks_the_instance(returned: Any, problem: str) -> None:
+def test_an_unusable_reset_is_reported_and_breaks_the_instance(returned: Any, problem: str) -> None:
     async def use(environment: Environment) -> None:
         with pytest.raises(EnvironmentCallError) as caught:
             await environment.reset({"text": returned})
@@ -165,7 +165,7 @@ def test_an_unusable_reset_is_said_and_breaks_the_instance(returned: Any, proble
         ("good", "`get_reward` returned 'good' (str); it must be a number or None"),
     ],
 )
-def test_a_reward_is_a_number_or_none_and_another_is_said(returned: Any, problem: str) -> None:
+def test_a_reward_is_a_number_or_none_and_anything_else_is_reported(returned: Any, problem: str) -> None:
     async def use(environment: Environment) -> None:
         for usable, reward in ((None, None), (True, 1.0), (0.25, 0.25)):
             await environment.reset({"reward": usable})

@@ -72,7 +72,7 @@ def test_rows_select_by_the_column_and_reset_does_not_see_it() -> None:
         assert environments.schemas_for({"environment": "bare"}) == []
 
 
-def test_rows_that_select_nothing_are_said_with_the_names_there_are() -> None:
+def test_rows_that_select_no_environment_are_reported_with_the_names_of_all() -> None:
     with loaded(full=section("Full"), bare=section("Bare")) as environments:
         rows = [
             {"environment": "full"},

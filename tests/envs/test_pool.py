@@ -108,7 +108,7 @@ async def _reset_one(pool: EnvironmentPool) -> None:
 
 
 @pytest.mark.parametrize("method", ["wait", "wait_async"])
-def test_an_instance_that_hung_is_thrown_away_and_closed_when_it_can_be(method: str) -> None:
+def test_an_instance_that_hung_is_discarded_and_closed_when_it_can_be(method: str) -> None:
     async def use(pool: EnvironmentPool) -> None:
         async with pool.lease(1) as (environment,):
             await call(environment, method)
@@ -122,7 +122,7 @@ def test_an_instance_that_hung_is_thrown_away_and_closed_when_it_can_be(method: 
     run("Gated", use, timeout_s=0.3, max_instances=1)
 
 
-def test_an_instance_whose_reset_raised_is_thrown_away() -> None:
+def test_an_instance_whose_reset_raised_is_discarded() -> None:
     async def use(pool: EnvironmentPool) -> None:
         samples.faults.add("reset")
         with pytest.raises(EnvironmentCallError, match="`reset` raised RuntimeError: no server"):
@@ -203,7 +203,7 @@ async def _settle() -> None:
         await asyncio.sleep(0.002)
 
 
-def test_an_environment_that_keeps_hanging_is_said_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_keeps_hanging_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "MAX_STUCK", 2)
 
     async def use(pool: EnvironmentPool) -> None:

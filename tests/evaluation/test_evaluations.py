@@ -130,7 +130,9 @@ def test_an_evaluation_is_begun_with_a_quarter_of_the_slots_and_reported_by_the_
     assert run.source.begun == [(2, 10), (4, 10)]  # the next one, in the same breath
 
 
-def test_what_is_due_while_one_runs_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_that_is_due_while_one_runs_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = _Run(tmp_path)
     run.after(2)
     metrics = run.after(4)

@@ -148,7 +148,7 @@ def test_a_column_that_is_not_there_or_has_too_many_values_is_refused() -> None:
     Evaluator(many[:64], _Producer(), scorer, EvaluationSection(group_by="level"))
 
 
-def test_failed_rollouts_are_counted_told_of_and_end_the_evaluation_when_they_are_most(
+def test_failed_rollouts_are_counted_and_warned_about_and_end_the_evaluation_when_they_are_most(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """1 of 20 is 5%, of which nothing is said; 3 of 20 are more, and 11 more than half."""

@@ -70,7 +70,7 @@ def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() 
     assert "pass@4" not in metrics
 
 
-def test_groups_have_numbers_of_their_own_and_versions_say_whether_it_is_mixed() -> None:
+def test_each_group_has_its_own_metrics_and_versions_tell_whether_the_evaluation_is_mixed() -> None:
     prompts = [_prompt(1, source="gsm"), _prompt(0, source="gsm"), _prompt(0, source="math")]
     result = evaluation_result(prompts, group_by="source", samples=1, pass_threshold=1.0, duration_s=2.0)
     assert result.metrics["reward"] == pytest.approx(1 / 3)

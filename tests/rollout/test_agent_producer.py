@@ -98,7 +98,7 @@ def _produce(
     return asyncio.run(produce()), errors
 
 
-def test_a_rollout_is_what_its_agent_called_and_said() -> None:
+def test_a_rollout_has_the_calls_and_the_result_of_its_agent() -> None:
     async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
         assert row == {"prompt": [{"role": "user", "content": "1 + 1 ="}], "answer": "2", "tags": ["a"]}
         row["tags"].append("b")  # its own copy

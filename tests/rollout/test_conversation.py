@@ -77,7 +77,7 @@ def test_ids_logprobs_mask_and_versions_have_one_entry_per_token_and_none_for_wh
     assert all((logprob < 0.0, version >= 0) == (mask, mask) for mask, logprob, version in rows)
 
 
-def test_messages_of_the_completion_stand_once_and_the_prompt_only_in_front() -> None:
+def test_a_completion_has_each_of_its_messages_once_and_not_the_prompt() -> None:
     """R2.3, R2.4: completion_messages has no prompt, trajectory lists each message once."""
     completion = _run(ScriptedClient(stop(5, CALL, EOS), stop(6, EOS)), FakeTools("9"))
     assert [(m.role, m.content, m.origin) for m in completion.completion_messages()] == [

@@ -138,7 +138,7 @@ def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
     asyncio.run(main())
 
 
-def test_the_time_limit_of_another_library_is_not_told_as_that_of_the_rollout() -> None:
+def test_the_time_limit_of_another_library_is_not_reported_as_that_of_the_rollout() -> None:
     setup = _Setup()
     setup.client._answer = lambda request: TimeoutError()
     (produced,) = setup.make(make_prompt())
@@ -153,7 +153,9 @@ def test_the_time_limit_of_another_library_is_not_told_as_that_of_the_rollout() 
         (["system"], ["a", "!"]),
     ],
 )
-def test_the_text_joins_the_last_user_message_or_becomes_one(roles: list[str], expected: list[str]) -> None:
+def test_the_text_of_an_environment_is_appended_to_the_last_user_message_or_becomes_one(
+    roles: list[str], expected: list[str]
+) -> None:
     messages = [
         TaggedMessage(role=role, content=content, origin=Origin.PROMPT)
         for role, content in zip(roles, "ab", strict=False)

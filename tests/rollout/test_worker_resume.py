@@ -189,7 +189,7 @@ def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(("held", "take", "how"), [((2,), 4, {"at": 2}), ((0, 1, 2, 3), 2, {"max_staleness": 0})])
-def test_open_turns_begin_anew_where_they_would_be_too_stale_or_the_run_is_synchronous(
+def test_open_turns_are_generated_again_where_they_would_be_too_stale_or_the_run_is_synchronous(
     tmp_path: Path, held: tuple[int, ...], take: int, how: dict[str, Any]
 ) -> None:
     """A synchronous run generates the turn again from its seed, which gives the same bits."""

@@ -45,7 +45,7 @@ def _zero(completions: list[Any]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def test_a_reward_that_raises_is_told_with_its_file_and_line() -> None:
+def test_the_error_of_a_reward_has_its_file_and_line() -> None:
     def broken(completions: list[Any]) -> list[float]:
         raise KeyError("answer")
 
@@ -55,7 +55,7 @@ def test_a_reward_that_raises_is_told_with_its_file_and_line() -> None:
     assert f'{__file__}", line' in "".join(traceback.format_exception(caught.value))
 
 
-def test_environment_rewards_stand_beside_the_functions_and_count_by_their_weight() -> None:
+def test_environment_rewards_are_columns_like_the_functions_and_count_by_their_weight() -> None:
     """R1.13: environment rewards reach the reward columns. 0 + 2 x 3 = 6, 0 + 2 x 1 = 2; no reward of it: 0 alone."""
     completions = [
         replace(make_completion(f"r{index}"), environment_rewards={"Game": reward})
@@ -135,7 +135,7 @@ def test_truncated_completions_count_in_the_mean_and_are_trained_only_if_wanted(
     assert scored.rewards == [0.0, 1.0, 2.0]
 
 
-def test_what_functions_note_is_kept_for_the_store() -> None:
+def test_what_functions_log_is_kept_for_the_store() -> None:
     def reward(completions: list[Any], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
         log_extra("extracted", ["4", "5"])
         log_metric("parsed", 0.5)
@@ -173,7 +173,7 @@ def test_every_path_of_a_rollout_is_a_sample_with_its_advantage() -> None:
     assert Minibatch(groups=[scored]).num_masked == 0
 
 
-def test_branches_may_have_a_reward_of_their_own() -> None:
+def test_branches_may_have_their_own_reward() -> None:
     """Rewards of the rollouts 1 and 0. Branch 1 of the first says 0: as [0, 0] it has advantage 0; branch 2 says 3: as [3, 0],
     mean 1.5, it has 1.5."""
     completions = [_with_branches("g3-r0", 0.0, 3.0, None, agent=1.0), _with_branches("g3-r1", agent=0.0)]

@@ -46,7 +46,7 @@ def test_the_answer_is_the_output_or_what_went_wrong(code: str, answer: str) -> 
     assert _answer(code) == answer
 
 
-def test_limits_come_from_the_config_and_are_said_in_words() -> None:
+def test_limits_come_from_the_config_and_are_in_the_answer() -> None:
     assert _answer("while True: pass", wall_s=1) == "Stopped: the program ran longer than 1 seconds."
     assert _answer("print('x' * 100)", max_output_chars=10) == (
         "xxxxxxxxxx\nStopped: the program printed more than 10 characters."

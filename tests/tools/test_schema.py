@@ -59,7 +59,7 @@ def test_arguments_that_config_or_partial_fix_are_hidden_and_need_no_text_or_typ
         (sample_tools.unresolvable, ["a type hint that cannot be resolved: name 'Nowhere' is not defined"]),
     ],
 )
-def test_all_that_is_wrong_with_a_function_is_said_at_once(function: Any, problems: list[str]) -> None:
+def test_everything_that_is_wrong_with_a_function_is_reported_at_once(function: Any, problems: list[str]) -> None:
     with pytest.raises(UnusableError) as caught:
         build_spec(function)
     assert len(caught.value.problems) == len(problems)
@@ -122,7 +122,7 @@ def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it
         ({"text": "x" * 99 + "\n", "count": "y" * 99}, 'valid integer, not "' + "y" * 58 + "…"),
     ],
 )
-def test_a_misfit_is_said_in_one_line(arguments: dict[str, Any], problem: str) -> None:
+def test_a_wrong_argument_is_reported_in_one_line(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ToolError) as caught:
         check(**arguments)
     assert problem in str(caught.value)
