@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Callbacks: who hears of evaluations, and what the main thread does while it waits for one.
+    """Callbacks for results, and for what the main thread does while it waits for one.
 
-    tell: gets (EvaluationRecord.label, metrics), for the display.
-    track: gets (step, metrics) of a result that no later step will report.
-    phase: gets what rank 0 does now.
-    warn: gets warnings for the user.
+    tell: takes (EvaluationRecord.label, metrics), for the display.
+    track: takes (step, metrics) of a result that no later step will report.
+    phase: takes what rank 0 does now.
+    warn: takes warnings for the user.
     heartbeat: called regularly.
     on_change: called when the servers have changed.
     """
