@@ -66,7 +66,8 @@ class FunctionProducer:
         section = setup.section
         threads = ThreadRunner("rollout-function", max_threads=section.max_concurrent_calls)
         self._caller = Caller(threads, section.timeout_s, loop=ASYNC_LOOP)
-        self._slots = asyncio.Semaphore(section.max_concurrent_calls)  # limits async functions too
+        # decides when a call begins, and so its version; the limit of `threads` also counts calls that were cancelled and go on
+        self._slots = asyncio.Semaphore(section.max_concurrent_calls)
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,19 +29,20 @@ from tests.support.records import make_completion, make_prompt, make_turn
 
 def _score(
     completions: Sequence[RolloutCompletion],
-    *rewards: RewardFunction,
-    environment_weights: Mapping[str, float] | None = None,
+    *functions: Any,
     environments: Sequence[Any] | None = None,
-    **columns: Any,
+    **settings: Any,
 ) -> ScoredGroup:
+    """Advantages are not divided by the standard deviation."""
     scorer = Scorer(
-        rewards, advantage=AdvantageSection(), train_zero_variance=False, environment_weights=environment_weights
+        [RewardFunction(function) for function in functions],
+        **{"advantage": AdvantageSection(type="none"), "train_zero_variance": False, **settings},
     )
-    group = RolloutGroup(prompt=make_prompt(**columns), completions=completions)
+    group = RolloutGroup(prompt=make_prompt(3, "1 + 1 =", answer="7"), completions=completions)
     return asyncio.run(scorer.score(group, environments=environments))
 
 
-def _zero(completions: list[Any]) -> list[float]:
+def zero(completions: list[Any]) -> list[float]:
     return [0.0] * len(completions)
 
 
@@ -50,7 +51,7 @@ def test_the_error_of_a_reward_has_its_file_and_line() -> None:
         raise KeyError("answer")
 
     with pytest.raises(RewardError) as caught:
-        _score([make_completion("r0")], RewardFunction(broken), RewardFunction(_zero, name="zero"))
+        _score([make_completion("r0")], broken, zero)
     assert isinstance(caught.value.__cause__, KeyError)
     assert f'{__file__}", line' in "".join(traceback.format_exception(caught.value))
 
@@ -61,7 +62,7 @@ def test_environment_rewards_are_columns_like_the_functions_and_count_by_their_w
         replace(make_completion(f"r{index}"), environment_rewards={"Game": reward})
         for index, reward in enumerate([3.0, 1.0, None])
     ]
-    scored = _score(completions, RewardFunction(_zero, name="zero"), environment_weights={"Game": 2.0})
+    scored = _score(completions, zero, environment_weights={"Game": 2.0})
     assert scored.reward_parts == [
         {"zero": 0.0, "Game": 3.0}, {"zero": 0.0, "Game": 1.0}, {"zero": 0.0, "Game": None},
     ]  # fmt: skip
@@ -84,22 +85,12 @@ def test_only_trainable_completions_are_scored_and_every_column_is_theirs() -> N
         seen.update({name: columns[name] for name in names}, prompts=len(prompts), ids=completion_ids)
         return [float(ids[0]) for ids in completion_ids]
 
-    scored = _score(completions, RewardFunction(judge), answer="7", environments=["a", "b", "c", "d"])
+    scored = _score(completions, judge, environments=["a", "b", "c", "d"])
     assert seen == {
         "prompts": 3, "ids": [[10], [12], [13]], "answer": ["7"] * 3, "seat": [0, 2, 3], "environments": ["a", "c", "d"],
     }  # fmt: skip
     assert scored.rewards == [10.0, 12.0, 13.0]
     assert [sample.rollout_id for sample in scored.samples] == ["r0", "r2", "r3"]
-
-
-def _score_one(completions: list[RolloutCompletion], function: Any, **settings: Any) -> ScoredGroup:
-    """By one function, without dividing by the standard deviation."""
-    scorer = Scorer(
-        [RewardFunction(function)],
-        **{"advantage": AdvantageSection(type="none"), "train_zero_variance": False, **settings},
-    )
-    group = RolloutGroup(prompt=make_prompt(3, "1 + 1 =", answer="2"), completions=completions)
-    return asyncio.run(scorer.score(group))
 
 
 def by_index(completions: list[Any], **_: Any) -> list[float]:
@@ -115,7 +106,7 @@ def test_rewards_see_the_prompt_that_the_environment_made() -> None:
         return [0.0, 1.0]
 
     said = TaggedMessage(role="user", content="find the exit", origin=Origin.ENVIRONMENT)
-    _score_one([replace(make_completion("a"), prompt_messages=[said]), make_completion("b")], reward)
+    _score([replace(make_completion("a"), prompt_messages=[said]), make_completion("b")], reward)
     assert seen == [[{"role": "user", "content": "find the exit"}], [{"role": "user", "content": "1 + 1 ="}]]
 
 
@@ -129,7 +120,7 @@ def test_truncated_completions_count_in_the_mean_and_are_trained_only_if_wanted(
         replace(make_completion("b"), status=RolloutStatus.TRUNCATED),
         make_completion("c"),
     ]
-    scored = _score_one(completions, by_index, train_truncated=train_truncated)
+    scored = _score(completions, by_index, train_truncated=train_truncated)
     assert [sample.rollout_id for sample in scored.samples] == trained
     assert {sample.rollout_id: sample.advantage for sample in scored.samples}["c"] == 1.0
     assert scored.rewards == [0.0, 1.0, 2.0]
@@ -141,7 +132,7 @@ def test_what_functions_log_is_kept_for_the_store() -> None:
         log_metric("parsed", 0.5)
         return [0.0, 1.0]
 
-    scored = _score_one([make_completion("a"), make_completion("b")], reward)
+    scored = _score([make_completion("a"), make_completion("b")], reward)
     assert scored.extra_columns == {"extracted": ["4", "5"]}
     assert scored.metrics["parsed"] == 0.5
     assert scored.metrics.keys() == {"parsed", "scoring/duration_s"}
@@ -159,7 +150,7 @@ def _with_branches(rollout_id: str, *rewards: float | None, agent: float | None 
 
 def test_every_path_of_a_rollout_is_a_sample_with_its_advantage() -> None:
     """Tokens of another path in the prompt of a branch are not trained there."""
-    scored = _score_one([_with_branches("g3-r0", None, None), make_completion("g3-r1", version=5)], by_index)
+    scored = _score([_with_branches("g3-r0", None, None), make_completion("g3-r1", version=5)], by_index)
     assert [(sample.rollout_id, sample.root_id, sample.advantage) for sample in scored.samples] == [
         ("g3-r0", "g3-r0", -0.5), ("g3-r0.b1", "g3-r0", -0.5), ("g3-r0.b2", "g3-r0", -0.5), ("g3-r1", "g3-r1", 0.5),
     ]  # fmt: skip
@@ -177,14 +168,7 @@ def test_branches_may_have_their_own_reward() -> None:
     """Rewards of the rollouts 1 and 0. Branch 1 of the first says 0: as [0, 0] it has advantage 0; branch 2 says 3: as [3, 0],
     mean 1.5, it has 1.5."""
     completions = [_with_branches("g3-r0", 0.0, 3.0, None, agent=1.0), _with_branches("g3-r1", agent=0.0)]
-    scorer = Scorer(
-        [],
-        advantage=AdvantageSection(type="none"),
-        train_zero_variance=False,
-        environment_weights={AGENT_REWARD: 1.0},
-    )
-    group = RolloutGroup(prompt=make_prompt(3), completions=completions)
-    scored = asyncio.run(scorer.score(group))
+    scored = _score(completions, environment_weights={AGENT_REWARD: 1.0})
     assert [(sample.rollout_id, sample.advantage, sample.reward) for sample in scored.samples] == [
         ("g3-r0", 0.5, 1.0), ("g3-r0.b1", 0.0, 0.0), ("g3-r0.b2", 1.5, 3.0), ("g3-r0.b3", 0.5, 1.0), ("g3-r1", -0.5, 0.0),
     ]  # fmt: skip
