@@ -208,7 +208,7 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode):
                 key, problem = "?", "is a list or a mapping; keys are single words"
             elif _UNUSABLE.search(key):
-                problem = "contains a NUL byte or an unpaired surrogate; remove it"
+                problem = "contains a NUL byte or a lone surrogate; remove it"
             elif key == "<<" and key_node.style is None:
                 problem = "is a merge key, which is not supported; share settings by `extends`"
             elif key in entries:
@@ -276,5 +276,5 @@ def _read_scalar(text: str) -> Any:
 
 def _usable(text: str) -> str:
     if unusable := _UNUSABLE.search(text):
-        raise ValueError(f"contains {unusable[0]!a}, a NUL byte or an unpaired surrogate; remove it")
+        raise ValueError(f"contains {unusable[0]!a}, a NUL byte or a lone surrogate; remove it")
     return text

@@ -8,7 +8,7 @@ Example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 
 Runs in the thread of the store, in parallel with training: each rollout is made into text by itself, so the GIL is
 never held for longer than one takes, and numbers with a fraction go as float32 arrays, whose text is half as long as that of
 Python's floats.
-Whatever JSON cannot hold (half a surrogate pair, integers above 64 bits, a user's own type) becomes text; NaN becomes null.
+Whatever JSON cannot hold (a lone surrogate, integers above 64 bits, a user's own type) becomes text; NaN becomes null.
 """
 
 from __future__ import annotations
@@ -252,13 +252,13 @@ def _dumps(value: Any, option: int = 0) -> bytes:
     """JSON; with what it cannot hold made into text."""
     try:
         return orjson.dumps(value, default=safe_repr, option=_OPTIONS | option)
-    except TypeError:  # orjson's encode error: an integer above 64 bits, half a surrogate pair, an odd key
+    except TypeError:  # orjson's encode error: an integer above 64 bits, a lone surrogate, an odd key
         return orjson.dumps(_storable(value), option=_OPTIONS | option)
 
 
 def _storable(value: Any, depth: int = 0) -> Any:
     """`value`, with the repr of each part that JSON cannot hold: {"a": 2**70, "b": {2}} -> {"a": "1180...", "b": "{2}"}.
-    Half a surrogate pair becomes its escape."""
+    A lone surrogate becomes its escape."""
     if isinstance(value, str):
         return escape_surrogates(value)
     if depth < _MAX_DEPTH:

@@ -44,7 +44,7 @@ def one_line(text: str) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """`text` with the escape of each half of a surrogate pair, so that it can be encoded."""
+    """`text` with the escape of each lone surrogate, so that it can be encoded."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -1,7 +1,7 @@
 """JSON read strictly: what is refused here would break a tool, a template or the rollout store later.
 
 Refused, each in words that the policy can act on: text that is not JSON, NaN and infinities, keys given twice, nesting deeper
-than 64, unpaired surrogates.
+than 64, lone surrogates.
 """
 
 from __future__ import annotations
@@ -106,4 +106,4 @@ def _check(value: Any) -> None:
             if not math.isfinite(item):
                 raise UnreadableError("it holds a number that is too large")
         elif isinstance(item, str) and SURROGATE.search(item):
-            raise UnreadableError("it holds an unpaired surrogate (\\ud800 to \\udfff)")
+            raise UnreadableError("it holds a lone surrogate (\\ud800 to \\udfff)")

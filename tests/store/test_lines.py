@@ -93,7 +93,7 @@ def test_a_row_holds_everything_of_a_group() -> None:
     assert first.turns[0].tool_execution_duration_s == 0.125
     (call,) = first.turns[0].tool_calls
     assert (call.name, call.failed, call.arguments) == ("add", True, {"a": 1, "b": "{2}"})
-    assert call.result == "\\ud83d"  # half a surrogate pair: UTF-8 cannot hold it
+    assert call.result == "\\ud83d"  # a lone surrogate: UTF-8 cannot hold it
     assert (second.status, second.error, second.reward) == (
         RolloutStatus.FAILED,
         "the server refused the request",
