@@ -230,13 +230,11 @@ class Environment:
         return await self._call("is_done", UserCall(self._is_done, finish=bool))
 
     async def get_reward(self) -> float | None:
-        """The environment's reward of the episode; None = no reward, or no `get_reward`.
+        """The environment's reward of the episode; None = no reward. Only for one with a `kind.reward_name`.
 
         Raises:
             EnvironmentCallError: `get_reward` raised, took too long, or returned no finite number.
         """
-        if "get_reward" not in self.kind.methods:
-            return None
         return await self._call("get_reward", UserCall(self.instance.get_reward, finish=_reward))
 
     async def run(self, call: UserCall[Result]) -> Result:

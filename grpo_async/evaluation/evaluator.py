@@ -60,7 +60,7 @@ class EvaluationTask:
     step: int
     served_version: Callable[[], int]
     max_in_flight: int
-    store: RolloutStore | None = None
+    store: RolloutStore
 
 
 class Evaluator:
@@ -162,8 +162,7 @@ class Evaluator:
         self.num_tokens += num_tokens
 
     def _keep(self, task: EvaluationTask, scored: ScoredGroup, status: GroupStatus) -> None:
-        if task.store is not None:
-            task.store.append(scored.group, status, task.step, scored=scored if scored.rewards else None)
+        task.store.append(scored.group, status, task.step, scored=scored if scored.rewards else None)
 
 
 def _unscored(group: RolloutGroup) -> ScoredGroup:

@@ -31,13 +31,12 @@ def test_is_done_is_looked_up_once_per_instance_and_reserved_names_are_no_tools(
     with_one("Full", use)
 
 
-def test_an_environment_without_is_done_is_never_done_and_one_without_get_reward_gives_none() -> None:
+def test_an_environment_without_is_done_is_never_done_and_one_without_get_reward_has_no_reward() -> None:
     """R3.3"""
 
     async def use(environment: Environment) -> None:
         await environment.reset({})
         assert await environment.is_done() is False
-        assert await environment.get_reward() is None
         assert environment.kind.reward_name is None
         assert environment.tools == []
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,7 +80,7 @@ def _evaluator(producer: _Producer, count: int = 4, reward: Any = _reward, **set
 
 
 def _run(evaluator: Evaluator, *, max_in_flight: int = 2, store: RolloutStore | None = None) -> EvaluationResult:
-    task = EvaluationTask(step=5, served_version=lambda: 4, max_in_flight=max_in_flight, store=store)
+    task = EvaluationTask(step=5, served_version=lambda: 4, max_in_flight=max_in_flight, store=store or Mock())
     return asyncio.run(evaluator.run(task))
 
 
