@@ -275,26 +275,9 @@ class Environment:
         """End the instance without waiting: `close` runs after a call that hangs in the instance's thread. The future is done when
         the thread is free and `close` has ended, which has the time limit of every call if it is async."""
         self.broken = self.broken or "it was closed"
-        freed = self._thread.post(self._close_in_thread)
+        freed = self._thread.post(lambda: close_instance(self.instance, self.kind.name, self.kind.timeout_s))
         self._thread.stop()
         return freed
-
-    def _close_in_thread(self) -> None:
-        if "close" not in self.kind.methods:
-            return
-        call: UserCall[Any] = UserCall(self.instance.close)
-        try:
-            result = (
-                ASYNC_LOOP.post(call.attempt_async).result(self.kind.timeout_s) if call.is_async else call.attempt()
-            )
-        except TimeoutError:
-            logger.warning("environment `%s`: `close` took longer than %g s", self.kind.name, self.kind.timeout_s)
-            return
-        except GrpoAsyncError as error:
-            logger.warning("environment `%s`: `close` could not be called: %s", self.kind.name, error)
-            return
-        if isinstance(result, Raised):
-            logger.warning("environment `%s`: `close` raised %s%s", self.kind.name, result.summary, result.place)
 
     async def _call(self, method: str, call: UserCall[Result]) -> Result:
         try:
@@ -323,6 +306,23 @@ class Environment:
     def _refuse_if_broken(self) -> None:
         if self.broken is not None:
             raise EnvironmentCallError(self.kind.name, f"this instance can no longer be used: {self.broken}")
+
+
+def close_instance(instance: Any, name: str, timeout_s: float) -> None:
+    """Call `close` of an instance of the environment `name`, if it has one. For its own thread; failures are logged, not raised."""
+    if not _has_method(instance, "close"):
+        return
+    call: UserCall[Any] = UserCall(instance.close)
+    try:
+        result = ASYNC_LOOP.post(call.attempt_async).result(timeout_s) if call.is_async else call.attempt()
+    except TimeoutError:
+        logger.warning("environment `%s`: `close` took longer than %g s", name, timeout_s)
+        return
+    except GrpoAsyncError as error:
+        logger.warning("environment `%s`: `close` could not be called: %s", name, error)
+        return
+    if isinstance(result, Raised):
+        logger.warning("environment `%s`: `close` raised %s%s", name, result.summary, result.place)
 
 
 class _BadResultError(Exception):

@@ -11,14 +11,13 @@ Instances are leased on one event loop, that of the rollouts.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
 from grpo_async.config.sections import EnvironmentSection
-from grpo_async.envs.environment import Environment, EnvironmentCallError, EnvironmentKind
+from grpo_async.envs.environment import Environment, EnvironmentCallError, EnvironmentKind, close_instance
 from grpo_async.user_code.calls import Raised, UserCall
 from grpo_async.user_code.threads import InstanceThread
 
@@ -64,15 +63,13 @@ class Construction:
 
     def give_up(self) -> Future[Any]:
         """Close the instance, now or when it exists, and end the thread. Does not wait; the returned future is done then."""
-        closed = self.thread.post(UserCall(self._close_made).attempt)
+        closed = self.thread.post(self._close_made)
         self.thread.stop()
         return closed
 
-    async def _close_made(self) -> None:
+    def _close_made(self) -> None:
         for instance in self._made:
-            close = getattr(instance, "close", None)
-            if callable(close) and inspect.isawaitable(closing := close()):
-                await closing  # the thread is a daemon
+            close_instance(instance, self._name, self._timeout_s)
 
 
 class EnvironmentPool:
