@@ -184,13 +184,6 @@ def unwrap_partial(function: Any) -> Any:
     return function
 
 
-def partials_of(function: Any) -> Iterator[Any]:
-    """The functools.partial objects around a callable, the outermost first."""
-    while hasattr(function, "func") and hasattr(function, "keywords"):
-        yield function
-        function = function.func
-
-
 def own_name(function: Callable[..., Any]) -> str:
     """`__name__` of a function (of a partial's inner one), or the class name of a callable object."""
     inner = unwrap_partial(function)
