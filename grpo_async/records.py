@@ -88,7 +88,7 @@ class GroupStatus(StrEnum):
 
     TRAINED = "trained"  # used by an optimizer step
     FILTERED = "filtered"  # scored but without a learning signal (zero variance, unscored)
-    STALE = "stale"  # older than `rollout.max_staleness` when it was wanted
+    STALE = "stale"  # older than `rollout.max_staleness` allows
     FAILED = "failed"  # fewer than two of its rollouts are trainable, or scoring raised
     CANCELLED = "cancelled"  # the run stopped; its prompt is issued again after a resume
     QUEUED = "queued"  # scored, waiting for the trainer

@@ -129,7 +129,7 @@ class Encoder:
         return ids[1:] if ids[:1] == [self.control_tokens[token]] else self.plain(piece)
 
     def _ids_as_text(self, token: str) -> list[int]:
-        """Ids that spell a control token: those of its two parts, for the whole would be the token. "<|im_end|>" ->
+        """Ids that spell a control token: those of its two parts, because the whole would be the token. "<|im_end|>" ->
         ids of "<", ids of "|im_end|>"."""
         if token not in self._as_text:
             for cut in range(1, len(token)):

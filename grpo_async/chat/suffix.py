@@ -7,7 +7,7 @@ The suffix is the difference of two renderings of a dummy conversation, which is
     suffix:                                                                            \\n<|im_start|>tool...42...assistant\\n
 
 The cut is at the last end-of-turn token of `before`: the policy sampled that token itself, and nothing after it. A template
-without such a token is not cut. Names and ids of the calls are the real ones, for templates repeat them with the result.
+without such a token is not cut. Names and ids of the calls are the real ones, because templates repeat them with the result.
 
 Invariant: `before` is, token by token, the beginning of `after`; where no form of the dummy gives that, an error says so.
 Cost: two short renderings per turn, the first of them cached; the length of the conversation does not enter.
@@ -141,7 +141,7 @@ class SuffixRule:
                     return plan, self._apply(plan, calls, results)
                 except ChatError as error:
                     problems.append(str(error))
-        raise ChatError(problems[0] if problems else "there is no form of the dummy conversation")
+        raise ChatError(problems[0])
 
     def _groupings(self, form: DummyForm, calls: Sequence[ToolCall]) -> Iterator[Sequence[Sequence[ToolCall]]]:
         """All calls in one message, or one message per call."""

@@ -90,7 +90,7 @@ def examine(
         if inspect.getattr_static(probe, optional, None) is not None:
             notes.append(f"`{optional}` is not a method, so it is not called")
     if section.reward_weight != 1.0 and "get_reward" not in methods:
-        notes.append("`reward_weight` has no effect, for there is no `get_reward`")
+        notes.append("`reward_weight` has no effect, because there is no `get_reward`")
     if problems or parameters is None:
         raise UnusableError(problems)
     return EnvironmentKind(

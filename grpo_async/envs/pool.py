@@ -178,7 +178,7 @@ class EnvironmentPool:
                 raise EnvironmentCallError(
                     self.name,
                     f"its factory made a {type(instance).__name__}, after a {kind.environment_class.__name__}; all instances "
-                    "must be of one class, for they have the same tools",
+                    "must be of one class, because they have the same tools",
                 )
         except BaseException:  # also when cancelled: an instance that is still being made must be closed
             self._discarded.append(construction.give_up())

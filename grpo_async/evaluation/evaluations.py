@@ -129,7 +129,7 @@ class RunEvaluations:
 
     @property
     def blocks_push(self) -> bool:
-        """Whether an evaluation that wants a single policy version is running: no weights are pushed until it ends."""
+        """Whether an evaluation of a single policy version (`pin_version`) is running: no weights are pushed until it ends."""
         running = self._running
         is_pinned = self._section is not None and self._section.pin_version
         return is_pinned and running is not None and not running.future.done()
