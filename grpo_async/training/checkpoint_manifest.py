@@ -1,7 +1,7 @@
 """Finds the checkpoint that a name means, and whether it is complete: manifest.json lists its files with sizes and checksums, and
 is written last. A checkpoint that must not be found anymore (damaged, replaced, removed) is set aside under another name.
 
-    {"format": 4, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
+    {"format": 5, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
 The files of tensors are large, so no process reads those of all ranks: the launcher compares sizes, and the checksums of the other
 files; each rank compares the checksums of its part before anything is loaded (checkpoint.find_undamaged). Does not import torch.
