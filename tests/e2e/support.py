@@ -130,7 +130,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def assert_ledger_closes_at_every_step(lines: Sequence[Mapping[str, Any]]) -> None:
+def assert_ledger_balances_at_every_step(lines: Sequence[Mapping[str, Any]]) -> None:
     """started = trained + filtered + stale + failed + cancelled + queued + in flight, in groups and in tokens."""
     for line in lines:
         for kind in ("groups", "tokens"):

@@ -1,4 +1,4 @@
-"""Whole runs with agents: kill -9 of an agent, of the server, of everything; nothing is left, and the ledger closes."""
+"""Whole runs with agents: kill -9 of an agent, of the server, of everything; nothing is left, and the ledger balances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.support import (
     REPOSITORY,
     SMALL,
     Run,
-    assert_ledger_closes_at_every_step,
+    assert_ledger_balances_at_every_step,
     finish,
     make_run,
     rows_of,
@@ -50,7 +50,7 @@ def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
     last = run.metrics()[-1]
     assert last["rewards/agent/mean"] > 0.0
     assert last["rewards/branches_are_seen/mean"] == 1.0
-    assert_ledger_closes_at_every_step(run.metrics())
+    assert_ledger_balances_at_every_step(run.metrics())
     rollouts = [each for row in rows_of(run.folder) if row["status"] == "trained" for each in row["rollouts"]]
     assert rollouts
     for each in rollouts:
@@ -97,6 +97,6 @@ def test_kill_nine_of_agents_fails_their_rollouts_alone_and_they_wait_for_a_kill
     assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
     run.assert_nothing_is_left()
     assert run.summary()["ledger_closed"]
-    assert_ledger_closes_at_every_step(run.metrics())
+    assert_ledger_balances_at_every_step(run.metrics())
     errors = [each["error"] for row in rows_of(run.folder) for each in row["rollouts"] if each["error"]]
     assert any("was killed by SIGKILL" in each for each in errors), errors

@@ -1,4 +1,4 @@
-"""kill -9 of a whole run at random moments: every resumed run closes its ledger, none loses a prompt, and synchronous ones end
+"""kill -9 of a whole run at random moments: the ledger of every resumed run balances, none loses a prompt, and synchronous ones end
 with the weights of a run that was never interrupted, bit by bit.
 
 Two chains, one synchronous and one asynchronous: a run is killed, resumed, killed again, twenty times in all, and then finished
@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.support import SMALL, Run, assert_ledger_closes_at_every_step, make_run
+from tests.e2e.support import SMALL, Run, assert_ledger_balances_at_every_step, make_run
 from tests.support.stored import read_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -127,7 +127,7 @@ def _assert_accounts_are_right(run: Run, steps: int, history: list[str]) -> None
     assert groups["trained"] == steps * 4, f"{groups}\n{where}"
     assert groups["queued"] == groups["in_flight"] == 0, f"{groups}\n{where}"
     assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1)), where
-    assert_ledger_closes_at_every_step(run.metrics())
+    assert_ledger_balances_at_every_step(run.metrics())
     # the store agrees: each step trained four prompts, and no prompt was trained twice
     trained = _trained(run)
     assert {step: counts.total() for step, counts in trained.items()} == dict.fromkeys(range(1, steps + 1), 4), where

@@ -10,7 +10,7 @@ import pytest
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.tracking.catalog import describe
 from scripts.install import digest, read_stamp
-from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rows_of
+from tests.e2e.support import REPOSITORY, Run, assert_ledger_balances_at_every_step, make_run, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_the_quickstart_script_learns_and_leaves_a_summary_and_a_model_that_load
     assert evaluation["after"]["reward"] > evaluation["majority_baseline"] + 0.4
     unknown = {name for line in run.metrics() for name in line if not describe(name).is_known}
     assert not unknown, "add them to tracking/catalog.py"
-    assert_ledger_closes_at_every_step(run.metrics())
+    assert_ledger_balances_at_every_step(run.metrics())
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoModelForCausalLM.from_pretrained(run.folder / "model")
