@@ -1,6 +1,5 @@
-"""What the speed of grpo-async is measured with: `python -m benchmarks` lists them, `python -m benchmarks NAME --help` tells one.
+"""Benchmarks of grpo-async. `python -m benchmarks` lists them, `python -m benchmarks NAME --help` describes one.
 
-Every benchmark is a module with `main(arguments) -> exit code`. It prints a table and, with `--json FILE`, writes the same with the
-machine, versions, seed and every single value. Ratios are taken side by side in one run, in turns (report.py). What was
-found with them, profile by profile, is in NOTES.md.
+Every benchmark is a module with `main(arguments) -> exit code`. It prints a table and, with `--json FILE`, writes it with machine,
+versions, seed and every value. The two sides of a ratio take turns in one run (report.py). NOTES.md has what was found with them.
 """

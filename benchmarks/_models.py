@@ -1,4 +1,4 @@
-"""Models of random weights: their sizes, what they compute and move, and what a GPU can."""
+"""Models with random weights: their sizes, what they compute and move, and what a GPU can do."""
 
 from __future__ import annotations
 
@@ -23,49 +23,45 @@ class ModelSize:
 
     @property
     def num_parameters(self) -> int:
-        """Of matrices that compute; the norms' are some thousands. Formula: layers x (2 H A + 2 H K + 3 H I) + V H, with H hidden,
-        A = heads x head_dim, K = kv_heads x head_dim, I intermediate. The embedding is not counted in addition to the head:
-        looking a token up computes nothing."""
+        """N, those of the matrix products (the norms have some thousands more): layers x (2 H A + 2 H K + 3 H I) + V H, with H
+        hidden, A = heads x head_dim, K = kv_heads x head_dim, I intermediate. An embedding of its own does not count: a lookup
+        computes nothing."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
     @property
     def num_stored(self) -> int:
-        """With an embedding of its own, where the head is not tied to it."""
+        """N, and the embedding if it is not tied to the head."""
         return self.num_parameters + (0 if self.tied else self.vocab * self.hidden)
 
     def forward_flops(self, context: float) -> float:
-        """Of one token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
+        """For one token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
         return 2.0 * self.num_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
 
     def training_flops(self, length: float) -> float:
-        """Of one token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1), causal: a token attends to
-        (length + 1) / 2 on average, and backward is twice forward. What is computed again (checkpointing) does not count."""
+        """For one token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1). Attention is causal: a
+        token attends to (length + 1) / 2 on average. Backward is twice forward. Recomputation (checkpointing) does not count."""
         return 3.0 * self.forward_flops((length + 1) / 2)
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Of one token: 2 L K values."""
+        """For one token: 2 L K values."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
-    def qwen3(self) -> dict[str, Any]:
-        """As fields of transformers' Qwen3Config."""
-        return {
-            "vocab_size": self.vocab, "hidden_size": self.hidden, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate,
-        }  # fmt: skip
-
     def build(self, *, seed: int, dtype: str = "float32", max_length: int = 2048, **more: Any) -> Any:
-        """A Qwen3 with random weights, the same for the same seed. `more`: of its config."""
+        """A Qwen3 with random weights, the same for the same seed. `more`: fields of its config."""
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(seed)
-        shape = {**self.qwen3(), "max_position_embeddings": max_length, "tie_word_embeddings": True, **more}
-        return Qwen3ForCausalLM(Qwen3Config(**shape)).to(getattr(torch, dtype))
+        fields = {
+            "vocab_size": self.vocab, "hidden_size": self.hidden, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate, "max_position_embeddings": max_length, "tie_word_embeddings": True, **more,
+        }  # fmt: skip
+        return Qwen3ForCausalLM(Qwen3Config(**fields)).to(getattr(torch, dtype))
 
     def save(self, folder: Path, tokenizer: Any, **more: Any) -> Any:
-        """Write what `build` makes and the tokenizer to `folder`; returns the model, which takes no gradients."""
+        """Write such a model and the tokenizer to `folder`; returns the model, which takes no gradients."""
         ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
         model = self.build(**ids, **more)
         model.save_pretrained(folder)
@@ -84,19 +80,19 @@ SIZES = {
     "32b": ModelSize(hidden=5120, layers=64, heads=64, intermediate=25600, tied=False),
     "70b": ModelSize(vocab=128256, hidden=8192, layers=80, heads=64, intermediate=28672, tied=False),  # Llama 3
 }
-"""Widths of Qwen3 models, but for those that say another name."""
+"""Shapes of Qwen3 models, except where a comment names another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """FLOPs/s of dense products in bfloat16, bytes/s of the memory: of the maker's data sheet."""
+    """FLOP/s of dense bfloat16 products, and bytes/s of the memory."""
 
     flops: float
     memory: float
 
 
-# (name as torch says it, dense bfloat16 TFLOPS, memory GB/s): the makers' data sheets; the first that matches counts
-_TABLE: tuple[tuple[str, float, float], ...] = (
+# (pattern of torch's device name, dense bfloat16 TFLOP/s, memory GB/s), from the makers' data sheets; the first match counts
+_DEVICES = (
     (r"B200", 2250, 8000),
     (r"H200", 989, 4800),
     (r"H100.*PCIe", 756, 2000),
@@ -110,8 +106,8 @@ _TABLE: tuple[tuple[str, float, float], ...] = (
 
 
 def listed_peaks(device_name: str) -> Peaks | None:
-    """Of the table; None: it does not know the device."""
-    for pattern, tflops, memory in _TABLE:
+    """Peaks of a device; None if it is not listed."""
+    for pattern, tflops, memory in _DEVICES:
         if re.search(pattern, device_name):
             return Peaks(flops=tflops * 1e12, memory=memory * 1e9)
     return None
@@ -120,8 +116,8 @@ def listed_peaks(device_name: str) -> Peaks | None:
 def generation_bound_s(
     size: ModelSize, peaks: Peaks, *, in_flight: int, prompt: int, completion: int, itemsize: int
 ) -> float:
-    """Seconds in which `in_flight` completions can come at the earliest: the prompts at the peak of FLOPs, then `completion` steps,
-    each of which reads all weights once and the KV of all, or computes, whichever takes longer.
+    """The least seconds in which `in_flight` completions can be generated: the prompts at the peak of FLOP/s, then `completion`
+    steps, each of which reads all weights once and the KV of all, or computes, whichever takes longer.
 
     Worked example: N = 1e9 in 16 bit, 1 in flight, 1e12 bytes/s: 2 ms a token, 500 tokens/s at most; with 8 in flight 4000.
     """

@@ -1,20 +1,18 @@
-"""A server that generates nothing: answers the client's requests at once, or streams as the real ones do; for a process of its own.
+"""A server that computes nothing: it answers the client's requests at once, or streams as the real servers do.
 
-    python -m benchmarks._rollout_server '{"rate": 30, "tokens": 256, ...}'       prints its address, serves until its input ends
+    python -m benchmarks._rollout_server PARENT_PID '{"rate": 30, "tokens": 256, ...}'     prints its address; ends with the parent
 
-Speaks inference.api as far as requests and policy versions go. Of every request it takes `flush_interval_s`, as the real
-servers do: a chunk holds the tokens of that time. Lengths are drawn between tokens / 2 and tokens * 3 / 2, by the request's seed.
+It implements inference.api for requests and policy versions. Like the real servers it respects a request's `flush_interval_s`: a
+chunk holds the tokens of that time. Lengths are drawn between tokens / 2 and tokens * 3 / 2, by the request's seed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import socket
 import sys
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +20,15 @@ import numpy as np
 import orjson
 import uvicorn
 
+from grpo_async.utils.processes import die_with_parent
+
 _NUM_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """`rate`: tokens per second of each request; 0: all at once. `tokens`: of an answer, in the mean. `ids`: they are sampled from
-    this range; `answer`: every answer is this one instead."""
+    """`rate`: tokens per second of each request; 0: all at once. `tokens`: mean length of an answer. `ids`: the range of its
+    random ids; `answer`: the ids of every answer instead."""
 
     rate: float
     tokens: int
@@ -65,7 +65,7 @@ class Server:
         await send({"type": "http.response.body", "body": b"null"})
 
     async def _generate(self, request: dict[str, Any], send: Any) -> None:
-        """Lines, each with the tokens from one place of the table on."""
+        """Send lines, each with the next tokens of the table."""
         answer, rate = self._settings.answer, self._settings.rate
         start, left = 0, len(answer)
         if not answer:
@@ -93,14 +93,9 @@ class Server:
         )
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    app = Server(ServerSettings(**json.loads(sys.argv[1])))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    die_with_parent(int(sys.argv[1]))
+    app = Server(ServerSettings(**json.loads(sys.argv[2])))
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).run(sockets=[listener])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -30,7 +31,7 @@ _QUESTION = (
 
 @functools.cache
 def load_tokenizer() -> Any:
-    """One that every machine can make in seconds: byte-level BPE with 16,384 tokens, trained on Python's own library."""
+    """A tokenizer that every machine can make in seconds: byte-level BPE with 16,384 tokens, trained on Python's own library."""
     from grpo_async.quickstart.model import train_tokenizer
 
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -38,14 +39,14 @@ def load_tokenizer() -> Any:
 
 
 def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Looks at the text once, as a reward that compares an answer does; differs within a group, so that every one is trained."""
+    """Reads the text once, like a reward that compares an answer. It differs within a group, so that every group is trained."""
     texts = (completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions)
     return [float("return" in text) + ids[0] / 65536 for text, ids in zip(texts, completion_ids, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is generated. `rate`: tokens per second of each rollout; `tokens`: of a rollout, in the mean."""
+    """What is generated. `rate`: tokens per second of each rollout; `tokens`: mean length of a rollout."""
 
     in_flight: int
     tokens: int
@@ -58,16 +59,16 @@ class Load:
 
     @property
     def groups_per_step(self) -> int:
-        """A quarter of what is in flight, and enough that the counting of steps costs little."""
+        """A quarter of what is in flight: enough that the steps themselves cost little."""
         return max(1, self.in_flight // self.group_size // 4)
 
 
 @contextmanager
 def rollout_server(**settings: Any) -> Iterator[str]:
-    """The address of a server with these ServerSettings in a process of its own."""
+    """The address of a _rollout_server with these ServerSettings, in a process of its own."""
     described = json.dumps(asdict(ServerSettings(**settings)))
-    command = [sys.executable, "-m", "benchmarks._rollout_server", described]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, "-m", "benchmarks._rollout_server", str(os.getpid()), described]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
@@ -79,7 +80,7 @@ def rollout_server(**settings: Any) -> Iterator[str]:
 
 
 class Side:
-    """A rollout side that generates, as its trainer sees it."""
+    """A running rollout side, as its trainer sees it."""
 
     def __init__(self, source: Any, control: Any, load: Load) -> None:
         self._source, self._control, self._load = source, control, load
@@ -89,8 +90,8 @@ class Side:
         (self._thread,) = [thread for thread in threading.enumerate() if thread.name == "rollout"]
 
     def so_far(self) -> dict[str, float]:
-        """Seconds by the clock, CPU seconds of the rollout thread and of the process, rollouts taken, and tokens generated, as the
-        rollout side counts them."""
+        """Wall seconds, CPU seconds of the rollout thread and of the process, rollouts taken, and tokens generated (by the
+        ledger)."""
         assert self._thread.ident is not None
         return {
             "wall": time.perf_counter(),
@@ -101,7 +102,7 @@ class Side:
         }
 
     def step(self) -> None:
-        """Take the groups of a step, call them trained, and serve the next version."""
+        """Take the groups of a step, close them as trained, and serve the next version."""
         from grpo_async.records import GroupStatus
 
         groups = self._source.take(
@@ -119,7 +120,7 @@ def _nothing() -> None: ...
 
 @contextmanager
 def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
-    """A rollout side in this process and its server in another; generates from the start. `folder` takes data and store."""
+    """A rollout side in this process, generating, and its server in another. Data and store are in `folder`."""
     from grpo_async.chat.renderer import ChatRenderer
     from grpo_async.config import ExperimentConfig
     from grpo_async.inference.control import ServerControl

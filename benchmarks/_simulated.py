@@ -1,8 +1,8 @@
-"""What a simulated run has in place of models: servers that take virtual seconds instead of computing, and what hangs on them.
+"""What a simulated run has in place of models: servers that take virtual seconds instead of computing, and what uses them.
 
 worker -> SimulatedProducer -> SimulatedServer (slots, continuous batching, pauses)
 
-One thread has both sides. The trainer's side is ordinary blocking code; where it would block, it lets the VirtualLoop run:
+Both sides are in one thread. The trainer's side is ordinary blocking code; where it would block, it lets the VirtualLoop run:
 
     run_for(s)     the trainer computes for s seconds: the loop runs meanwhile
     run_until_call the trainer waits: the loop runs until somebody calls `give_back`
@@ -40,11 +40,11 @@ _LENGTH = "simulated_length"
 
 
 class StandstillError(RuntimeError):
-    """Nothing will ever happen again: everybody waits for somebody else."""
+    """Nothing will ever happen again: both sides wait for each other."""
 
 
 class _Selector(selectors.SelectSelector):
-    """Never blocks: it moves the clock on to the next timer instead."""
+    """Never blocks: it moves the clock to the next timer instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class _Selector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose seconds pass only when nothing is left to do: hours are over in a second, the same each time. Not for
-    sockets, threads or processes: they know nothing of its seconds."""
+    """An asyncio loop whose clock moves only when nothing is left to do: hours are over in a second, the same each time. Not for
+    sockets, threads or processes, which have real time."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -73,7 +73,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
     def run_for(self, seconds: float) -> None:
-        """Let this many seconds pass. Raises: what a callback raised."""
+        """Let this many seconds pass. Raises what a callback raised."""
         handle = self.call_later(seconds, self.stop)
         try:
             self._run()
@@ -81,7 +81,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             handle.cancel()
 
     def run_until_call(self) -> None:
-        """Go on until `give_back`. Raises: StandstillError; what a callback raised."""
+        """Run until `give_back` is called. Raises StandstillError, or what a callback raised."""
         self._is_asked_for = True
         try:
             self._run()
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._is_asked_for = False
 
     def give_back(self) -> None:
-        """Let `run_until_call` return after what is ready now; `run_for` continues."""
+        """Let `run_until_call` return after what is ready now. It does not end `run_for`."""
         if self._is_asked_for:
             self.stop()
 
@@ -106,7 +106,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpeed:
-    """A decode step of n rows takes `decode_s + n * row_s` seconds; `prefill_s` a token, paid again after new weights."""
+    """A decode step of n rows takes `decode_s + n * row_s` seconds. A token of the context takes `prefill_s`, again after new
+    weights."""
 
     slots: int
     decode_s: float
@@ -116,7 +117,7 @@ class ServerSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of a completion: lognormal with this mean and sigma, cut at `longest`; sigma 0: always the mean."""
+    """The length of completions in tokens: lognormal with this mean and sigma, at most `longest`; sigma 0: always the mean."""
 
     mean: int
     sigma: float
@@ -142,10 +143,10 @@ class SimulatedServer:
     """Continuous batching: every row gains a token in every decode step, which takes longer the more rows there are.
 
     Attributes:
-        busy_s: seconds in which it was generating, up to its last change.
-        stood_s: from pauses until its rows went on.
-        row_s: of all rows, while it generated.
-        load: requests here, with a slot or waiting.
+        busy_s: seconds in which it was generating, until its last change.
+        stood_s: seconds from pauses until its rows continued.
+        row_s: seconds of all its rows, while it generated.
+        load: its requests, with a slot or waiting for one.
     """
 
     def __init__(self, loop: VirtualLoop, speed: ServerSpeed) -> None:
@@ -163,7 +164,7 @@ class SimulatedServer:
         self.load = 0
 
     async def generate(self, length: int, on_start: Callable[[], None], on_cut: Callable[[int], None]) -> None:
-        """Take a slot, then `length` decode steps. `on_cut` gets the tokens made so far where it is cancelled."""
+        """Take a slot, then `length` decode steps. When it is cancelled, `on_cut` gets the number of tokens made so far."""
         self.load += 1
         try:
             async with self._slots:
@@ -195,7 +196,7 @@ class SimulatedServer:
         self._plan()
 
     def resume(self) -> None:
-        """Go on, once the keys and values of all rows are computed with the new weights."""
+        """Continue, once the keys and values of all rows are computed with the new weights."""
         tokens = sum(self._steps - row.began_at for row in self._rows)
         self._resume_timer = self._loop.call_later(tokens * self._speed.prefill_s, self._go_on)
 
@@ -209,7 +210,7 @@ class SimulatedServer:
         return self._speed.decode_s + len(self._rows) * self._speed.row_s
 
     def catch_up(self) -> None:
-        """Count what happened since the last change."""
+        """Count the time since the last change."""
         passed, self._since = self._loop.time() - self._since, self._loop.time()
         if self._rows and not self._paused:
             self._steps += passed / self._decode_s()
@@ -284,7 +285,7 @@ def lengths_of(group: ScoredGroup) -> list[int]:
 
 
 class SimulatedScorer:
-    """Rewards at once; a fraction of the groups, drawn by their ids, has nothing to learn from."""
+    """Scores at once. A fraction of the groups, drawn by their ids, has nothing to learn from."""
 
     def __init__(self, *, filtered: float, seed: int) -> None:
         self._filtered, self._seed = filtered, seed
@@ -319,7 +320,7 @@ class SimulatedStore:
 
 
 def give_back_at(buffer: SampleBuffer, loop: VirtualLoop) -> None:
-    """The thread goes back to the trainer, which may wait for a group, whenever one comes or a failure does."""
+    """Return to the trainer, which may be waiting, when a group or a failure arrives in the buffer."""
 
     def telling(method: Callable[..., None]) -> Callable[..., None]:
         def call(*given: Any) -> None:

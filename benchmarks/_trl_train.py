@@ -1,9 +1,9 @@
 """A run of TRL's AsyncGRPOTrainer, for against_trl.
 
-The trainer and its rollout worker are TRL's, unmodified. Replaced is what it has for GPUs only, without which it does not run
-on a CPU: the weight transfer (EqualPush), the kernel of its attention (CpuKernel), and the question for the GPU's peak FLOP/s.
-Options that are not TRL's defaults: full float32 (as the server and our side), no gradient checkpointing (it only costs time
-here), a fixed number of samples a step (as ours), no logging service, no checkpoints.
+The trainer and its rollout worker are the installed TRL's, unmodified. Only what needs a GPU is replaced: the weight transfer
+(NCCL) by the very push that our side makes (EqualPush), the attention kernel by the same computation on the CPU (CpuKernel), and
+the query of the GPU's peak FLOP/s. Options that differ from TRL's defaults: float32 throughout (as the server and our side), no
+gradient checkpointing (it only costs time here), a fixed number of samples a step (as ours), no logging service, no checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(given: dict[str, Any]) -> None:
 
 
 def build_trainer(given: dict[str, Any]) -> Any:
-    """The trainer of TRL's side, ready to train."""
+    """TRL's trainer, ready to train."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
@@ -53,11 +53,11 @@ def build_trainer(given: dict[str, Any]) -> Any:
 
 
 def no_peak_flops(accelerator: Any, dtype: str) -> None:
-    """TRL's "not known for this device", which it logs no utilization for; its own asks CUDA for the device's name."""
+    """Stands for TRL's function, which asks CUDA for the device's name. None: unknown, so that TRL logs no utilization."""
 
 
 def trainer_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of TRL's AsyncGRPOConfig."""
+    """The fields of TRL's AsyncGRPOConfig."""
     return {
         "output_dir": given["folder"],
         "max_steps": given["max_steps"],
@@ -86,8 +86,8 @@ def trainer_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_writer(path: Path) -> Any:
-    """A callback that appends a step (`against_trl.Step`) to `path` after every optimizer step, from what the trainer logs itself.
-    The first has no `perf/step_s`, and counts as 0 s."""
+    """A callback that appends each optimizer step to `path` (an `against_trl.Step`), from what the trainer logs. The first step
+    has no `perf/step_s`, and counts as 0 s."""
     from transformers import TrainerCallback
 
     thrown_away = 0.0
@@ -114,7 +114,7 @@ def step_writer(path: Path) -> Any:
 
 
 class ListedParameters(GatheredParameters):
-    """Named tensors as a push wants them."""
+    """Named tensors, to be pushed."""
 
     def __init__(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -129,10 +129,10 @@ class ListedParameters(GatheredParameters):
 
 
 class EqualPush:
-    """TRL's `weight_transfer` over the push of this package, in place of NCCL, which needs a GPU: its trainer calls the same five
-    methods at the same places, and what happens is what a run of ours does: the same calls to the same server, the same buckets
-    over the same gloo broadcast, each request in flight recomputed with the new weights (TRL, too, pauses with mode=keep and
-    clears the caches). `pause` and `resume` do nothing: the push does both, around the sending."""
+    """TRL's `weight_transfer` by the push of this package, in place of NCCL. TRL's trainer calls its five methods at the same
+    places, and they do what a run of ours does: the same calls to the same server, the same buckets over the same gloo broadcast,
+    requests in flight recomputed with the new weights (TRL, too, pauses with mode=keep and clears the caches). `pause` and
+    `resume` do nothing: the push does both, around the transfer."""
 
     def __init__(self, server_url: str) -> None:
         self._control = ServerControl(server_url, token=None, timeout_s=TIMEOUT_S)

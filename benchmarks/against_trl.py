@@ -3,19 +3,14 @@
     python -m benchmarks against_trl [--rounds 5] [--steps 20] [--warmup 5] [--json FILE]
 
 Both sides train the same Qwen3 (6.4 M random weights) on the same prompts with the same batch, completion length, temperature,
-learning rate, optimizer (AdamW, clipped at norm 1), loss (clipped, mean over tokens) and number of steps, one thread each,
-against the same vLLM server, which is started once (one thread, float32, as `grpo-async serve-vllm` starts it on a CPU) and
-serves them in turns. The reward is the same function.
+reward, learning rate, optimizer (AdamW, clipped at norm 1), loss (clipped, mean over tokens) and number of steps, with one thread
+each. They take turns at one vLLM server (one thread, float32, as `grpo-async serve-vllm` starts it on a CPU). Both have the same
+limits of staleness (4) and of requests in flight (4 steps' worth): TRL's own defaults. _trl_train.py says what is replaced in TRL
+to run on a CPU.
 
-TRL's side is the TRL that is installed here, its trainer and its rollout worker unmodified. Three things are replaced, because
-TRL's own need a GPU: the weight transfer (NCCL) by the very push that our side makes, its attention kernel by the same computation
-on the CPU, and its question for the GPU's peak FLOP/s. It is set not to use bfloat16 and gradient checkpointing, which only cost
-time here. Both sides have the same limits of staleness (4) and of requests in flight (4 steps' worth): TRL's own defaults.
-Staleness is counted from the policy that a rollout began with.
-
-Measured is the steady state, after the warmup's last step and without the last ones, in which our side has nothing left to generate
-and trains faster. A group without a signal counts as trained on TRL's side, which computes it, and as thrown away on ours, which
-does not. Target: in every round our side trains at least 1.5 times as many samples a second.
+The steady state is measured: the steps between the warmup and the last ones, in which our side has nothing left to generate and
+trains faster. A group without a signal counts as trained on TRL's side, which computes it, and as thrown away on ours, which does
+not. Target: in every round our side trains at least 1.5 times as many samples a second.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from typing import Any
 
 from benchmarks import _server
 from benchmarks._models import ModelSize
-from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios
+from benchmarks.report import ROOT, Report, figures, in_turns, parser_of, ratios
 
 OURS, TRL = "grpo-async", "TRL"
 AT_LEAST = 1.5
@@ -47,16 +42,16 @@ LR = 1e-6
 _NUM_PROMPTS = 512
 
 Step = Mapping[str, float]
-"""One optimizer step of either side: seconds `wall_s`, of which `waiting_s` for samples and `push_s`; trained `samples` and
-`tokens`; mean `staleness` in steps; samples `thrown_away` since the run began."""
+"""One optimizer step of either side: its seconds `wall_s`, with `waiting_s` for samples and `push_s` among them; trained
+`samples` and `tokens`; mean `staleness` in steps; samples `thrown_away` since the run began."""
 
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="each side once a round")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps measured")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before those, one at least")
-    parser.add_argument("--in-flight", type=int, help="requests of both sides; default: TRL's own choice")
+    parser.add_argument("--rounds", type=int, default=5, help="with one run of each side")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are measured")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
+    parser.add_argument("--in-flight", type=int, help="requests at once, for both sides; default: TRL's own choice")
     options = parser.parse_args(arguments)
     if find_spec("trl") is None:
         raise SystemExit(f"TRL is not installed here: uv pip install trl=={TRL_VERSION} --python {sys.executable}")
@@ -65,13 +60,13 @@ def main(arguments: list[str]) -> int:
     options.in_flight = options.in_flight or MAX_STALENESS * GROUPS_PER_STEP * GROUP_SIZE
     report.note(
         f"max_staleness {MAX_STALENESS}, {options.in_flight} in flight at most, {GROUPS_PER_STEP} x {GROUP_SIZE} samples a step. "
-        "The row staleness is the mean over trained tokens on our side, on TRL's over samples since their group began, which is "
+        "Staleness is the mean over trained tokens on our side; on TRL's over samples, from the start of their group, which is "
         "more for the same sample"
     )
     found: dict[str, list[dict[str, float]]] = {OURS: [], TRL: []}
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as name:
         folder = Path(name)
-        # in a process of its own: torch would stay in this one, which meters
+        # in a process of its own: this one, which measures, stays without torch
         code = f"from benchmarks.against_trl import write_inputs; write_inputs({name!r}, {options.seed})"
         subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=_server.START_TIMEOUT_S)
         environment = {name: value for name, value in os.environ.items() if name != "GRPO_ASYNC_TOKEN"}
@@ -86,12 +81,13 @@ def main(arguments: list[str]) -> int:
 
 
 def write_config(inputs: Path, folder: Path, url: str, options: argparse.Namespace) -> Path:
-    """What `grpo-async train` and the server are given (JSON is YAML). Everything else is at its default."""
-    config = {
-        "run": {"name": "run", "dir": str(folder), "seed": options.seed},
-        "model": {"path": str(inputs / "model")},
-        "data": {"train": {"type": "jsonl", "path": str(inputs / "prompts.jsonl")}, "shuffle": False},
-        "rollout": {
+    """The config of `grpo-async train` and of the server. Everything else is at its default."""
+    return _server.write_config(
+        folder,
+        run={"name": "run", "dir": str(folder), "seed": options.seed},
+        model={"path": str(inputs / "model")},
+        data={"train": {"type": "jsonl", "path": str(inputs / "prompts.jsonl")}, "shuffle": False},
+        rollout={
             "group_size": GROUP_SIZE,
             "groups_per_step": GROUPS_PER_STEP,
             "max_staleness": MAX_STALENESS,
@@ -99,35 +95,32 @@ def write_config(inputs: Path, folder: Path, url: str, options: argparse.Namespa
             "max_in_flight": options.in_flight,
             "temperature": 1.0,
         },
-        "rewards": [{"function": "benchmarks.against_trl:low_ids"}],
-        "inference": {
+        rewards=[{"function": "benchmarks.against_trl:low_ids"}],
+        inference={
             "engine": "vllm",
-            **({"urls": [url]} if url else {}),
+            "urls": [url] if url else [],
             "max_model_len": COMPLETION_TOKENS + 64,
             "threads": 1,
             "vllm": {"enforce_eager": True, "kv_cache_mb": 256},
         },
-        "loss": {"type": "dapo", "epsilon": 0.2, "epsilon_high": 0.2},
-        "optimizer": {"lr": LR},
-        "training": {"max_steps": options.max_steps},
-        "launch": {"device": "cpu", "trainer_threads": 1},
-        "checkpoint": {"every_steps": 10_000},
-        "record": {"report": False},
-    }
-    path = folder / "config.yaml"
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return path
+        loss={"type": "dapo", "epsilon": 0.2, "epsilon_high": 0.2},
+        optimizer={"lr": LR},
+        training={"max_steps": options.max_steps},
+        launch={"device": "cpu", "trainer_threads": 1},
+        checkpoint={"every_steps": 10_000},
+        record={"report": False},
+    )
 
 
 def low_ids(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The reward of both sides: cheap, and different for every completion, so that no group is without a signal. The fraction of a
-    completion's tokens whose id is below 192: [[1, 500], [2, 3]] -> [0.5, 1.0]."""
+    """The reward of both sides: the fraction of a completion's tokens with an id below 192, [[1, 500], [2, 3]] -> [0.5, 1.0]. It
+    is cheap, and differs between completions, so that every group has a signal."""
     return [sum(token < 192 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 def write_inputs(folder: str, seed: int) -> None:
-    """A Qwen3 with random weights, because what is measured is speed: nearly every completion runs to its limit on both sides,
-    however long they train; the quickstart's tokenizer; and different sums as prompts: "27 + 3 - 81 + 4 = ?", for one."""
+    """Write a Qwen3 with random weights (only speed is measured, and so nearly every completion runs to its limit on both sides), a
+    tokenizer, and as prompts different sums such as "27 + 3 - 81 + 4 = ?"."""
     from grpo_async.quickstart.model import train_tokenizer
 
     chance = random.Random(seed)
@@ -147,7 +140,7 @@ def write_inputs(folder: str, seed: int) -> None:
 
 
 def _run(inputs: Path, folder: Path, url: str, side: str, options: argparse.Namespace) -> list[Step]:
-    """`grpo-async train`, as anybody starts it, or TRL's trainer.
+    """Run `grpo-async train`, as anybody starts it, or TRL's trainer; returns its steps.
 
     Raises:
         RuntimeError: it failed, or took longer than RUN_TIMEOUT_S.
@@ -167,7 +160,7 @@ def _run(inputs: Path, folder: Path, url: str, side: str, options: argparse.Name
 
 
 def steps_of(metrics: Sequence[Mapping[str, float]]) -> list[Step]:
-    """Of our side."""
+    """The steps of our side, from metrics.jsonl."""
     steps: list[Step] = []
     trained = 0.0
     for line in metrics:
@@ -194,7 +187,7 @@ UNITS = {
 
 
 def steady_state(steps: Sequence[Step], options: argparse.Namespace) -> dict[str, float]:
-    """What is reported of a run (UNITS): of its steps after the warmup, without those at the end."""
+    """The figures of a run (UNITS), from its steps after the warmup and before those at the end."""
     first, last = options.warmup, options.warmup + options.steps
     measured = steps[first:last]
     total = {
@@ -213,11 +206,9 @@ def steady_state(steps: Sequence[Step], options: argparse.Namespace) -> dict[str
 
 
 def report_rounds(report: Report, found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    """Rows of both sides, their ratios round by round, and the target."""
-    for side, runs in found.items():
-        for name, unit in UNITS.items():
-            report.row(f"{side}: {name}", [run[name] for run in runs], unit)
+    """Add the rows of both sides, their ratios round by round, and the target."""
+    report.runs(found, UNITS)
     for name in ("trained tokens", "trained samples"):
-        values = ratios({side: [run[name] for run in runs] for side, runs in found.items()}, OURS, TRL)
+        values = ratios(figures(found, name), OURS, TRL)
         report.row(f"{name}: {OURS} / {TRL}", values, "ratio")
     report.target("trained samples/s over TRL's, lowest of all rounds", min(values), at_least=AT_LEAST)

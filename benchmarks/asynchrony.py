@@ -1,26 +1,26 @@
-"""Asynchrony pays: real runs of one config, synchronous and asynchronous in turns; speed-up against what is possible.
+"""How much asynchrony gains: real runs of one config, synchronous and asynchronous in turns; their speed-up against the ideal one.
 
     python -m benchmarks asynchrony [--pairs 3] [--steps 12] [--engine embedded|vllm] [--json FILE]
 
-A random model of a few million parameters learns to write digits. Its reward is never the same for a whole group, so every group is
-trained, and computing outweighs everything that is paid per request. Same config, seed and number of steps; only
-rollout.max_staleness differs: 0, and --staleness. From the synchronous runs come
+A random model of a few million parameters learns to write digits. The rewards of a group are never all equal, so every group is
+trained, and the model is large enough that computing outweighs the cost of requests. Config, seed and number of steps are the same;
+only rollout.max_staleness differs: 0, and --staleness. The synchronous runs give
 
-    g     seconds of a step in which the trainer waits: generation with nothing at the same time
-    t     the other seconds of a step: training, the push, everything else of the trainer
+    g     seconds of a step in which the trainer waits: generation, with nothing beside it
+    t     the other seconds of a step: training, the push, everything else that the trainer does
     ideal speed-up = (g + t) / max(g, t)
 
-Steady state: all steps but the first --skip and the last, in which nothing is left to generate. Two processes that compute slow
-each other down (caches, memory, clock), which the ideal does not know: on two cores about 1.1 times.
+The steady state is all steps but the first --skip and the last, in which nothing is left to generate. The ideal ignores that two
+processes that compute at once slow each other down (caches, memory, clock): on two cores by a factor of about 1.1.
 
-The speed-up is that of steps. "In trained tokens" it is another where the two have learned completions of another length. Overlap
-efficiency is the fraction of the time in which the busier side is busy; whatever the trainer does but wait for samples is busy.
+The speed-up is that of steps. The one "in trained tokens" differs if the two kinds of runs have learned completions of different
+lengths. Overlap efficiency is the fraction of the time in which the busier side is busy; the trainer is busy unless it waits for
+samples.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks import _server
 from benchmarks._models import ModelSize
-from benchmarks.report import Report, in_turns, parser_of, ratios
+from benchmarks.report import Report, figures, in_turns, parser_of, ratios
 
 RUN_TIMEOUT_S = 600.0
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     runs: dict[str, list[dict[str, float]]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
     with tempfile.TemporaryDirectory(prefix="grpo-async-bench-") as scratch:
         folder = Path(scratch)
-        config = make_compute(folder, seed=options.seed)
+        config = write_task(folder, seed=options.seed)
         for number, variant in in_turns(list(runs), options.pairs):
             run_dir = folder / f"{variant}-{number}"
             log, made = folder / f"{run_dir.name}.log", command(config, run_dir, variant, options)
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
 
 
 def command(config: Path, run_dir: Path, variant: str, options: argparse.Namespace) -> list[str]:
-    """What launches a run as a user does."""
+    """What a user would type to start such a run."""
     settings = {
         "run.name": run_dir.name,
         "run.dir": str(run_dir.parent),
@@ -94,8 +94,8 @@ UNITS = {
 
 
 def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int) -> dict[str, float]:
-    """What is reported of a run (UNITS), of the lines of its metrics.jsonl without the first `skip` and the last `last`; seconds
-    are of a mean step.
+    """The figures of a run (UNITS), from its metrics.jsonl without the first `skip` and the last `last` lines; seconds are those
+    of a mean step.
 
     Steps of 2 s with 1.5 s busy and of 4 s with 2.5 s busy: the server idles (6 - 4) / 6 = 0.33 of the time, not the mean of
     0.25 and 0.375.
@@ -130,18 +130,15 @@ def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int)
 
 
 def _report(report: Report, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    for variant, made in runs.items():
-        for name, unit in UNITS.items():
-            report.row(f"{variant}: {name}", [run[name] for run in made], unit)
-    speedups = ratios(
-        {variant: [run["step"] for run in made] for variant, made in runs.items()}, SYNCHRONOUS, ASYNCHRONOUS
-    )
+    report.runs(runs, UNITS)
+    speedups = ratios(figures(runs, "step"), SYNCHRONOUS, ASYNCHRONOUS)
     waits = [(run["waiting for samples"], run["step"]) for run in runs[SYNCHRONOUS]]
     ideals = [step / max(wait, step - wait) for wait, step in waits]  # (g + t) / max(g, t)
-    tokens = {variant: [run["trained tokens"] for run in made] for variant, made in runs.items()}
     reached = [a / b for a, b in zip(speedups, ideals, strict=True)]
     report.row("speed-up", speedups, "ratio")
-    report.row("speed-up in trained tokens", ratios(tokens, ASYNCHRONOUS, SYNCHRONOUS), "ratio")
+    report.row(
+        "speed-up in trained tokens", ratios(figures(runs, "trained tokens"), ASYNCHRONOUS, SYNCHRONOUS), "ratio"
+    )
     report.row("ideal speed-up, (g + t) / max(g, t)", ideals, "ratio")
     report.row("speed-up / ideal", reached, "ratio")
     overlap = statistics.median(run["overlap efficiency"] for run in runs[ASYNCHRONOUS])
@@ -150,7 +147,7 @@ def _report(report: Report, runs: Mapping[str, Sequence[Mapping[str, float]]]) -
 
 
 def digits(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """0 to 1: half of it for the fraction of the budget spent on digits, half for digits that follow on from the one before.
+    """0 to 1: half of it for the fraction of the budget spent on digits, half for digits that continue the one before.
 
     A budget of 4 tokens and "12a7": 3 of 4 are digits, 1 of 4 follows on (the 2): 0.5 * 3 / 4 + 0.5 * 1 / 4 = 0.5.
     """
@@ -163,8 +160,8 @@ def digits(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -
     return scores
 
 
-def make_compute(folder: Path, *, seed: int) -> Path:
-    """Write model, data and config into `folder`; returns the config."""
+def write_task(folder: Path, *, seed: int) -> Path:
+    """Write model, data and config to `folder`; returns the config."""
     from grpo_async.quickstart.model import train_tokenizer
     from grpo_async.quickstart.prepare import write_rows
     from grpo_async.quickstart.tasks import TASKS
@@ -176,21 +173,16 @@ def make_compute(folder: Path, *, seed: int) -> Path:
         vocab=len(tokenizer), hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, intermediate=768
     )  # 3.2 million parameters
     size.save(folder / "model", tokenizer, seed=seed, max_length=256, initializer_range=0.05)
-    settings = {
-        "run": {"name": "compute", "seed": seed},
-        "model": {"path": str(folder / "model")},
-        "data": {"train": {"type": "jsonl", "path": str(folder / "train.jsonl")}},
-        "rollout": {
+    return _server.write_config(
+        folder,
+        rollout={
             "groups_per_step": GROUPS_PER_STEP,
             "group_size": GROUP_SIZE,
             "max_completion_tokens": MAX_COMPLETION_TOKENS,
         },
-        "rewards": [{"function": "benchmarks.asynchrony:digits"}],
-        "inference": {"engine": "embedded", "max_model_len": 128, "embedded": {"max_slots": SLOTS}},
-        "loss": {"type": "dapo"},
-        "optimizer": {"lr": 5e-4, "warmup_steps": 2, "betas": [0.9, 0.99]},
-        "training": {"micro_batch_tokens": 2048},
-    }
-    path = folder / "compute.yaml"
-    path.write_text(json.dumps(settings, indent=1), encoding="utf-8")  # JSON is YAML
-    return path
+        rewards=[{"function": "benchmarks.asynchrony:digits"}],
+        inference={"engine": "embedded", "max_model_len": 128, "embedded": {"max_slots": SLOTS}},
+        loss={"type": "dapo"},
+        optimizer={"lr": 5e-4, "warmup_steps": 2, "betas": [0.9, 0.99]},
+        training={"micro_batch_tokens": 2048},
+    )

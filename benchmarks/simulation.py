@@ -3,22 +3,22 @@
     python -m benchmarks simulation [--scenario 7b 32b 70b math] [--staleness 0 1 2 4] [--json FILE]
     python -m benchmarks simulation --scenario 7b --gpus 8 --tokens 2000 --sigma 1.0 --longest 8192
 
-Real: rollout worker, buffer, ledger, staleness rules, the plan of micro-batches. Simulated: the servers (a decode step
-of n rows takes decode_s + n x row_s seconds; slots; keys and values are computed again after a push) and the trainer, which takes
-groups, trains and pushes. Time is virtual (_simulated.py): a run of hours takes seconds, the same for the same seed. The speeds
-follow from a model's size and an H100's data sheet, by the constants below, each of which names its source.
+Real: rollout worker, buffer, ledger, staleness rules, the plan of micro-batches. Simulated: the servers (a decode step of n rows
+takes decode_s + n x row_s seconds; they have slots, and compute keys and values again after a push) and the trainer, which takes
+groups, trains and pushes. Time is virtual (_simulated.py): a run of hours takes seconds, and is the same for the same seed.
+Speeds follow from a model's size and an H100's data sheet, by the constants below, which name their sources.
 
-Of each scenario, for every split and max_staleness: seconds of a step, what trainer and servers idle, "rows": the used fraction of
-the servers' slots, "stall": what servers stand still for pushes and for computing their caches again, "packing": how even the work
-of the ranks is, staleness of the tokens, and "thrown": tokens dropped as stale. A split whose trainer does not fit into 80 GB is
-left out.
+The table has a line for each scenario, split and max_staleness: seconds of a step, idle fractions of trainer and servers, "rows":
+the used fraction of the servers' slots, "stall": the fraction of the time in which servers stand still, for pushes and for
+computing their caches again, "packing": how even the work of the ranks is, staleness of the tokens, and "thrown": the fraction of
+tokens dropped as stale. A split whose trainer does not fit into 80 GB is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -83,7 +83,7 @@ _MAX_SEQS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A model, GPUs and a task. The task's figures are assumptions: give your own (--tokens, --sigma, --longest, --groups)."""
+    """A model, GPUs and a task. The figures of the task are assumptions: give yours (--tokens, --sigma, --longest, --groups)."""
 
     size: str
     gpus: int
@@ -102,7 +102,7 @@ class Scenario:
         return _PUSH_S + 2 * SIZES[self.size].num_stored / _WIRE_BYTES_S
 
     def trainer_bytes(self, trainers: int) -> float:
-        """Of a trainer's GPU: its shard, and the inputs of all layers of the longest sample (checkpointing)."""
+        """Memory on a trainer's GPU: its shard, and the inputs of all layers for the longest sample (checkpointing)."""
         size = SIZES[self.size]
         inputs = 2.0 * (self.prompt + self.longest) * size.hidden * size.layers
         return _STATE_BYTES * size.num_stored / trainers + inputs + _RESERVED_BYTES
@@ -119,7 +119,8 @@ SCENARIOS = {
 
 
 def server_speed(size: ModelSize, *, gpus: int, context: float) -> ServerSpeed:
-    """Of a server of `gpus` GPUs whose rows have `context` tokens on average. Without the all-reduces of tensor parallelism."""
+    """The speed of a server on `gpus` GPUs whose rows have `context` tokens on average. All-reduces of tensor parallelism are
+    ignored."""
     assert _H100 is not None
     memory, flops = gpus * _H100.memory * _DECODE_EFFICIENCY, gpus * _H100.flops
     room = gpus * (0.9 * _GPU_BYTES - 4e9) - 2 * size.num_stored  # for keys and values
@@ -146,20 +147,20 @@ class Setup:
     lengths: Lengths
     speed: ServerSpeed
     train_s: float
-    """Of a token on one GPU."""
+    """Seconds of a token on one GPU."""
     pair_s: float = 0.0
-    """More, for each of a sample's tokens times its length: attention."""
+    """Additional seconds of a token, for each token of its sample: attention."""
     prompt: int = 0
     step_s: float
-    """Of a step, whatever its tokens."""
+    """Seconds of a step that do not depend on its tokens."""
     push_s: float
     filtered: float
-    """Fraction of the groups with nothing to learn from; they keep their place in their step."""
+    """Fraction of the groups with nothing to learn from; they keep their place in the step."""
     steps: int
     seed: int
 
     def training(self, completions: Sequence[int]) -> tuple[float, float]:
-        """Seconds of the micro-batches of one step as the real plan puts them together, and of a rank if all did the same."""
+        """Seconds that the micro-batches of a step take as the real plan arranges them, and as if all ranks had the same work."""
         if not completions:
             return 0.0, 0.0
         lengths = [self.prompt + each for each in completions]
@@ -172,7 +173,7 @@ class Setup:
 
 
 def simulate(setup: Setup) -> dict[str, float]:
-    """Run `setup.steps` steps in virtual time; what came of them in the steady state (COLUMNS).
+    """Run `setup.steps` steps in virtual time; returns the figures of the steady state (COLUMNS).
 
     Raises:
         StandstillError: worker and trainer wait for each other forever.
@@ -282,7 +283,6 @@ def main(arguments: list[str]) -> int:
     if options.steps < _SKIP + max(options.staleness) + 4:
         parser.error("--steps is too few for a steady state")
     report = Report("simulation", options)
-    options.outcomes = []
     for name in options.scenario:
         chosen = SCENARIOS[name]
         own = {key: value for key, value in vars(options).items() if hasattr(chosen, key) and value is not None}
@@ -302,26 +302,22 @@ def _answer(report: Report, name: str, scenario: Scenario, options: argparse.Nam
         f"{name}, {scenario}; a push takes {scenario.push_s():.2f} s",
         f"{'train + generate':>16} {'max_staleness':>13} {names}",
     ]
-    best: tuple[float, str] | None = None
     for setup in _setups(scenario, options):
         found = simulate(setup)
         split = f"{setup.trainers} + {setup.servers * scenario.tensor_parallel}"
         shown = " ".join(f"{found[column]:>{spec}}" for column, spec in COLUMNS.items())
         lines.append(f"{split:>16} {setup.max_staleness:>13} {shown}")
-        options.outcomes.append({"scenario": name, **asdict(setup), **found})
-        best = min(best or (float("inf"), ""), (found["step s"], f"{split}, max_staleness {setup.max_staleness}"))
-    if best is not None:
-        report.row(f"{name}, fastest, {best[1]}: step", [best[0]], "s")
+        report.row(f"{name}, {split}, max_staleness {setup.max_staleness}: step", [found["step s"]], "s")
     report.note("\n".join([*lines, ""]))
 
 
 def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
-    """Every split into GPUs that train and GPUs that generate at which the trainer has room."""
+    """Every split into GPUs that train and GPUs that generate, if the trainer fits."""
     assert _H100 is not None
     size = SIZES[scenario.size]
     lengths = Lengths(mean=scenario.tokens, sigma=scenario.sigma, longest=scenario.longest)
     drawn = [lengths.draw(seed) for seed in range(2000)]
-    # a row that is met at any moment is rather a long one, halfway
+    # at any moment most rows are long ones, halfway through
     context = scenario.prompt + sum(each**2 for each in drawn) / (2 * sum(drawn))
     flops = _H100.flops * _MFU
     for generating in range(scenario.unit, scenario.gpus, scenario.unit):

@@ -6,18 +6,18 @@
     python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
                               --micro-batch-tokens 32768
 
-A random Qwen3, ragged samples from a seed, GRPO's clipped loss and AdamW. Two trainers take turns in one process, with the same
-tokens in a micro-batch, padding included: `training.pack: true`, and `false`, which pads samples of like length to the longest of
-their micro-batch.
+A random Qwen3 trains on ragged random samples, with GRPO's clipped loss and AdamW. Two trainers take turns in one process, with
+equally many tokens in a micro-batch, padding included: one with `training.pack: true`, and one with `false`, which pads samples
+of similar length to the longest of their micro-batch.
 
-Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency. On a GPU that is listed in _models.py the
-MFU is tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize. Exit code 1 when the packed step is not as fast as the
-padded one. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the time of a step goes
-is in every run's timeline (`events.jsonl`).
+Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency. On a GPU that is listed in _models.py
+the MFU is tokens/s x ModelSize.training_flops / peak. The exit code is 1 when the packed step is not as fast as the padded one.
+Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; a run's timeline (`events.jsonl`) says
+where the time of a step goes.
 
 With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs
-them, as the trainer's loop does it. The sum on rank 0 is what every GPU waits for. It has a target from 8 million tokens on, in CPU
-time, since the ranks of this machine share its cores.
+them, as in the trainer's loop. Every GPU waits for the sum on rank 0. From 8 million tokens on it has a target, in CPU time,
+because the ranks share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from typing import Any
 import numpy as np
 
 from benchmarks._models import SIZES, listed_peaks
-from benchmarks.report import ROOT, Report, parser_of, ratios, time_in_turns
+from benchmarks.report import ROOT, Report, device_of, parser_of, ratios, time_in_turns
 from grpo_async.utils.processes import usable_cpus
 
 PHASES = ("plan", "divide", "send", "pack")
-SAME = 1e-3  # relative, of losses and norms of the first step, which both compute from the same weights
+SAME = 1e-3  # relative difference of loss and norm in the first step, which both compute from the same weights
 TIMEOUT_S = 1800.0
 
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--group-size", type=int, default=8, help="samples with one prompt")
+    parser.add_argument("--group-size", type=int, default=8, help="samples that share a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--completion-tokens", type=int, default=256)
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of one forward, padding included")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of one forward pass, padding included")
     parser.add_argument("--shape", choices=sorted(SIZES), default="small", help="of the model")
     parser.add_argument("--chunk", type=int, default=1024, help="training.logprob_chunk_tokens")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the forward pass")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--ranks", type=int, default=1, help="with --before-forward: of torchrun")
+    parser.add_argument("--ranks", type=int, default=1, help="of torchrun, with --before-forward")
     parser.add_argument("--threads", type=int, default=usable_cpus(), help="of torch")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--before-forward", action="store_true", help="time planning, sending and packing only")
@@ -81,17 +81,15 @@ def _measure(options: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(options.threads)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    device = device_of(options)
     samples = make_samples(options)
     trained = sum(sample.num_trained_tokens for sample in samples)
     lengths = [len(sample.token_ids) for sample in samples]
     size = SIZES[options.shape]
     report = Report("step", options)
-    with process_group(1, torch.device(kind)):
-        sides = {
-            name: _trainer(samples, options, torch.device(kind), pack=name == "packed") for name in ("packed", "padded")
-        }
-        # memory, threads and optimizer states are there when it counts
+    with process_group(1, device):
+        sides = {name: _trainer(samples, options, device, pack=name == "packed") for name in ("packed", "padded")}
+        # the first step allocates memory, threads and optimizer states
         (packed, computed), (padded, computed_padded) = (side() for side in sides.values())
         for value, right in zip(padded, packed, strict=True):
             if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
@@ -103,14 +101,14 @@ def _measure(options: argparse.Namespace) -> int:
     report.row("packed over padded", speedups, "ratio")
     for name, tokens in (("packed", computed), ("padded", computed_padded)):
         report.row(f"{name}: needed / computed tokens", [sum(lengths) / tokens], "fraction")
-    if kind == "cuda":
+    if device.type == "cuda":
         if (peaks := listed_peaks(torch.cuda.get_device_name())) is not None:
             flops = sum(length * size.training_flops(length) for length in lengths)
             report.row("packed: MFU", [flops / peaks.flops / each for each in seconds["packed"]], "fraction")
         report.row("memory of both, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
     report.target("packed over padded, median of the rounds", statistics.median(speedups), at_least=1.0)
     report.note(
-        f"{len(samples)} samples, {sum(lengths)} tokens, {trained} of them trained; {options.threads} threads, {kind}; "
+        f"{len(samples)} samples, {sum(lengths)} tokens, {trained} of them trained; {options.threads} threads, {device.type}; "
         f"{size.num_parameters / 1e6:.1f} M parameters"
     )
     return report.finish()
@@ -119,8 +117,8 @@ def _measure(options: argparse.Namespace) -> int:
 def _trainer(
     samples: Sequence[Any], options: argparse.Namespace, device: Any, *, pack: bool
 ) -> Callable[[], tuple[tuple[float, float], int]]:
-    """A step, plan -> pack -> train_step as the trainer's loop does it, on the shards of FSDP: ((loss, norm of the gradient),
-    tokens that it computed, padding included)."""
+    """A step with FSDP, plan -> pack -> train_step as in the trainer's loop; returns ((loss, norm of the gradient), tokens that it
+    computed, padding included)."""
     import torch
 
     from grpo_async.batching.minibatch import token_weights
@@ -163,8 +161,8 @@ def _trainer(
 
 
 def make_samples(options: argparse.Namespace) -> list[Any]:
-    """Groups of --group-size samples with one prompt of half to all of --prompt-tokens, and completions of 1/16 to all of
-    --completion-tokens, most of them short (the square of an even draw), as those of reasoning models are."""
+    """Groups of --group-size samples, with one prompt of half to all of --prompt-tokens, and completions of 1/16 to all of
+    --completion-tokens. Most are short (the square of a uniform number), as with reasoning models."""
     from grpo_async.records import RolloutSample
 
     draw = np.random.default_rng(options.seed)
@@ -199,7 +197,7 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
 
 @contextmanager
 def process_group(world_size: int, device: Any) -> Iterator[None]:
-    """Of torchrun's ranks, or of this process alone."""
+    """A process group of torchrun's ranks, or of this process alone."""
     import torch
     import torch.distributed as dist
 

@@ -150,4 +150,8 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
     missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "grpo_async"))]
     assert not missing
     for function, file in re.findall(r"`(\w+(?:\.\w+)?)`[^`]{0,30} in\s+`([\w/]+\.py)`", page):
-        assert f" {function.rpartition('.')[2]}(" in (ROOT / "grpo_async" / file).read_text(encoding="utf-8"), function
+        name = function.rpartition(".")[2]
+        text = (ROOT / "grpo_async" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(?:async )?(?:def|class) {name}\b", text, re.M), f"{function} in {file}"
+    folders = {each.name for each in (ROOT / "grpo_async").iterdir() if (each / "__init__.py").exists()}
+    assert not [name for name in folders if f"\n  {name}/ " not in page]

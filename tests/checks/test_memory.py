@@ -13,6 +13,7 @@ from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from tests.launcher.support import make_config
+from tests.support.configs import merged
 from tests.support.tiny_model import build_tiny_model
 
 GIB = 1 << 30
@@ -30,9 +31,7 @@ def _config(folder: Path, **sections: Any) -> ExperimentConfig:
         "inference": {"engine": "vllm", "dtype": "bfloat16", "max_model_len": 2048},
         "training": {"micro_batch_tokens": 4096, "logprob_chunk_tokens": 1024},
     }
-    for name, values in sections.items():
-        base[name] = {**base.get(name, {}), **values}
-    return make_config(folder, **base)
+    return make_config(folder, **merged(base, sections))
 
 
 def _parameters(folder: Path) -> int:

@@ -27,8 +27,8 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from tests.cli.support import MINIMAL
 from tests.store.builders import append_simple
+from tests.support.configs import MINIMAL
 
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
@@ -39,7 +39,7 @@ COMMANDS = [
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(MINIMAL, encoding="utf-8")
+    Path("x.yaml").write_text(f"{MINIMAL}inference: {{engine: embedded}}\n", encoding="utf-8")
     return "x.yaml"
 
 

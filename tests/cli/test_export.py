@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.run_directory import RunDir
-from tests.cli.support import MINIMAL
 from tests.store.builders import append_simple
+from tests.support.configs import MINIMAL
 from tests.support.stored import LineStore
 
 

@@ -14,6 +14,7 @@ from grpo_async.config.keys import ROOT, all_keys
 from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.public import public_config
 from grpo_async.config.schema import config_schema, schema_text
+from tests.support.configs import small_config
 
 COMMITTED = Path(__file__).parents[2] / "configs" / "schema.json"
 SECRET = "sk-12345"
@@ -95,18 +96,13 @@ def test_what_cannot_be_found_is_an_error() -> None:
 
 
 def _config() -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "run": {"name": "mine"},
-            "model": {"path": "m", "chat_template_kwargs": {"who": SECRET}},
-            "data": {
-                "train": {"type": "generator", "function": "a:rows", "arguments": {"login": {"password": SECRET}}}
-            },
-            "rewards": [{"function": "a:b", "weight": 2.0, "arguments": {"api_key": SECRET, "urls": [SECRET]}}],
-            "rollout": {"agent": {"command": ["agent", f"--key={SECRET}"]}},
-            "inference": {"urls": [f"http://{SECRET}"]},
-            "tracking": [{"type": "wandb", "project": SECRET, "mode": "offline"}],
-        }
+    return small_config(
+        model={"chat_template_kwargs": {"who": SECRET}},
+        data={"train": {"type": "generator", "function": "a:rows", "arguments": {"login": {"password": SECRET}}}},
+        rewards=[{"function": "a:b", "weight": 2.0, "arguments": {"api_key": SECRET, "urls": [SECRET]}}],
+        rollout={"agent": {"command": ["agent", f"--key={SECRET}"]}},
+        inference={"urls": [f"http://{SECRET}"]},
+        tracking=[{"type": "wandb", "project": SECRET, "mode": "offline"}],
     )
 
 

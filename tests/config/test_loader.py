@@ -13,13 +13,7 @@ from grpo_async.config.keys import RENAMED, ROOT, all_keys
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.config.sections import JsonlSource
 from grpo_async.errors import ConfigError
-
-MINIMAL = """\
-run: {name: demo}
-model: {path: m}
-data: {train: {type: jsonl, path: t}}
-rewards: [{function: "a:b"}]
-"""  # 4 lines: what a test adds begins at line 5
+from tests.support.configs import MINIMAL
 
 
 def _write(folder: Path, text: str, name: str = "x.yaml") -> Path:

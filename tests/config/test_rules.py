@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_async.config import ExperimentConfig
+from tests.support.configs import small_config
 
 JSONL = {"type": "jsonl", "path": "t"}
 TLS = {"certificate": "c.pem", "key": "k.pem"}
@@ -16,10 +17,9 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
 
 
 def _config(**sections: Any) -> ExperimentConfig:
-    base = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"train": JSONL}, "rewards": [{"function": "a:b"}]}
     if "evaluation" in sections or "checkpoint" in sections:
-        base["data"] = {"train": JSONL, "held_out": 0.1}
-    return ExperimentConfig.model_validate({**base, **sections})
+        sections = {"data": {"train": JSONL, "held_out": 0.1}, **sections}
+    return small_config(**sections)
 
 
 @pytest.mark.parametrize(

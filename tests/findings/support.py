@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_async.config import ExperimentConfig
 from grpo_async.findings.speed import PipelineSetup
+from tests.support.configs import small_config
 
 _SECTIONS = {
     **dict.fromkeys(("group_size", "groups_per_step", "max_staleness", "max_in_flight"), "rollout"),
@@ -40,13 +40,5 @@ def pipeline_setup(
         inference["replicas"] = replicas
     else:
         inference["urls"] = [f"http://server-{number}:1" for number in range(replicas)]
-    content = {
-        "run": {"name": "x"},
-        "model": {"path": "m"},
-        "data": {"train": {"type": "jsonl", "path": "t"}},
-        "rewards": [{"function": "a:b"}],
-        "inference": inference,
-        "checkpoint": {"every_steps": checkpoint_every_steps},
-        **values,
-    }
-    return PipelineSetup(config=ExperimentConfig.model_validate(content), on_gpu=on_gpu, num_gpus=num_gpus)
+    config = small_config(inference=inference, checkpoint={"every_steps": checkpoint_every_steps}, **values)
+    return PipelineSetup(config=config, on_gpu=on_gpu, num_gpus=num_gpus)

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.servers.engine_choice import EngineChoice
+from tests.support.configs import merged
 from tests.support.waiting import eventually, is_alive
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,9 +42,7 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
         "training": {"max_steps": 2},
         "record": {"report": False},
     }
-    for name, values in sections.items():
-        base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
-    return ExperimentConfig.model_validate(base)
+    return ExperimentConfig.model_validate(merged(base, sections))
 
 
 class LauncherProcess:

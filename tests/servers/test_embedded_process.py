@@ -29,6 +29,7 @@ from grpo_async.servers.embedded.main import (
     serve_embedded,
 )
 from tests.servers.embedded_support import make_request, prompt
+from tests.support.configs import small_config
 from tests.support.ports import free_port
 from tests.support.tls import Certificates, encrypt, make_certificates
 
@@ -54,15 +55,7 @@ HEADERS = {"authorization": "Bearer secret"}
 
 
 def _config(model: Path, **inference: object) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "run": {"name": "test"},
-            "model": {"path": str(model)},
-            "data": {"train": {"type": "jsonl", "path": "none.jsonl"}},
-            "rewards": [{"function": "module:function"}],
-            "inference": {"engine": "embedded", **inference},
-        }
-    )
+    return small_config(model={"path": str(model)}, inference={"engine": "embedded", **inference})
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers, open_trackers
 from grpo_async.tracking.backends import Tracker
+from tests.support.configs import small_config
 from tests.support.waiting import eventually
 
 ROWS: list[dict[str, str | float | None]] = [
@@ -51,14 +52,10 @@ class _Recording(Tracker):
 
 
 def _config(*tracking: dict[str, Any]) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "run": {"name": "tracked"},
-            "model": {"path": "m"},
-            "data": {"train": {"type": "jsonl", "path": "d"}},
-            "rewards": [{"function": "a:b", "arguments": {"api_key": "sk-12345"}}],
-            "tracking": list(tracking),
-        }
+    return small_config(
+        run={"name": "tracked"},
+        rewards=[{"function": "a:b", "arguments": {"api_key": "sk-12345"}}],
+        tracking=list(tracking),
     )
 
 

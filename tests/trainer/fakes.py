@@ -19,6 +19,7 @@ from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer.lead import Leader
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.step import StepResult
+from tests.support.configs import small_config
 
 
 class FakeSource:
@@ -71,11 +72,7 @@ class FakeSync:
 
 def loop_config(**sections: Any) -> ExperimentConfig:
     """One group of two samples a step, unless `sections` say otherwise."""
-    values = {
-        "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
-        "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
-    }  # fmt: skip
-    return ExperimentConfig.model_validate({**values, **sections})
+    return small_config(**{"rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3}, **sections})
 
 
 def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> Any:

@@ -16,6 +16,7 @@ from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.training.checkpoint import CheckpointState
 from tests.launcher.support import make_config
+from tests.support.configs import merged
 from tests.support.local_server import LIMIT_S, LocalServer, Request, line
 
 scored: list[list[int]] = []
@@ -58,9 +59,7 @@ def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -
         "inference": {"engine": "embedded", "max_model_len": 128},
         "training": {"max_steps": 50},
     }  # fmt: skip
-    for name, values in sections.items():
-        base[name] = {**base.get(name, {}), **values}
-    return make_config(folder, rewards=[{"function": "tests.trainer.sides:odd_is_right"}], **base)
+    return make_config(folder, rewards=[{"function": "tests.trainer.sides:odd_is_right"}], **merged(base, sections))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir
 from grpo_async.training.export import export_model, model_card
+from tests.support.configs import small_config
 from tests.support.ranks import run_on_ranks
 from tests.training.tiny_models import load_tiny
 
@@ -20,14 +21,12 @@ MODULE = "tests.support.checkpoint_jobs"
 
 
 def _config(model: Path | str = "base/model", *, lora: dict[str, int] | None = None) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "run": {"name": "my-run"}, "model": {"path": str(model), "lora": lora},
-            "data": {"train": {"type": "jsonl", "path": "rows.jsonl"}},
-            "rewards": [{"function": "mine:right", "weight": 2.0, "arguments": {"api_key": "sk-12345"}}],
-            "inference": {"max_model_len": 1024},
-        }
-    )  # fmt: skip
+    return small_config(
+        run={"name": "my-run"},
+        model={"path": str(model), "lora": lora},
+        rewards=[{"function": "mine:right", "weight": 2.0, "arguments": {"api_key": "sk-12345"}}],
+        inference={"max_model_len": 1024},
+    )
 
 
 def _assert_holds(folder: Path, expected: dict[str, float]) -> None:

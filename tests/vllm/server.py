@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from tests.servers.embedded_support import Served
+from tests.support.configs import SMALLEST
 from tests.support.ports import free_port
 
 START_TIMEOUT_S = 300.0
@@ -37,10 +38,8 @@ serve_vllm(ExperimentConfig.model_validate(json.loads(sys.argv[1])), int(sys.arg
 def experiment(model: str, **vllm: Any) -> dict[str, Any]:
     """The smallest config that names `model`, as the mapping that a YAML file would hold."""
     return {
-        "run": {"name": "vllm-test"},
+        **SMALLEST,
         "model": {"path": model},
-        "data": {"train": {"type": "jsonl", "path": "unused.jsonl"}},
-        "rewards": [{"function": "unused:unused"}],
         "rollout": {"max_completion_tokens": 512},
         "training": {"micro_batch_tokens": MAX_MODEL_LEN},
         "inference": {"max_model_len": MAX_MODEL_LEN, "vllm": {"kv_cache_mb": 64, **vllm}},
