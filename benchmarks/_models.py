@@ -72,6 +72,7 @@ class ModelSize:
 SIZES = {
     "tiny": ModelSize(vocab=512, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=192),
     "small": ModelSize(vocab=8192, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=768),
+    "95m": ModelSize(vocab=8192, hidden=512, layers=23, heads=8, kv_heads=4, head_dim=64, intermediate=2048),
     "0.6b": ModelSize(hidden=1024, intermediate=3072),
     "1.7b": ModelSize(hidden=2048, intermediate=6144),
     "4b": ModelSize(hidden=2560, layers=36, heads=32, intermediate=9728),

@@ -88,7 +88,7 @@ def command(config: Path, run_dir: Path, variant: str, options: argparse.Namespa
 
 UNITS = {
     "trained tokens": "1/s", "steps": "1/h", "step": "s", "waiting for samples": "s", "server busy": "s", "training": "s",
-    "push": "s", "trainer idle": "fraction", "generator idle": "fraction", "overlap efficiency": "fraction",
+    "push": "s", "trainer idle": "fraction", "servers idle": "fraction", "overlap efficiency": "fraction",
     "staleness, mean": "steps", "effective sample size": "fraction", "all steps": "s",
 }  # fmt: skip
 
@@ -121,7 +121,7 @@ def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int)
         "training": seconds("pipeline/training_fraction") / len(steady),
         "push": seconds("pipeline/pushing_fraction") / len(steady),
         "trainer idle": waited / wall,
-        "generator idle": 1.0 - busy / wall,
+        "servers idle": 1.0 - busy / wall,
         "overlap efficiency": max(busy, wall - waited) / wall,
         "staleness, mean": mean("async/staleness_mean"),
         "effective sample size": mean("sampling/ess"),

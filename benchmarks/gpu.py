@@ -114,7 +114,7 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
     short = "" if on_gpu else " --set training.max_steps=2 --set optimizer.warmup_steps=1 --set evaluation=null"
     run = f"-m grpo_async train {config} --quiet --set run.dir={{runs}} --set launch.device={device}"
     check = f"-m grpo_async preflight {config} --set launch.device={device}"
-    sizes = "--dtype bfloat16 --shape 0.6b --rounds 5" if on_gpu else "--engine embedded --megabytes 4 --rounds 2"
+    sizes = "--dtype bfloat16 --shape 0.6b --rounds 5" if on_gpu else "--engine embedded --shape tiny --rounds 2"
     tiny = "" if on_gpu else " --device cpu --rounds 1 --completion-tokens 4"
     train = (
         "--device cuda --dtype bfloat16 --shape 0.6b --samples 256 --completion-tokens 512 --micro-batch-tokens 16384"

@@ -1,6 +1,6 @@
 """What a weight push costs, compared with a bare broadcast of the same bytes.
 
-    python -m benchmarks push [--engine vllm] [--megabytes 400] [--rounds 15] [--json FILE]
+    python -m benchmarks push [--engine vllm] [--shape 95m] [--rounds 15] [--json FILE]
     python -m benchmarks push --transport nccl --device cuda --dtype bfloat16 --shape 1.7b      # two GPUs
     python -m benchmarks push --transport ipc --device cuda --dtype bfloat16 --shape 0.6b       # one GPU
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import _server
-from benchmarks._models import SIZES, ModelSize
+from benchmarks._models import SIZES
 from benchmarks.report import Report, in_turns, parser_of
 
 MAX_RATIO = 1.0
@@ -47,8 +47,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--transport", choices=["gloo", "nccl", "ipc"], default="gloo")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the server")
-    parser.add_argument("--shape", choices=sorted(SIZES), help="of the model; default: by --megabytes")
-    parser.add_argument("--megabytes", type=int, default=400, help="of float32 parameters")
+    parser.add_argument("--shape", choices=sorted(SIZES), default="95m", help="of the model")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bucket-mb", type=int, help="default: as in a run, by the size of the model")
     options = parser.parse_args(arguments)
@@ -57,8 +56,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
-        size = SIZES[options.shape] if options.shape else size_of(options.megabytes)
-        model = size.save(folder / "model", train_tokenizer([]), seed=options.seed)
+        model = SIZES[options.shape].save(folder / "model", train_tokenizer([]), seed=options.seed)
         config = _server.write_config(folder, **_sections(options))
         environment = {**os.environ, **(_nccl_environment() if options.transport == "nccl" else {})}
         with (
@@ -67,16 +65,6 @@ def main(arguments: list[str]) -> int:
         ):
             measured = _measure(push, bucket_sizes, server, options)
     return _report(measured, options)
-
-
-def size_of(megabytes: int) -> ModelSize:
-    """A model of about that many megabytes in float32: layers of 4.2 M parameters, in matrices of up to 512 x 2048, and a
-    vocabulary of 8192; below 20 MB layers of 0.26 M and a vocabulary of 1024."""
-    if megabytes < 20:
-        layers = max(1, round((megabytes * 1e6 / 4 - 1024 * 128) / 0.26e6))
-        return ModelSize(vocab=1024, hidden=128, layers=layers, heads=2, kv_heads=1, head_dim=64, intermediate=512)
-    layers = max(1, round((megabytes * 1e6 / 4 - 8192 * 512) / 4.2e6))
-    return ModelSize(vocab=8192, hidden=512, layers=layers, heads=8, kv_heads=4, head_dim=64, intermediate=2048)
 
 
 def _sections(options: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 #
 #   scripts/bootstrap.sh [--with-vllm | --with-vllm-if-possible] [--with-tests] [--with EXTRA[,EXTRA]]
 #
-# PYTHON=/path/to/python3.12 names the Python to use; GRPO_ASYNC_TORCH=cpu|cuda overrules the look for a GPU; GRPO_ASYNC_TORCH_INDEX
+# PYTHON=/path/to/python3.12 names the Python to use; GRPO_ASYNC_TORCH=cpu|cuda overrides GPU detection; GRPO_ASYNC_TORCH_INDEX
 # names a mirror of PyTorch's CPU index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

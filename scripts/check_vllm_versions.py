@@ -1,10 +1,10 @@
-"""Whether releases of vLLM have what grpo_async/servers/vllm uses of them: by their sources, without installing any.
+"""Checks that releases of vLLM have everything that grpo_async/servers/vllm uses, by their sources, without installing any.
 
     .venv/bin/python -m scripts.check_vllm_versions                 # the newest release of every minor that is supported
     .venv/bin/python -m scripts.check_vllm_versions 0.25.1 0.34.0
 
-Of a wheel (340 MB) some thirty files are read, by range requests (fsspec, which torch brings). Imports, options and environment
-variables are read from our own code; what we do with vLLM's objects stands in USED. Exit code 1: a release lacks something.
+It reads some thirty files of a wheel (340 MB), by range requests (fsspec, which torch brings). Imports, options and environment
+variables are read from our own code; what we do with vLLM's objects is listed in USED. Exit code 1: a release lacks something.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _PIP_TO_UV = {
     "cert": "SSL_CERT_FILE",
     "no-index": "UV_NO_INDEX",
 }
-_HOW_TO_MEND = """\
+_HOW_TO_FIX = """\
   no space left: free some (uv's download cache: `.venv/bin/uv cache clean`)
   a certificate is not trusted: behind a company's proxy set PIP_CERT=/path/to/its/ca.pem
   the index cannot be reached: check connection and HTTPS_PROXY, or name a mirror: PIP_INDEX_URL
@@ -255,7 +255,7 @@ def _make_environment(*, is_kept: bool) -> None:
     """An environment with uv. One that this script has made for something else is removed, any other is kept."""
     has_other_python = ENVIRONMENT.exists() and any(ENVIRONMENT.glob("lib/python3.*")) and _site_packages() is None
     if ENVIRONMENT.exists() and not is_kept:
-        _say("making .venv anew: it is of another Python, another build of torch or another folder")
+        _say("making .venv again: it belongs to another Python, another build of torch or another folder")
         shutil.rmtree(ENVIRONMENT)
     elif has_other_python:
         raise InstallError(".venv is of another Python; remove it (rm -rf .venv) and run this again")
@@ -291,7 +291,7 @@ def _install_torch(build: str, environment: Mapping[str, str], *, needs_cpu_buil
         )
     if attempts:
         _say(
-            "note: no +cpu build of torch can be had, so the CUDA build is taken: 2.7 GB, and nothing gained without a GPU"
+            "note: no +cpu build of torch was found, so the CUDA build is installed: 2.7 GB, without a benefit if there is no GPU"
         )
     _run(f"torch {version} from {name}", [*_uv_install(), "--no-deps", *arguments], environment)
     return "default" if build == "cpu" else build
@@ -307,7 +307,7 @@ def _run(label: str, command: Sequence[str], environment: Mapping[str, str]) -> 
     _say(label)
     environment = {name: value for name, value in environment.items() if name not in ("PIP_USER", "PIP_TARGET")}
     if subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False).returncode != 0:
-        raise InstallError(f"'{label}' failed, see above. What may help:\n{_HOW_TO_MEND}")
+        raise InstallError(f"'{label}' failed, see above. What may help:\n{_HOW_TO_FIX}")
 
 
 def _write_stamp(installed: Installed) -> None:

@@ -1,4 +1,4 @@
-"""Takes the pictures of the pages anew: `python -m scripts.screenshots RUNS`, where RUNS is a folder with the four runs of
+"""Takes the pictures of the pages again: `python -m scripts.screenshots RUNS`, where RUNS is a folder with the four runs of
 docs/howto/diagnose.md. Needs playwright, Pillow and Chromium (scripts/install-browser)."""
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_the_steady_state_is_weighted_by_time() -> None:
         "step": 3.0,  # (2 + 4) / 2
         "waiting for samples": 0.5,  # 2 x 0.5 / 2
         "server busy": 2.0,  # (1.5 + 2.5) / 2
-        "generator idle": 1 / 3,
+        "servers idle": 1 / 3,
         "trainer idle": 1 / 6,
         "overlap efficiency": 5 / 6,  # the trainer's 5 s of 6
         "trained tokens": (200 * 2 + 300 * 4) / 6,

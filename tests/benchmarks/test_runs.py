@@ -72,7 +72,7 @@ def test_chunks_and_full_logits_compute_the_same_and_are_compared(run: Run) -> N
 
 
 def test_a_push_is_measured_beside_its_broadcast(run: Run) -> None:
-    report = run("push", "--engine embedded --megabytes 4 --rounds 2 --bucket-mb 1")
+    report = run("push", "--engine embedded --shape small --rounds 2 --bucket-mb 1")
     values = {(row["name"], row["unit"]): row["values"] for row in report["rows"]}
     for quantity in (("push", "ms"), ("bare broadcast", "ms"), ("load, by the server", "ms"), ("transfer", "MB/s")):
         assert len(values[quantity]) == 2
