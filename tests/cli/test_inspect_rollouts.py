@@ -142,7 +142,10 @@ def test_json_lines_hold_the_stored_row_and_its_statistics(store: RolloutStore) 
         (["demo", "--group", "0", "--limit", "1"], "for --limit: --group shows only one"),
     ],
 )
-def test_mistakes_are_explained(store: RolloutStore, arguments: list[str], message: str) -> None:
+def test_mistakes_are_explained(
+    store: RolloutStore, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr("grpo_async.viewer.web.serve.serve", lambda *_, **__: pytest.fail("the inspector was started"))
     result = _invoke(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
