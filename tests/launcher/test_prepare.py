@@ -219,6 +219,9 @@ def test_clean_never_removes_what_the_run_reads(tmp_path: Path, monkeypatch: pyt
         config = make_config(tmp_path, **sections)
         _old_run(config).model.mkdir(exist_ok=True)
         _refused(config, f"would remove {key}: runs/test/model lies there", clean=True)
+    config = make_config(tmp_path, run={"name": "here", "dir": "."})  # where a run is written is not what it reads
+    _old_run(config)
+    assert check_start(config, resume=None, clean=True).removes
 
 
 @pytest.mark.parametrize("resume", [None, "latest"])
