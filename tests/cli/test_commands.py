@@ -30,6 +30,7 @@ from grpo_async.store import RolloutStore
 from tests.store.builders import append_simple
 from tests.support.configs import MINIMAL
 
+CONFIG = f"{MINIMAL}inference: {{engine: embedded}}\n"
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
     "inspect", "inspect-rollouts", "launch", "status", "eval", "export", "report", "trace",
@@ -39,7 +40,7 @@ COMMANDS = [
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(f"{MINIMAL}inference: {{engine: embedded}}\n", encoding="utf-8")
+    Path("x.yaml").write_text(CONFIG, encoding="utf-8")
     return "x.yaml"
 
 
@@ -288,7 +289,7 @@ def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "x.yaml").write_text(MINIMAL, encoding="utf-8")
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
     with RolloutStore(tmp_path / "runs" / "demo" / "rollouts") as store:
         append_simple(store, 0)
     return tmp_path
