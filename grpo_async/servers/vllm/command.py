@@ -18,7 +18,6 @@ from typing import Literal, NoReturn
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import KEEP_ALIVE_S
 from grpo_async.inference.token import TOKEN_VARIABLE, require_token
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
 from grpo_async.utils.processes import die_with_launcher, is_cpu_build
@@ -225,6 +224,8 @@ def _gpu_arguments(config: ExperimentConfig) -> list[str]:
 
 
 def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Platform) -> dict[str, str]:
+    from grpo_async.inference.api import KEEP_ALIVE_S  # brings numpy, which `validate` does without
+
     environment = {name: value for name, value in base.items() if name not in _NEVER_SET}
     environment |= {
         ENABLED_VARIABLE: "1",
