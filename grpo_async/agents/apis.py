@@ -441,11 +441,12 @@ def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise bad_request(f"{where} has no tool_call_id", param=f"{where}.tool_call_id")
         read["tool_call_id"] = message["tool_call_id"]
     if read["role"] == "assistant" and (calls := message.get("tool_calls")):
-        for call in calls if isinstance(calls, list) else [calls]:
+        for call in calls if isinstance(calls, list) else [None]:
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise bad_request(
-                    f"{where}.tool_calls has a call without a function's name", param=f"{where}.tool_calls"
+                    f"{where}.tool_calls is not a list of calls with a function's name each",
+                    param=f"{where}.tool_calls",
                 )
         read["tool_calls"] = calls
     if isinstance(message.get("name"), str):

@@ -299,6 +299,7 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
 
 CHAT: dict[str, Any] = {"messages": [user("q")]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+ONE_CALL = {"role": "assistant", "tool_calls": {"id": "1", "type": "function", "function": {"name": "add"}}}  # no list
 
 
 @pytest.mark.parametrize(
@@ -310,6 +311,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages[0].content"),
         ("chat/completions", {"messages": [{"role": "alien"}]}, 400, "messages[0].role"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
+        ("chat/completions", {"messages": [ONE_CALL]}, 400, "messages[0].tool_calls"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice"),
         ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
