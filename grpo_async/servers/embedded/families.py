@@ -15,10 +15,6 @@ _OTHER_ATTENTION = {
     "gemma2": "caps its attention scores",
     "gpt_oss": "has attention sinks",
     "bloom": "has its own attention (ALiBi)",
-    "rwkv": "is recurrent",
-    "mamba": "is recurrent",
-    "mamba2": "is recurrent",
-    "falcon_mamba": "is recurrent",
     "gemma3n_text": "shares keys and values between layers",
     "gemma4_text": "has heads of several sizes",
 }

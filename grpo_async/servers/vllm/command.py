@@ -146,7 +146,7 @@ def vllm_command(
                 "install a newer one, or leave the setting out"
             )
     config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=where == "gpu")
-    arguments = [*_common_arguments(config, port)]
+    arguments = _common_arguments(config, port)
     arguments += _cpu_arguments(config) if where == "cpu" else _gpu_arguments(config)
     arguments += config.inference.vllm.extra_args
     return ServerCommand(
