@@ -134,6 +134,12 @@ class FakePolicy:
         return ids + (text_ids(self.chat, piece) if piece else [])
 
 
+def policy_saying(*answers: str, family: str = "qwen2_5", **fields: Any) -> FakePolicy:
+    """The n-th request gets the n-th answer."""
+    said = iter(answers)
+    return FakePolicy(renderer(family), lambda _: next(said), **fields)
+
+
 def _inside_a_tag(piece: str) -> bool:
     """The policy writes `<tool_call>` as the token that it is."""
     return piece.rfind("<") > piece.rfind(">")

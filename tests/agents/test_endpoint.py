@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -18,16 +19,13 @@ from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
-from tests.agents.support import ADD, FakePolicy, calls, check_exact, renderer, serving, user
+from tests.agents.support import ADD, FakePolicy, calls, check_exact, policy_saying, renderer, serving, user
 from tests.support.waiting import until
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
 FLAT = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
 
-
-def _policy(*answers: str, **fields: Any) -> FakePolicy:
-    said = iter(answers)
-    return FakePolicy(renderer(fields.pop("family", "qwen3")), lambda _: next(said), **fields)
+_policy = partial(policy_saying, family="qwen3")
 
 
 def _openai(session: AgentSession, **fields: Any) -> openai.AsyncOpenAI:

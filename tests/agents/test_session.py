@@ -22,7 +22,7 @@ from tests.agents.support import (
     calls,
     check_exact,
     make_session,
-    renderer,
+    policy_saying,
     system,
     text_ids,
     tool,
@@ -30,11 +30,6 @@ from tests.agents.support import (
 )
 
 Result = TypeVar("Result")
-
-
-def _policy(*answers: str, **fields: Any) -> FakePolicy:
-    said = iter(answers)
-    return FakePolicy(renderer(fields.pop("family", "qwen2_5")), lambda _: next(said), **fields)
 
 
 def _with(policy: FakePolicy, agent: Callable[[AgentSession], Awaitable[Result]], **limits: Any) -> Result:
@@ -45,7 +40,7 @@ def _with(policy: FakePolicy, agent: Callable[[AgentSession], Awaitable[Result]]
 
 
 def test_the_budget_of_a_rollout_holds_over_its_calls_and_ends_with_length_then_with_a_refusal() -> None:
-    policy = _policy("x" * 50, "y" * 50, odd_tokens=1.0)
+    policy = policy_saying("x" * 50, "y" * 50, odd_tokens=1.0)
 
     async def agent(session: AgentSession) -> None:
         first = await ask(session, user("q"), max_tokens=12)
@@ -67,7 +62,7 @@ def test_the_budget_of_a_rollout_holds_over_its_calls_and_ends_with_length_then_
 
 
 def test_a_context_that_fills_the_model_length_ends_with_length_and_the_rollout_goes_on() -> None:
-    policy = _policy("short")
+    policy = policy_saying("short")
 
     async def agent(session: AgentSession) -> None:
         empty = await ask(session, user("long " * 40))
@@ -82,7 +77,7 @@ def test_a_context_that_fills_the_model_length_ends_with_length_and_the_rollout_
 
 
 def test_the_number_of_calls_and_the_length_of_one_are_limited() -> None:
-    policy = _policy("abcdefgh", "b", odd_tokens=1.0)
+    policy = policy_saying("abcdefgh", "b", odd_tokens=1.0)
 
     async def agent(session: AgentSession) -> None:
         assert len((await ask(session, user("q"))).ids) == 4
@@ -95,7 +90,7 @@ def test_the_number_of_calls_and_the_length_of_one_are_limited() -> None:
 
 @pytest.mark.parametrize("per_chunk", [1, 3, 1000])
 def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(per_chunk: int) -> None:
-    policy = _policy("I think.\nObservation: made up", "ok", per_chunk=per_chunk, odd_tokens=1.0)
+    policy = policy_saying("I think.\nObservation: made up", "ok", per_chunk=per_chunk, odd_tokens=1.0)
     received: list[int] = []
 
     async def main() -> None:
@@ -118,7 +113,7 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(per_chunk:
 
 
 def test_what_a_cancelled_call_has_sampled_is_trained_nowhere_and_a_whole_answer_is() -> None:
-    policy = _policy("half of it", "whole", "second", per_chunk=2, odd_tokens=1.0)
+    policy = policy_saying("half of it", "whole", "second", per_chunk=2, odd_tokens=1.0)
     received: list[int] = []
 
     async def main() -> None:
@@ -146,7 +141,7 @@ def test_what_a_cancelled_call_has_sampled_is_trained_nowhere_and_a_whole_answer
 
 
 def test_a_closed_session_refuses_and_ends_what_is_under_way() -> None:
-    policy = _policy("half of it", per_chunk=2, odd_tokens=1.0)
+    policy = policy_saying("half of it", per_chunk=2, odd_tokens=1.0)
 
     async def main() -> None:
         session = make_session(policy)
@@ -170,7 +165,7 @@ def test_servers_that_do_not_answer_are_a_503_and_the_session_knows_why() -> Non
         async def generate(self, *_: Any, **__: Any) -> Generation:
             raise ServerUnavailableError("nobody is there")
 
-    policy = _policy()
+    policy = policy_saying()
 
     async def main() -> None:
         session = make_session(policy)
@@ -184,7 +179,7 @@ def test_servers_that_do_not_answer_are_a_503_and_the_session_knows_why() -> Non
 
 
 def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    policy = _policy("a", "b")
+    policy = policy_saying("a", "b")
 
     async def agent(session: AgentSession) -> None:
         for _ in range(2):
@@ -210,13 +205,13 @@ def test_a_limit_that_cuts_or_refuses_what_is_not_trained_does_not_truncate_the_
             await session.complete(call, "w", is_trained=False)
         assert (session.is_truncated, session.is_out_of_budget) == (False, False)
 
-    _with(_policy("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4, max_turns=2)
+    _with(policy_saying("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4, max_turns=2)
 
 
 def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:
     broken = '<tool_call>\n{"name": "add", "argu\n</tool_call>'
     halved = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>'
-    policy = _policy(calls("add", a=1), broken, halved)
+    policy = policy_saying(calls("add", a=1), broken, halved)
 
     async def agent(session: AgentSession) -> None:
         first = await ask(session, user("q"), tools=[ADD], tool_choice="none")
@@ -231,7 +226,7 @@ def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:
 
 
 def test_rewards_of_answers_become_those_of_their_branches() -> None:
-    policy = _policy("a", "b", "c")
+    policy = policy_saying("a", "b", "c")
 
     async def agent(session: AgentSession) -> None:
         first = await ask(session, system("one"), user("q"))
@@ -252,7 +247,7 @@ def test_rewards_of_answers_become_those_of_their_branches() -> None:
 
 
 def test_ids_that_the_policy_wrote_itself_go_to_the_client_and_back() -> None:
-    policy = _policy(family="mistral", odd_tokens=0.0)
+    policy = policy_saying(family="mistral", odd_tokens=0.0)
     said = iter(['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]', "b"])
     policy.say = lambda _: next(said)
 
@@ -272,7 +267,7 @@ S = system("You add.")
 
 def _run(agent: Callable[[AgentSession], Any], *answers: str, **fields: Any) -> tuple[RolloutCompletion, FakePolicy]:
     """The completion after `agent` ran; the n-th request gets the n-th answer. Exactness is checked in any case."""
-    policy = _policy(*answers, **fields)
+    policy = policy_saying(*answers, **fields)
 
     async def play(session: AgentSession) -> RolloutCompletion:
         await agent(session)

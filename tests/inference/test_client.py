@@ -48,11 +48,7 @@ def _request(name: str = "r", max_tokens: int = 8) -> GenerateRequest:
 
 
 def _run(work: Coroutine[Any, Any, Generation]) -> Generation:
-    async def limited() -> Generation:
-        async with asyncio.timeout(60.0):
-            return await work
-
-    return asyncio.run(limited())
+    return asyncio.run(asyncio.wait_for(work, 60.0))
 
 
 def _generate(

@@ -34,11 +34,7 @@ async def _requests(router: Router) -> AsyncIterator[Start]:
 
 
 def _run(test: Callable[[], Any]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(20.0):
-            await test()
-
-    asyncio.run(limited())
+    asyncio.run(asyncio.wait_for(test(), 20.0))
 
 
 def test_the_least_loaded_server_is_taken_and_a_failed_one_avoided_as_long_as_there_is_another() -> None:

@@ -15,11 +15,7 @@ from grpo_async.servers.vllm.patches import track_get_output, wait_until_deliver
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(20.0):
-            return await work
-
-    return asyncio.run(limited())
+    return asyncio.run(asyncio.wait_for(work, 20.0))
 
 
 async def _turns(number: int = 10) -> None:
