@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -21,6 +23,8 @@ from tests.support.waiting import eventually
 
 REPOSITORY = Path(__file__).parents[2]
 _MARK = "GRPO_ASYNC_TEST_MARK"
+SERVER_COMMANDS = ("serve-embedded", "vllm.entrypoints.")
+RECOVERY_S = 300.0  # a hang is noticed, and a vLLM starts on a busy machine
 
 SMALL = (
     "rollout.groups_per_step=4",
@@ -90,6 +94,34 @@ class Run:
                 continue  # ended while we looked, or not ours to look at
         return found
 
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The trainer's processes by their rank."""
+        found = self.processes("grpo_async.trainer.main")  # torchrun, too, which has no rank
+        return {int(each.environ()["RANK"]): each for each in found if "RANK" in each.environ()}
+
+    def server(self) -> psutil.Process:
+        """The one API process of the server that runs now."""
+        found = {each.pid: each for word in SERVER_COMMANDS for each in self.processes(word)}
+        (server,) = [each for each in found.values() if each.ppid() not in found]
+        return server
+
+    def kill_server_in_a_push(self) -> None:
+        """Between pause and resume. It is asked as its user may ask it: address from plan.txt, token from the run's file."""
+        server, token = self.server(), (self.folder / "token").read_text().strip()
+        url = re.findall(r"http://127\.0\.0\.1:\d+", (self.folder / "plan.txt").read_text())[0]
+        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=12.0) as client:
+            assert eventually(lambda: client.get("/is_paused").json()["is_paused"], RECOVERY_S, every_s=0.0), "a push"
+            server.kill()
+
+    def kill_everything(self, process: subprocess.Popen[str]) -> None:
+        """SIGKILL to every process of the run, the launcher first, so that nobody has time to tidy up."""
+        process.kill()
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.communicate(timeout=30.0)
+        self.assert_nothing_is_left(within_s=30.0)
+
     def assert_nothing_is_left(self, *, within_s: float = 10.0) -> None:
         assert eventually(lambda: not self.processes(), within_s, every_s=0.05), "every process of the run to end"
 
@@ -119,6 +151,18 @@ class Run:
             return condition()
 
         assert eventually(reached, timeout_s, every_s=0.05), f"waited {timeout_s:.0f} s for {what}"
+
+    def wait_for_servers(
+        self, process: subprocess.Popen[str], *, serving: int = 1, restarts: int = 0, timeout_s: float = RECOVERY_S
+    ) -> None:
+        """Until so many servers serve after so many restarts, by the newest line of the metrics."""
+
+        def reached() -> bool:
+            newest = self.metrics()[-1:]
+            return any(line["servers/restarts"] >= restarts and line["servers/serving"] == serving for line in newest)
+
+        what = f"{serving} to serve after {restarts} restarts"
+        self.wait_for(reached, process, what=what, timeout_s=timeout_s)
 
     def wait_for_step(self, step: int, process: subprocess.Popen[str], *, timeout_s: float = 120.0) -> None:
         self.wait_for(lambda: len(self.metrics()) >= step, process, what=f"step {step}", timeout_s=timeout_s)

@@ -6,21 +6,17 @@ twice, no process left; the time to recover stands in summary.json.
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
 import pytest
 
-from tests.e2e.support import SMALL, Run, finish, make_run, rewards, serving_alone
+from tests.e2e.support import RECOVERY_S, SMALL, Run, finish, make_run, rewards, serving_alone
 from tests.support.ports import free_port
 from tests.support.stored import scan_groups
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +33,6 @@ HEARTBEAT_S = 12.0
 VLLM_HEARTBEAT_S = 60.0
 SLOW_STEPS = rewards("user_rewards:by_place_in_no_hurry")
 """A server needs some seconds to start; a run that need not wait for it makes few steps meanwhile."""
-SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.entrypoints."}
-RECOVERY_S = 300.0  # a hang is noticed, and a vLLM starts on a busy machine
 
 
 def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int) -> dict[str, Any]:
@@ -60,33 +54,6 @@ def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int)
     for failure in summary["server_failures"]:
         print(f"{failure['server']}: {failure['reason']}: serving again after {failure['recovery_s']:.1f} s")
     return summary
-
-
-def _server(run: Run, base: str) -> psutil.Process:
-    """The one API process of the server that runs now."""
-    (server,) = [p for p in run.processes(SERVER[base]) if p.ppid() not in {q.pid for q in run.processes(SERVER[base])}]
-    return server
-
-
-def _connection(run: Run) -> httpx.Client:
-    """A client of the server of the run, as its user may have one: address from plan.txt, token from the run's file."""
-    url = re.findall(r"http://127\.0\.0\.1:\d+", (run.folder / "plan.txt").read_text())[0]
-    token = (run.folder / "token").read_text().strip()
-    return httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=HEARTBEAT_S)
-
-
-def _wait_until(run: Run, process: subprocess.Popen[str], *, serving: int = 1, restarts: int = 0) -> None:
-    """Until so many servers serve after so many restarts, by the run's own metrics."""
-
-    def reached() -> bool:
-        last = run.metrics()[-1]
-        return last["servers/restarts"] >= restarts and last["servers/serving"] == serving
-
-    run.wait_for(reached, process, what=f"{serving} to serve after {restarts} restarts", timeout_s=RECOVERY_S)
-
-
-def _is_paused(client: httpx.Client) -> bool:
-    return bool(client.get("/is_paused").json()["is_paused"])
 
 
 def test_a_server_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
@@ -111,19 +78,16 @@ def _kill_kill_and_stop(tmp_path: Path, base: str, *, heartbeat_s: float = HEART
     process = run.start()
     run.wait_for_step(2, process, timeout_s=RECOVERY_S)
 
-    _server(run, base).kill()  # generating is what it does nearly all the time
-    _wait_until(run, process, restarts=1)
+    run.server().kill()  # generating is what it does nearly all the time
+    run.wait_for_servers(process, restarts=1)
 
-    victim = _server(run, base)
-    with _connection(run) as client:
-        assert eventually(lambda: _is_paused(client), RECOVERY_S, every_s=0.0), "a push"
-        victim.kill()
-    _wait_until(run, process, restarts=2)
+    run.kill_server_in_a_push()
+    run.wait_for_servers(process, restarts=2)
 
-    hung = _server(run, base)
+    hung = run.server()
     for stopped in [hung, *hung.children(recursive=True)]:
         stopped.send_signal(signal.SIGSTOP)
-    _wait_until(run, process, restarts=3)
+    run.wait_for_servers(process, restarts=3)
     assert not hung.is_running(), "the hung server was left behind"
 
     summary = _assert_accounts(run, process, failures=3)
@@ -149,11 +113,11 @@ def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> No
         run.wait_for_step(2, process, timeout_s=RECOVERY_S)
         assert run.metrics()[-1]["servers/serving"] == 1
         with serving_alone(run.config, ports[1], "secret"):
-            _wait_until(run, process, serving=2)
+            run.wait_for_servers(process, serving=2)
             first.send_signal(signal.SIGSTOP)
-            _wait_until(run, process, serving=1)
+            run.wait_for_servers(process, serving=1)
             first.send_signal(signal.SIGCONT)
-            _wait_until(run, process, serving=2)
+            run.wait_for_servers(process, serving=2)
             summary = _assert_accounts(run, process, failures=1)
     # whichever notices first: a heartbeat, or a push that it takes part in
     reason = summary["server_failures"][0]["reason"]

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.support import SMALL, finish, make_run
-from tests.e2e.test_failover import _connection, _is_paused, _server, _wait_until
-from tests.e2e.test_kill_nine import _kill_everything
-from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
 
@@ -41,12 +38,9 @@ def test_a_run_goes_on_after_kill_nine_of_the_engine_in_a_push_and_of_everything
     run = make_run(tmp_path, BASE, settings)
     process = run.start()
     run.wait_for_step(2, process, timeout_s=START_S)
-    victim = _server(run, BASE)
-    with _connection(run) as client:
-        assert eventually(lambda: _is_paused(client), 60.0, every_s=0.0), "a push"
-        victim.kill()
-    _wait_until(run, process, restarts=1)
-    _kill_everything(run, process)
+    run.kill_server_in_a_push()
+    run.wait_for_servers(process, restarts=1)
+    run.kill_everything(process)
     steps = run.metrics()[-1]["step"]
     resumed = finish(run.start("--resume", "--set", f"training.max_steps={steps + 3}"), timeout_s=START_S)
     assert resumed.returncode == 0, resumed.stdout[-3000:]

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.support import SMALL, Run, assert_ledger_balances_at_every_step, make_run
@@ -69,18 +68,6 @@ def _trained(run: Run) -> dict[int, Counter[int]]:
     return found
 
 
-def _kill_everything(run: Run, process: subprocess.Popen[str]) -> None:
-    """SIGKILL to every process of the run, the launcher first, so that nobody has time to tidy up."""
-    process.kill()
-    for each in run.processes():
-        try:
-            each.kill()
-        except psutil.NoSuchProcess:
-            continue
-    process.communicate(timeout=30.0)
-    run.assert_nothing_is_left(within_s=30.0)
-
-
 def _wait_for_the_moment(run: Run, process: subprocess.Popen[str], moments: random.Random, last: int) -> str:
     """Until a random moment; says which. It ends early when the run does."""
     steps_before = len(run.metrics())
@@ -109,7 +96,7 @@ def _chain(run: Run, *, kills: int, steps: int, seed: int) -> list[str]:
         if process.poll() is not None:
             output = process.communicate(timeout=30.0)[0]
             raise AssertionError("\n".join([*history, "it ended by itself", output[-3000:], run.logs()[-3000:]]))
-        _kill_everything(run, process)
+        run.kill_everything(process)
         saved = run.checkpoints()
         history.append(f"killed after {moment}; checkpoints {saved}, lines {len(run.metrics())}")
         arguments = ["--resume"] if saved else ["--clean"]

@@ -260,23 +260,13 @@ def test_one_command_on_four_machines_trains_a_killed_server_is_restarted_and_a_
     watching.start()
     try:
         processes = cluster.start("--set", "weights.verify_every_pushes=1")
-        run.wait_for(
-            lambda: any(line["servers/serving"] == 2 for line in run.metrics()),
-            processes[0],
-            what="a step with both servers",
-            timeout_s=LIMIT_S,
-        )
+        run.wait_for_servers(processes[0], serving=2, timeout_s=LIMIT_S)
     finally:
         ended.set()
         watching.join(10.0)
     (server,) = cluster.processes_on(3, "serve-embedded")
     server.kill()
-    run.wait_for(
-        lambda: run.metrics()[-1]["servers/restarts"] == 1 and run.metrics()[-1]["servers/serving"] == 2,
-        processes[0],
-        what="the server of node 3 to serve again",
-        timeout_s=LIMIT_S,
-    )
+    run.wait_for_servers(processes[0], serving=2, restarts=1, timeout_s=LIMIT_S)
     run.wait_for_step(len(run.metrics()) + 2, processes[0], timeout_s=LIMIT_S)
     logs = run.folder / "logs" / "latest"
     for log in ("server_0.log", "server_1.log", "server_1.restart_1.log", "trainer.log", "trainer_node1.log"):
@@ -311,12 +301,7 @@ def test_a_machine_that_only_serves_may_be_lost_and_sigterm_on_one_stops_all_wit
     cluster: Cluster,
 ) -> None:
     processes = cluster.start()
-    cluster.run.wait_for(
-        lambda: any(line["servers/serving"] == 2 for line in cluster.run.metrics()),
-        processes[0],
-        what="a step with both servers",
-        timeout_s=LIMIT_S,
-    )
+    cluster.run.wait_for_servers(processes[0], serving=2, timeout_s=LIMIT_S)
     for process in cluster.processes_on(2):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 from statistics import fmean
 
-import psutil
 import pytest
 
 from tests.e2e.support import finish, make_run, rewards
@@ -66,11 +65,7 @@ def test_the_reward_rises_the_mismatch_is_told_and_the_run_goes_on_after_kill_9(
     run = make_run(tmp_path, "quickstart-vllm.yaml", (*own, rewards("user_rewards:fraction_of_e"), *SETTINGS))
     process = run.start()
     run.wait_for_step(STEPS // 2, process, timeout_s=2400.0)
-    servers = run.processes("api_server")
-    pids = {server.pid for server in servers}
-    (server,) = [server for server in servers if server.ppid() not in pids]
-    assert isinstance(server, psutil.Process)
-    server.kill()
+    run.server().kill()
     done = finish(process, timeout_s=2400.0)
     assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
     run.assert_nothing_is_left()

@@ -264,13 +264,7 @@ def test_of_two_servers_one_is_killed_with_all_its_processes_and_training_goes_o
     before = len(live.run.metrics())
     second.kill()
     assert eventually(lambda: not _still_run(dying), 10.0), "the killed server's processes to end"
-
-    def is_mended() -> bool:
-        assert live.process.poll() is None, live.run.logs()[-3000:]
-        last = live.run.metrics()[-1]
-        return last["servers/restarts"] == 1 and last["servers/serving"] == 2
-
-    assert eventually(is_mended, 120.0), "a new server"
+    live.run.wait_for_servers(live.process, serving=2, restarts=1, timeout_s=120.0)
     assert _still_run([first])
     lines = live.run.metrics()[before:]
     assert [line for line in lines if line["servers/serving"] == 1], "no step was made while one server was down"
@@ -280,9 +274,7 @@ def test_of_two_servers_one_is_killed_with_all_its_processes_and_training_goes_o
 def test_a_killed_rank_ends_the_run_with_its_number_and_afterwards_no_process_and_no_token_is_left(live: Live) -> None:
     """The second server is in its second life by then."""
     everything = live.tree()
-    ranks = {
-        int(p.environ()["RANK"]): p for p in live.run.processes("grpo_async.trainer.main") if "RANK" in p.environ()
-    }
+    ranks = live.run.ranks()
     assert sorted(ranks) == [0, 1]
     ranks[1].kill()
     done = finish(live.process, timeout_s=90.0)

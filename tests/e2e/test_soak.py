@@ -62,9 +62,8 @@ def _make(folder: Path) -> Run:
 
 
 def _roles(run: Run) -> dict[str, psutil.Process]:
-    ranks = [p for p in run.processes("grpo_async.trainer.main") if "RANK" in p.environ()]
     launcher = [p for p in run.processes(f"train {run.config}") if p.parent() == psutil.Process()]
-    found = {"trainer": ranks, "server": run.processes("serve-embedded"), "launcher": launcher}
+    found = {"trainer": list(run.ranks().values()), "server": [run.server()], "launcher": launcher}
     return {role: processes[0] for role, processes in found.items() if processes}
 
 
