@@ -15,9 +15,14 @@ import typer.main
 
 from grpo_async.cli.app import app
 from grpo_async.config.loader import load_config
+from grpo_async.config.sections import EnvironmentSection, RewardSection, ToolSection
+from grpo_async.envs import load_environments
 from grpo_async.inference.fleet import ServerState
+from grpo_async.rewards import load_rewards
 from grpo_async.store.query import parse_query
+from grpo_async.tools import load_tools
 from grpo_async.tracking.events import EVENTS
+from grpo_async.user_code.references import resolve_function
 from scripts.reference import FOLDER, pages
 
 ROOT = Path(__file__).parents[1]
@@ -155,3 +160,26 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
         assert re.search(rf"^ *(?:async )?(?:def|class) {name}\b", text, re.M), f"{function} in {file}"
     folders = {each.name for each in (ROOT / "grpo_async").iterdir() if (each / "__init__.py").exists()}
     assert not [name for name in folders if f"\n  {name}/ " not in page]
+
+
+def test_the_code_of_the_pages_loads_in_every_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [
+        (ROOT / "docs" / "howto" / name).read_text(encoding="utf-8")
+        for name in ("reward.md", "tools.md", "environment.md")
+    ]
+    blocks = [block for page in pages for block in re.findall(r"```python\n# mine.py(.*?)```", page, flags=re.S)]
+    (tmp_path / "mine.py").write_text("\n".join("# " + block for block in blocks), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        (reward,) = load_rewards([RewardSection(function="mine:exact_answer")])
+        assert reward.missing_inputs(["answer"]) is None
+        tools = load_tools([ToolSection(function="mine:multiply")])
+        assert [tool.name for tool in tools] == ["multiply"]
+        environments = load_environments({"counter": EnvironmentSection(factory="mine:Counter")}, tools)
+        (pool,) = environments.pools.values()
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["multiply", "add"]
+        assert environments.reward_weights == {"Counter": 1.0}
+        pool.discard_free()
+        assert callable(resolve_function("mine:rollout_func", "rollout_function.function"))
+    finally:
+        sys.modules.pop("mine", None)

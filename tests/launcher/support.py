@@ -12,16 +12,24 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.processes.addresses import own_urls
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.machine import Machine
+from grpo_async.run_directory import RunDir
+from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from tests.support.configs import merged
 from tests.support.waiting import eventually, is_alive
 
 REPOSITORY = Path(__file__).parents[2]
+MACHINE = Machine(num_cpus=2, python="/py", working_dir=Path("/work dir"), python_path="/lib")
 EMBEDDED = EngineChoice(engine="embedded", reason="a test says so")
+EXTERNAL = EngineChoice(engine="external", reason="a test says so")
+VLLM_ON_CPU = EngineChoice(engine="vllm", reason="a test says so")
+VLLM_ON_GPU = EngineChoice(engine="vllm", reason="a test says so", on_gpu=True)
 START_S = 60.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
 
 
@@ -43,6 +51,27 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
         "record": {"report": False},
     }
     return ExperimentConfig.model_validate(merged(base, sections))
+
+
+def make_plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
+    run_dir = RunDir(Path("/runs/x"))
+    given = {key: options.pop(key) for key in ("resume_step", "purpose") if key in options}
+    engine = options.pop("engine", None) or choose_engine(config)
+    ports = range(4711, 4711 + config.inference.replicas)
+    return plan_processes(
+        config,
+        engine=engine,
+        assignment=Assignment(
+            run_dir=run_dir,
+            attempt_dir=run_dir.logs / "attempt_3",
+            private_dir=Path("/private"),
+            server_urls=own_urls(config, config.inference.host, ports=ports),
+            **given,
+        ),
+        machine=machine,
+        token=options.pop("token", "secret"),
+        **options,
+    )
 
 
 class LauncherProcess:
@@ -91,9 +120,7 @@ class LauncherProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for pid in [self.process.pid, *self.pids().values()]:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)

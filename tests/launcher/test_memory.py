@@ -18,9 +18,7 @@ from grpo_async.launcher.memory import MemoryPlan, plan_memory
 from grpo_async.processes.assignment import Node
 from grpo_async.processes.machine import Machine
 from grpo_async.servers.engine_choice import EngineChoice
-from tests.launcher.support import make_config
-from tests.launcher.test_plan import EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU
-from tests.launcher.test_plan import _plan as make_plan
+from tests.launcher.support import EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000, "num_attention_heads": 4, "head_dim": 16}

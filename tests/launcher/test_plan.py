@@ -14,43 +14,15 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import GpuShares, fill_dtypes, plan_transport, share_gpus
-from grpo_async.launcher.plan import ProcessPlan, plan_dry, plan_processes
+from grpo_async.launcher.plan import ProcessPlan, plan_dry
 from grpo_async.launcher.serve import serve_replicas
 from grpo_async.processes import machine
-from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine, find_gpus, free_ports
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.servers.vllm import command
-from tests.launcher.support import make_config
-
-MACHINE = Machine(num_cpus=2, python="/py", working_dir=Path("/work dir"), python_path="/lib")
-VLLM_ON_GPU = EngineChoice(engine="vllm", reason="test", on_gpu=True)
-VLLM_ON_CPU = EngineChoice(engine="vllm", reason="test")
-EXTERNAL = EngineChoice(engine="external", reason="test")
-EMBEDDED = EngineChoice(engine="embedded", reason="test")
-
-
-def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
-    run_dir = RunDir(Path("/runs/x"))
-    given = {key: options.pop(key) for key in ("resume_step", "purpose") if key in options}
-    engine = options.pop("engine", None) or choose_engine(config)
-    ports = range(4711, 4711 + config.inference.replicas)
-    return plan_processes(
-        config,
-        engine=engine,
-        assignment=Assignment(
-            run_dir=run_dir,
-            attempt_dir=run_dir.logs / "attempt_3",
-            private_dir=Path("/private"),
-            server_urls=own_urls(config, config.inference.host, ports=ports),
-            **given,
-        ),
-        machine=machine,
-        token=options.pop("token", "secret"),
-        **options,
-    )
+from tests.launcher.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
 
 
 def _read_by_a_rank(plan: ProcessPlan, monkeypatch: pytest.MonkeyPatch, **ranks: str) -> Assignment:
@@ -64,7 +36,7 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path, launch={"num_trainer_ranks": 2, "trainer_threads": 3})
-    plan = _plan(config, resume_step=40)
+    plan = make_plan(config, resume_step=40)
     (server,) = plan.servers
     words = "/py -m grpo_async serve-embedded /runs/x/logs/attempt_3/config.yaml --port 4711"
     assert list(server.command) == words.split(" ")
@@ -86,10 +58,10 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
         world_size=2,
     )
     assert (given.file_store, given.control_socket) == (Path("/private/store"), Path("/private/control"))
-    checks = _plan(config, purpose="preflight")
+    checks = make_plan(config, purpose="preflight")
     assert "run        test, checks only" in checks.describe()
     assert _read_by_a_rank(checks, monkeypatch).purpose == "preflight"
-    assert "run        test, evaluation only" in _plan(config, purpose="evaluation").describe()
+    assert "run        test, evaluation only" in make_plan(config, purpose="evaluation").describe()
     monkeypatch.setenv(ASSIGNMENT_VARIABLE, '{"run_dir": 3}')
     with pytest.raises(ConfigError, match="grpo-async train"):
         Assignment.from_environment()
@@ -99,7 +71,7 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
 
 
 def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_path: Path) -> None:
-    plan = _plan(make_config(tmp_path, launch={"num_trainer_ranks": 2}), token="very-secret", notes=("look here",))
+    plan = make_plan(make_config(tmp_path, launch={"num_trainer_ranks": 2}), token="very-secret", notes=("look here",))
     text = plan.describe()
     assert "engine     embedded: set by inference.engine" in text
     assert "/runs/x/logs/attempt_3/server.log" in text
@@ -145,7 +117,7 @@ def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
 
 
 def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reached_by_loopback(tmp_path: Path) -> None:
-    plan = _plan(make_config(tmp_path, inference={"replicas": 3, "host": "0.0.0.0"}))
+    plan = make_plan(make_config(tmp_path, inference={"replicas": 3, "host": "0.0.0.0"}))
     assert plan.assignment.server_urls == tuple(f"http://127.0.0.1:{port}" for port in (4711, 4712, 4713))
     assert [dict(pairwise(spec.command))["--port"] for spec in plan.servers] == ["4711", "4712", "4713"]
     # each is one server, although the configuration that it reads has three
@@ -154,7 +126,7 @@ def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reach
     assert [spec.log_name for spec in plan.servers] == ["server_0.log", "server_1.log", "server_2.log"]
     assert "server     http://127.0.0.1:4712\n" in plan.describe()
     tls = {"certificate": "/pki/server.pem", "key": "/pki/server.key"}
-    plan = _plan(make_config(tmp_path, inference={"host": "::1", "tls": tls}, weights={"mode": "keep_kv"}))
+    plan = make_plan(make_config(tmp_path, inference={"host": "::1", "tls": tls}, weights={"mode": "keep_kv"}))
     assert plan.assignment.server_urls == ("https://[::1]:4711",)
     text = plan.describe()
     assert "TLS        certificate /pki/server.pem, trusted: /pki/server.pem" in text
@@ -168,7 +140,7 @@ def test_sleep_is_refused_where_no_server_can_sleep(tmp_path: Path, engine: Any)
     config = make_config(tmp_path, inference={"vllm": {"sleep_while_training": True}}, rollout={"max_staleness": 0})
     choice = EngineChoice(engine=engine, reason="", on_gpu=False)
     with pytest.raises(ConfigError, match=f"sleep_while_training: .* the engine is {engine} without a GPU"):
-        _plan(config, engine=choice)
+        make_plan(config, engine=choice)
 
 
 def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the_trainer_has_gpus(
@@ -177,7 +149,7 @@ def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the
     config = make_config(
         tmp_path, inference={"urls": ["http://gpu-7:8000", "https://gpu-8"]}, weights={"host": "10.0.0.1"}
     )
-    plan = _plan(config, token=None)
+    plan = make_plan(config, token=None)
     assert plan.servers == ()
     assert plan.assignment.server_urls == ("http://gpu-7:8000", "https://gpu-8")
     assert plan.trainer is not None
@@ -272,12 +244,12 @@ def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_varia
     shares = share_gpus(config, VLLM_ON_CPU, ("0", "1"), Node())
     assert (shares.trainer, shares.servers) == (("0",), ((),))
     assert share_gpus(config, VLLM_ON_GPU, (), Node()) == GpuShares(trainer=None, servers=(None,))
-    plan = _plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_CPU)
+    plan = make_plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_CPU)
     assert plan.servers[0].environment["CUDA_VISIBLE_DEVICES"] == ""
     assert plan.trainer is not None
     assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert '"on_gpu":true' in plan.trainer.environment[ASSIGNMENT_VARIABLE]
-    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in _plan(config).processes)
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in make_plan(config).processes)
 
 
 @pytest.mark.parametrize(
