@@ -130,7 +130,7 @@ class NodeHub:
                     index=index, event=event, detail=message["detail"], num_restarts=message["num_restarts"]
                 )
                 if event == "given_up":
-                    self._local.give_up(index, f"server {index} of {node.name}: {message['detail']}")
+                    self._local.give_up([index], f"server {index} of {node.name}: {message['detail']}")
             case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
                 self._display.note(f"{node.name} got {name}")
                 self._local.signals.take_remote(signal.Signals[name])
@@ -152,11 +152,10 @@ class NodeHub:
             self.has_lost_a_node = True
             self._fail(gone)
             return
-        self._display.warning(gone)
-        for index, url in enumerate(self._assignment.server_urls):
-            if url in node.urls:
-                self._local.tell_trainer(index=index, event="given_up", detail=gone, num_restarts=0)
-                self._local.give_up(index, gone)
+        lost = [index for index, url in enumerate(self._assignment.server_urls) if url in node.urls]
+        for index in lost:
+            self._local.tell_trainer(index=index, event="given_up", detail=gone, num_restarts=0)
+        self._local.give_up(lost, gone)
 
     def _note_end(self, node: NodeInfo) -> None:
         self._ended.add(node.rank)

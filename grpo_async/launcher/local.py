@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -172,17 +172,17 @@ class LocalProcesses:
         self.server_failure = self.server_failure or failure
         self.lost_servers.set()
 
-    def give_up(self, index: int, why: str, *log_tail: str) -> None:
-        """A server, of any machine, is given up or gone; the run continues as long as there is another. Only node 0 knows."""
-        if index in self._given_up:
-            return
-        self._given_up[index] = why
+    def give_up(self, servers: Collection[int], why: str, *log_tail: str) -> None:
+        """Servers, of any machine, are given up or gone, for one reason. The run continues as long as there is another; only node 0
+        knows whether there is."""
+        for index in servers:
+            self._given_up.setdefault(index, why)
         if self._plan.assignment.node.rank > 0:
             self.display.warning(why)
         elif left := self._total - len(self._given_up):
             self.display.warning(f"{why}; the run continues with {left} of {self._total}")
         else:
-            self.lose_servers("\n".join([*self._given_up.values(), *log_tail]))
+            self.lose_servers("\n".join([*dict.fromkeys(self._given_up.values()), *log_tail]))
 
     async def _end(self, children: Sequence[Child]) -> None:
         self.signals.arrived.clear()
@@ -310,7 +310,7 @@ class SpawnedServer:
             if delay_s is None:
                 after = f"after {count(restarts.in_a_row, 'consecutive restart')} (inference.max_restarts)"
                 self._tell("given_up", f"{end.how}, {after}")
-                local.give_up(self._index, f"the {self.name} was given up {after}: it {end.how}", f"the {log_tail}")
+                local.give_up([self._index], f"the {self.name} was given up {after}: it {end.how}", f"the {log_tail}")
                 return
             restart = f"restart {restarts.in_a_row} of {restarts.max_restarts}"
             local.display.warning(f"the {self.name} {end.how}; {restart} in {delay_s:g} s")

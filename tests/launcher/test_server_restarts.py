@@ -293,6 +293,19 @@ def test_a_machine_that_node_0_leads_leaves_it_to_node_0_whether_the_run_continu
     assert "the run continues" not in warning
 
 
+def test_a_lost_machine_is_one_warning_and_one_reason_however_many_servers_it_had(tmp_path: Path) -> None:
+    news: Any = News()
+    config = make_config(tmp_path, launch={"nodes": {"train": 1, "infer": 2}}, inference={"replicas": 4})
+    node = Node(num_train=1, num_infer=2)
+    assignment = Assignment(run_dir=RunDir(tmp_path), attempt_dir=tmp_path, private_dir=tmp_path, node=node)
+    plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(), trainer=None, num_gpus=0)
+    local = LocalProcesses(config, plan, news, tell_trainer=news.server_event)
+    local.give_up(range(4), "node 1 is gone")
+    assert news.warnings == ["node 1 is gone; the run continues with 4 of 8"]
+    local.give_up(range(4, 8), "node 2 is gone")
+    assert local.server_failure == "node 1 is gone\nnode 2 is gone"
+
+
 def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
     """The trainer waits for it in a push, and has a checkpoint to write."""
     news = News()
