@@ -58,29 +58,26 @@ class Run:
             text=True,
         )
 
-    def train(
-        self, *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        return finish(self.start(*arguments, environment=environment), timeout_s=timeout_s)
+    def end(self, process: subprocess.Popen[str], code: int = 0, *, timeout_s: float = 300.0) -> str:
+        """The run is to end with this exit code, and leave no process. What it printed."""
+        done = finish(process, timeout_s=timeout_s)
+        assert done.returncode == code, done.stdout[-3000:] + self.logs()[-3000:]
+        self.assert_nothing_is_left()
+        return done.stdout
 
     def complete(
         self, *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
     ) -> tuple[dict[str, Any], str]:
         """A run that is to end well: exit code 0, no process left, the ledger balanced. Its summary and what was printed."""
-        done = self.train(*arguments, timeout_s=timeout_s, environment=environment)
-        assert done.returncode == 0, done.stdout[-3000:] + self.logs()[-3000:]
-        self.assert_nothing_is_left()
+        printed = self.end(self.start(*arguments, environment=environment), timeout_s=timeout_s)
         summary = self.summary()
         assert summary["ledger_closed"]
         assert [line["step"] for line in self.metrics()] == list(range(1, summary["steps"] + 1))
-        return summary, done.stdout
+        return summary, printed
 
     def fail(self, *arguments: str, timeout_s: float = 120.0) -> str:
         """A run that is to end with exit code 1 and no process left. What it printed."""
-        done = self.train(*arguments, timeout_s=timeout_s)
-        assert done.returncode == 1, done.stdout[-3000:]
-        self.assert_nothing_is_left()
-        return done.stdout
+        return self.end(self.start(*arguments), 1, timeout_s=timeout_s)
 
     def processes(self, part_of_command: str = "") -> list[psutil.Process]:
         """Living processes of this run whose command line contains a word."""

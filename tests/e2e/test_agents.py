@@ -91,9 +91,7 @@ def test_kill_nine_of_agents_fails_their_rollouts_alone_and_they_wait_for_a_kill
         finish(process, timeout_s=60.0)
         assert eventually(lambda: not run.processes(), 30.0), "every process of the run to end"
         process = run.start("--resume")
-    done = finish(process, timeout_s=300.0)
-    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
-    run.assert_nothing_is_left()
+    run.end(process)
     assert run.summary()["ledger_closed"]
     assert_ledger_balances_at_every_step(run.metrics())
     errors = [each["error"] for row in rows_of(run.folder) for each in row["rollouts"] if each["error"]]

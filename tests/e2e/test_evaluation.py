@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import GoldenRun
-from tests.e2e.support import REPOSITORY, finish, make_run, rows_of, run_command
+from tests.e2e.support import REPOSITORY, make_run, rows_of, run_command
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
@@ -149,7 +149,6 @@ def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_p
     blocks = folder / "rollouts"
     assert eventually(lambda: any(path.stat().st_size for path in blocks.glob("block-*")), 120.0), "rollouts"
     process.send_signal(signal.SIGINT)
-    assert finish(process, timeout_s=60.0).returncode == 130
-    run.assert_nothing_is_left()
+    run.end(process, 130, timeout_s=60.0)
     assert not (folder / "evaluation.json").exists()
     assert not (folder / "token").exists()

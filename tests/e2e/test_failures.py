@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import SMALL, Run, finish, make_run, rewards, status_of
+from tests.e2e.support import SMALL, Run, make_run, rewards, status_of
 from tests.support.stored import read_groups, scan_groups
 
 pytestmark = pytest.mark.slow
@@ -36,9 +36,7 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
     process = run.start()
     run.wait_for_step(3, process)
     process.send_signal(signal.SIGINT)
-    done = finish(process, timeout_s=60.0)
-    assert done.returncode == 130, done.stdout[-3000:]
-    run.assert_nothing_is_left()
+    run.end(process, 130, timeout_s=60.0)
     stopped_at = len(run.metrics())
     assert run.checkpoints()[-1] == stopped_at
     assert run.summary()["status"] == "stopped"

@@ -16,7 +16,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.e2e.support import finish, make_run, rewards
+from tests.e2e.support import make_run, rewards
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
 
@@ -66,9 +66,7 @@ def test_the_reward_rises_the_mismatch_is_told_and_the_run_goes_on_after_kill_9(
     process = run.start()
     run.wait_for_step(STEPS // 2, process, timeout_s=2400.0)
     run.server().kill()
-    done = finish(process, timeout_s=2400.0)
-    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
-    run.assert_nothing_is_left()
+    run.end(process, timeout_s=2400.0)
     summary, lines = run.summary(), run.metrics()
     assert summary["ledger_closed"]
     assert len(summary["server_failures"]) == 1
