@@ -1,15 +1,16 @@
-"""Every key of a configuration: its type, range, default and meaning, read from the JSON schema (`all_keys`); what may be written
-where, by walking the annotations of the models (`FieldType`); and what to write instead of an unknown key (`suggest_key`)."""
+"""Every key of a configuration, by the annotations of the models: its type, range, default and meaning (`all_keys`), what may be
+written where (`FieldType`), and what to write instead of an unknown key (`suggest_key`)."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -18,19 +19,8 @@ from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.yaml_document import KeyPath
 from grpo_async.utils.text import did_you_mean, nearest
 
-_BOUNDS = (
-    ("minimum", "at least"),
-    ("exclusiveMinimum", "more than"),
-    ("maximum", "at most"),
-    ("exclusiveMaximum", "less than"),
-)
-_TYPES = {
-    "integer": "whole number",
-    "number": "number",
-    "boolean": "true or false",
-    "string": "text",
-    "object": "mapping",
-}
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "text", dict: "mapping"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +30,7 @@ class Key:
     Attributes:
         path: `rollout.group_size`; an entry of a list is `rewards[].function`, of a mapping `environments.NAME.factory`.
         of_types: values of the section's `type` that have this key; empty where all do.
-        default: as YAML has it; None where the key must be given, or is a section.
+        default: in YAML syntax; None where the key must be given, or is a section.
     """
 
     path: str
@@ -66,8 +56,7 @@ class Key:
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
     """In the order of the sections."""
-    schema = ExperimentConfig.model_json_schema()
-    return tuple(_keys(schema, "", schema["$defs"]))
+    return tuple(_keys(ExperimentConfig, ""))
 
 
 def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
@@ -98,93 +87,78 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0] + "."
 
 
-def _keys(schema: Mapping[str, Any], prefix: str, definitions: Mapping[str, Any]) -> Iterator[Key]:
-    for name, node in schema.get("properties", {}).items():
-        path, required = prefix + name, name in schema.get("required", ())
-        sections = _sections(node, definitions)
+def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in model.model_fields.items():
+        path, sections = prefix + name, _sections(field.annotation)
+        has_default = not sections and not field.is_required()
+        default = field.get_default(call_default_factory=True)
         yield Key(
             path=path,
-            type=_type(node, definitions),
-            default=None if required or sections else _default(node),
+            type=_type(field.annotation, field.metadata),
+            default=json.dumps(default, default=str, ensure_ascii=False) if has_default else None,
             is_section=bool(sections),
-            meaning=node.get("description", ""),
+            meaning=field.description or "",
         )
-        yield from _merged(
-            [list(_keys(part, f"{path}{suffix}.", definitions)) for suffix, part in sections],
-            [part for _, part in sections],
-        )
+        yield from _merged([(_tags(below), list(_keys(below, f"{path}{suffix}."))) for suffix, below in sections])
 
 
-def _sections(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The sections that a value may be, hold as the entries of a list, or as the values of a mapping: ("[]", {properties})."""
-    found = []
-    for part in _parts(node, definitions):
-        inner = part.get("items") if part.get("type") == "array" else part.get("additionalProperties")
-        if "properties" in part:
-            found.append(("", part))
-        elif isinstance(inner, dict):
-            mark = "[]" if part.get("type") == "array" else ".NAME"
-            found += [(mark + suffix, below) for suffix, below in _sections(inner, definitions)]
+def _sections(annotation: Any) -> list[tuple[str, type[BaseModel]]]:
+    """The models that a value may be, hold as the entries of a list, or as the values of a mapping: ("[]", ToolSection)."""
+    field_type = FieldType.of(annotation)
+    found = [("", model) for model in field_type.models]
+    for alternative in field_type.alternatives:
+        if (origin := get_origin(alternative)) in (list, dict):
+            mark = "[]" if origin is list else ".NAME"
+            found += [(mark + suffix, below) for suffix, below in _sections(get_args(alternative)[-1])]
     return found
 
 
-def _merged(members: Sequence[Sequence[Key]], sections: Sequence[Mapping[str, Any]]) -> Iterator[Key]:
-    """The keys of a union's members, those that several of them have alike only once; of its `type` one for all."""
-    tags = [_tags(section) for section in sections]
-    everyone = tuple(tag for names in tags for tag in names)
+def _merged(members: Sequence[tuple[tuple[str, ...], Sequence[Key]]]) -> Iterator[Key]:
+    """The keys of a union's members (the values of `type` of each, and its keys), those that several of them have alike only once;
+    of its `type` one for all."""
+    everyone = tuple(tag for tags, _ in members for tag in tags)
     owners: dict[Key, tuple[str, ...]] = {}
     kinds = []
-    for keys, names in zip(members, tags, strict=True):
+    for tags, keys in members:
         for key in keys:
-            if len(sections) > 1 and key.path.endswith(".type"):
-                kinds.append(replace(key, meaning=f"{' | '.join(names)}: {key.meaning}"))
+            if len(members) > 1 and key.path.endswith(".type"):
+                kinds.append(replace(key, meaning=f"{' | '.join(tags)}: {key.meaning}"))
             else:
-                owners[key] = owners.get(key, ()) + names
+                owners[key] = owners.get(key, ()) + tags
     if kinds:
         default = next((kind.default for kind in kinds if kind.default is not None), None)
         yield replace(
             kinds[0], type=" | ".join(everyone), default=default, meaning="\n".join(kind.meaning for kind in kinds)
         )
-    for key, names in owners.items():
-        yield key if names == everyone else replace(key, of_types=names)
+    for key, tags in owners.items():
+        yield key if tags == everyone else replace(key, of_types=tags)
 
 
-def _tags(section: Mapping[str, Any]) -> tuple[str, ...]:
-    kind = section.get("properties", {}).get("type", {})
-    return (kind["const"],) if "const" in kind else tuple(kind.get("enum", ()))
+def _tags(model: type[BaseModel]) -> tuple[str, ...]:
+    """What `type` may be in a model; empty where it has none."""
+    return get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
-def _parts(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The alternatives of a value, null left out, references looked up."""
-    if "$ref" in node:
-        return _parts(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    for union in ("anyOf", "oneOf"):
-        if union in node:
-            return [part for each in node[union] for part in _parts(each, definitions)]
-    return [] if node.get("type") == "null" else [node]
-
-
-def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    return " or ".join(dict.fromkeys(_type_of(part) for part in _parts(node, definitions)))
-
-
-def _type_of(part: Mapping[str, Any]) -> str:
-    if "const" in part or "enum" in part:
-        return " | ".join(map(str, part.get("enum", [part.get("const")])))
-    if part.get("type") == "array":
-        items = part.get("items", {})
-        is_list_of_sections = "$ref" in items or "oneOf" in items
-        return f"list of {'sections' if is_list_of_sections else _type_of(items) if 'type' in items else 'values'}"
-    if "properties" in part:
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """ "whole number at least 1", "gloo | nccl", "list of text or all-linear"."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0], [*metadata, *(each for part in arguments for each in getattr(part, "metadata", ()))])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_type(part, metadata) for part in arguments if part is not NoneType))
+    if origin is Literal:
+        return " | ".join(arguments)
+    if FieldType.of(annotation).models:
         return "section"
-    bounds = [f"{words} {json.dumps(part[bound])}" for bound, words in _BOUNDS if bound in part]
-    return f"{_TYPES.get(part.get('type', ''), 'any value')}{' ' if bounds else ''}{' and '.join(bounds)}"
-
-
-def _default(node: Mapping[str, Any]) -> str:
-    """The default in YAML; one made by a factory (a list, a mapping) is empty."""
-    empty: list[str] | dict[str, str] = [] if node.get("type") == "array" or "anyOf" in node else {}
-    return json.dumps(node.get("default", empty), ensure_ascii=False)
+    if origin in (list, tuple):
+        return f"list of {'sections' if _sections(arguments[0]) else _type(arguments[0])}"
+    bounds = [
+        f"{words} {json.dumps(getattr(each, name))}"
+        for name, words in _BOUNDS.items()
+        for each in metadata
+        if hasattr(each, name)
+    ]
+    return f"{_TYPES.get(origin or annotation, 'any value')}{' ' if bounds else ''}{' and '.join(bounds)}"
 
 
 # ---- what may be written where ----
@@ -215,7 +189,7 @@ class FieldType:
         """type -> model, of a union of models; empty otherwise."""
         if len(self.models) < 2:
             return {}
-        return {tag: model for model in self.models for tag in get_args(model.model_fields["type"].annotation)}
+        return {tag: model for model in self.models for tag in _tags(model)}
 
     @property
     def default_tag(self) -> str | None:
