@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_EQUAL = re.compile(r"all rewards are (-?\d\S*?)[:,]")
+_EQUAL = re.compile(r"all rewards are (-?\d+(?:\.\d+)?(?:e[-+]\d+)?):")
 _REWARD = re.compile(r"reward `[^`]+`: [^\n]+")
 
 
