@@ -1,7 +1,7 @@
-"""The checks behind every verdict and piece of advice: what a run's metrics say, for the report, `status`, the dashboard and
+"""The rules behind every verdict and piece of advice: what a run's metrics say, for the report, `status`, the dashboard and
 summary.json.
 
-    run directory -> Evidence -> find -> [Finding, ...]     the worst first (checks)
+    run directory -> Evidence -> find -> [Finding, ...]     the worst first (rules)
                               -> judge -> Verdict           is it learning, by how much (verdict)
     metrics + settings        -> advise -> Finding          what bounds the speed (speed)
 

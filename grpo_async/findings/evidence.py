@@ -30,25 +30,25 @@ MetricRow = Mapping[str, float]
 class PackedRow(MetricRow):
     """A row in 8 bytes a value: a dict takes twenty times as much, and a long run has many."""
 
-    __slots__ = ("_places", "_values")
+    __slots__ = ("_columns", "_values")
 
     def __init__(self, row: MetricRow, known: dict[tuple[str, ...], dict[str, int]]) -> None:
         """`known`: the names of rows that were packed before, which this one shares where it has the same."""
         names = tuple(row)
-        self._places = known.setdefault(names, {name: place for place, name in enumerate(names)})
+        self._columns = known.setdefault(names, {name: column for column, name in enumerate(names)})
         self._values = array("d", row.values())
 
     def __getitem__(self, name: str) -> float:
-        return self._values[self._places[name]]
+        return self._values[self._columns[name]]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._columns
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._columns)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class Finding:
     """One thing that the data says.
 
     Args:
-        key: of the check; of a finding about speed, what bounds the run, in a few words.
+        key: of the rule; of a finding about speed, what bounds the run, in a few words.
         title: what was found, in a few words.
         text: the numbers, and what they mean.
         fix: the remedy.

@@ -18,15 +18,15 @@ _ROUNDING = 1e-9  # float noise of summed rewards is about 1e-16 of their size, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """From `first` to `last`; [`low`, `high`] is the 95 % confidence interval of the change. `count`, `of`: the number of values it
-    rests on, and of what: 60 "steps"; 0: not known."""
+    """From `first` to `last`; [`low`, `high`] is the 95 % confidence interval of the change. It rests on `count` values,
+    counted in `unit`: 60 "steps". A count of 0: not known."""
 
     first: float
     last: float
     low: float
     high: float
     count: int
-    of: str
+    unit: str
 
     @property
     def value(self) -> float:
@@ -42,7 +42,7 @@ class Change:
         """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, paired)"."""
         count = f"{self.count} " if self.count else ""
         interval = f"95 %: {self.low:+.3f} to {self.high:+.3f}"
-        return f"from {format_number(self.first)} to {format_number(self.last)}: {self.value:+.3f} ({interval}; {count}{self.of})"
+        return f"from {format_number(self.first)} to {format_number(self.last)}: {self.value:+.3f} ({interval}; {count}{self.unit})"
 
     @property
     def has_risen(self) -> bool:
@@ -66,9 +66,9 @@ def mean_over_time(rows: Sequence[Mapping[str, float]], name: str) -> float | No
     return sum(value * s for value, s in known) / sum(s for _, s in known) if known else None
 
 
-def _change(first: float, last: float, stderr: float, dof: float, count: int, of: str) -> Change:
+def _change(first: float, last: float, stderr: float, dof: float, count: int, unit: str) -> Change:
     half = _t_quantile(dof) * stderr
-    return Change(first=first, last=last, low=last - first - half, high=last - first + half, count=count, of=of)
+    return Change(first=first, last=last, low=last - first - half, high=last - first + half, count=count, unit=unit)
 
 
 def _t_quantile(dof: float) -> float:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from grpo_async.findings.checks import CHECKS, is_no_better_than_baseline
 from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity, sentence, worst_first
+from grpo_async.findings.rules import RULES, is_no_better_than_baseline
 from grpo_async.utils.run_state import RUNNING
 
 _LITTLE = 0.02  # of the range of rewards
@@ -47,8 +47,8 @@ class Verdict:
 
 
 def find(evidence: Evidence) -> list[Finding]:
-    """What the checks find, the worst first; within a severity in the order of the checks."""
-    return worst_first([finding for check in CHECKS if (finding := check(evidence)) is not None])
+    """What the rules find, the worst first; within a severity in the order of the rules."""
+    return worst_first([finding for rule in RULES if (finding := rule(evidence)) is not None])
 
 
 def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict:

@@ -1,4 +1,4 @@
-"""What the metrics of a run say about its learning, its rollouts and its updates, a pure function each. Fractions are of 1.
+"""What the metrics of a run say about its learning, its rollouts and its updates: each rule is a pure function. Fractions are of 1.
 
 Where a threshold is a judgment, it stands here as a constant.
 """
@@ -178,7 +178,7 @@ def collapsed(evidence: Evidence) -> Finding | None:
     size = max(3, len(values) // 10)
     if len(values) < 3 * size:
         return None
-    means = [sum(values[place : place + size]) / size for place in range(len(values) - size + 1)]
+    means = [sum(values[begin : begin + size]) / size for begin in range(len(values) - size + 1)]
     best = max(range(len(means)), key=means.__getitem__)
     noise = sum(abs(one - other) for one, other in pairwise(values)) / (len(values) - 1) / size**0.5
     lost = means[best] - means[-1]
@@ -275,7 +275,7 @@ def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Fin
     if failed is not None:
         return Finding(
             key="failed-evaluation", severity=WARNING, title="The evaluation failed",
-            text=f"At step {failed.step}: {first_line(failed.error or '')}", fix="trainer.log has the traceback.", plot=None,
+            text=f"At step {failed.step}: {first_line(failed.error or '')}", fix="trainer.log has the traceback.",
         )  # fmt: skip
     if results:
         return Finding(
@@ -473,7 +473,7 @@ def is_no_better_than_baseline(last: EvaluationRecord, change: Change) -> bool:
     return passed - 2.0 * last.metrics.get("reward_stderr", 0.0) <= baseline
 
 
-CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     # what explains the rest stands before it
     no_steps, reward_fails, unscored, _TRUNCATED, no_gradient, hardly_moves, collapsed, zero_variance, reward_trend,
     held_out, held_out_peak, failed_groups, off_policy, entropy, bad_updates, *_LIMITS,

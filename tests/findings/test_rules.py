@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_async.findings import Evidence, Finding, Severity, find
-from grpo_async.findings.checks import CHECKS
+from grpo_async.findings.rules import RULES
 from grpo_async.store.query import parse_query
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.viewer.report.layout import CHAPTERS
@@ -70,8 +70,8 @@ CASES = [
     Case(key="unscored", severity=ERROR, what=["100% of the rollouts (8 of 8)"], query="unscored",
          metrics=_without("reward", steps(10)), more={"num_sampled": 8, "num_unscored": 8}),
     # an error of user code that only reads like ours
-    Case(key="no-steps", severity=ERROR, what=["all rewards are wonderful"], metrics=[],
-         more={"status": "failed", "error": "all rewards are wonderful, said the judge"}),
+    *(Case(key="no-steps", severity=ERROR, what=[error], metrics=[], more={"status": "failed", "error": error})
+      for error in ("all rewards are wonderful, said the judge", "all rewards are 100%: the judge is happy")),
     # held-out prompts
     Case(key="held-out", severity=WARNING, what=["the held-out reward did not follow", "reward hacking"],
          metrics=RISES, more={"evaluations": _evaluations(0.4, 0.41, 0.4)}, query=""),
@@ -134,10 +134,10 @@ def test_a_run_that_learns_is_called_so() -> None:
     assert numbers["held-out"]["low"] == pytest.approx(0.6 - 1.97 * 0.0283, abs=1e-2)
 
 
-def test_every_check_survives_missing_metrics() -> None:
+def test_every_rule_survives_missing_metrics() -> None:
     for metrics in ([], [{"step": 1.0}], [{"step": float(step)} for step in range(30)]):
-        for check in CHECKS:
-            check(Evidence(metrics=metrics))
+        for rule in RULES:
+            rule(Evidence(metrics=metrics))
 
 
 def test_the_worst_comes_first_and_every_query_can_be_read_and_every_plot_exists() -> None:
