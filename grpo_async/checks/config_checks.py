@@ -98,7 +98,7 @@ class _InputChecks:
 
     @contextmanager
     def collecting(self, prefix: str = "") -> Iterator[None]:
-        """An error that is raised inside is a problem like the others."""
+        """Turn an error of this package that is raised inside into a problem."""
         try:
             yield
         except GrpoAsyncError as error:
@@ -106,7 +106,7 @@ class _InputChecks:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """By the path of each."""
+        """The data sources, by dotted path."""
         evaluation = self.config.evaluation
         of_evaluation = {} if evaluation is None or evaluation.data is None else {"evaluation.data": evaluation.data}
         return {"data.train": self.config.data.train, **of_evaluation}
@@ -180,7 +180,7 @@ class _InputChecks:
             )
 
     def check_room(self) -> None:
-        """On the disk of run.dir."""
+        """Check that run.dir can be written to and its disk has room for the checkpoints."""
         run_dir = RunDir(self.config.run_path)
         with self.collecting():
             check_run_dir_writable(run_dir)
@@ -204,8 +204,9 @@ class _InputChecks:
                     continue
                 with self.collecting(f"{key}: "):
                     rows[key] = first_rows(source, _NUM_ROWS)
-        train, held_out = rows.get("data.train"), rows.get("evaluation.data") or rows.get("data.train")
-        config, is_text = self.config, train and isinstance(train[0]["prompt"], str)
+        config, train = self.config, rows.get("data.train")
+        held_out = rows.get("evaluation.data" if "evaluation.data" in self.sources else "data.train")
+        is_text = train and isinstance(train[0]["prompt"], str)
         if is_text and config.data.train.system_prompt is None and not (config.tools or config.environments):
             self.notes.append(
                 "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
@@ -218,7 +219,7 @@ class _InputChecks:
         return rows
 
     def _load_all(self) -> dict[str, Rows]:
-        """Everything but the filter by tokens, which needs the tokenizer."""
+        """Load and filter the rows as a run does, except by tokens, for which the tokenizer would be needed."""
         data, evaluation, training = self.config.data, self.config.evaluation, self.config.training
         data = data.model_copy(update={"train": data.train.without_filters()})
         if evaluation is not None and evaluation.data is not None:
@@ -237,7 +238,7 @@ class _InputChecks:
     # ---- tools, environments, the rollout function, the agent, prompts ----
 
     def check_components(self, rows: Mapping[str, Rows]) -> Components | None:
-        """Against the rows of each source; None when one cannot be used."""
+        """Load them and check them against the rows of each source; None when one cannot be used."""
         try:
             components = load_components(self.config)
             self.notes.extend(components.notes)
@@ -259,7 +260,7 @@ class _InputChecks:
         return components
 
     def check_text(self, components: Components, rows: Mapping[str, Rows], *, deep: bool) -> None:
-        """What takes the tokenizer: tools are really rendered; its ids against the model's; what prompts leave of
+        """Load the tokenizer; render the tools, compare its ids with the model's, and measure what prompts leave of
         inference.max_model_len. Without tools and `deep`, only where a prompt has as many bytes as a sequence may have tokens (a
         token has at least one)."""
         config, folder, prompts = self.config, Path(self.config.model.path), {}
@@ -288,7 +289,7 @@ class _InputChecks:
             self.problems.append(str(error))
 
     def _check_lengths(self, key: str, lengths: list[int]) -> None:
-        """Those of prompts of a source, in tokens, against what a sequence may have."""
+        """Compare the lengths of a source's prompts, in tokens, with the longest sequence."""
         most, longest = self.sources[key].max_prompt_tokens, self.config.inference.max_model_len
         kept = [length for length in lengths if most is None or length <= most]
         if lengths and not kept:
@@ -374,7 +375,7 @@ class _InputChecks:
             )
 
     def _ask(self, server: ServerControl, url: str) -> None:
-        """One that others have started: it may come later, but not be something else."""
+        """Ask a server that others start: one that is not up yet is a note, something that is no server of ours a problem."""
         is_healthy = False
         try:
             server.health(timeout_s=_ASK_S)

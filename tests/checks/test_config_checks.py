@@ -93,6 +93,15 @@ def test_rows_functions_and_addresses_that_cannot_be_used_are_found(
     _refused(config, told)
 
 
+def test_columns_of_evaluation_data_that_is_not_read_here_are_not_looked_for_in_the_training_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
+    evaluation = {"data": {"type": "hub", "name": "a/b"}, "baseline_column": "label"}
+    notes = check_inputs(make_config(tmp_path, evaluation=evaluation), engine=EMBEDDED)
+    assert "evaluation.data: the dataset a/b is not checked here" in notes
+
+
 def test_tools_and_environments_are_closed_also_where_a_check_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
