@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from grpo_async.errors import ConfigError
+from grpo_async.quickstart import CONFIGS
 from grpo_async.utils.files import shipped
 
 _STARTERS = {  # folder of grpo_async/starters: title of its config
@@ -23,13 +24,6 @@ _STARTERS = {  # folder of grpo_async/starters: title of its config
     "code": "Python functions, judged by running tests in a sandbox.",
 }
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-_CONFIGS = {  # task: those in configs/ that train it
-    "think": ("quickstart.yaml",),
-    "tool": ("tools.yaml", "agent.yaml"),
-    "game": ("environment.yaml",),
-    "code": ("code.yaml",),
-    "reasoning_gym": ("reasoning-gym.yaml",),
-}
 
 
 def init(
@@ -104,7 +98,7 @@ def prepare_quickstart(
         str,
         typer.Option(
             "--task",
-            help="; ".join(f"{task}: {', '.join(names)}" for task, names in _CONFIGS.items()) + ".",
+            help="; ".join(f"{task}: {', '.join(names)}" for task, names in CONFIGS.items()) + ".",
         ),
     ] = "think",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the data.")] = 0,
@@ -123,4 +117,4 @@ def prepare_quickstart(
 
     prepare(task=task, seed=seed)
     if seed == 0:  # what the configs name
-        typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{_CONFIGS[task][0]}')))}")
+        typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{CONFIGS[task][0]}')))}")

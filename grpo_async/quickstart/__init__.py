@@ -3,18 +3,22 @@
     tasks    items -> train.jsonl, heldout.jsonl; each answered the good way and the lazy way -> demonstrations
     tokenizer + model -> warmup on the demonstrations -> model/         rewarded by `rewards.text:exact_match`
 
-| task            | what is learned                                        | config                     |
-|-----------------|--------------------------------------------------------|----------------------------|
-| `think`         | to work a sum out in <think> before answering          | configs/quickstart.yaml    |
-| `tool`          | to ask a calculator, in a conversation of two turns    | configs/tools.yaml         |
-|                 | the same, by an agent (agent.py)                       | configs/agent.yaml         |
-| `game`          | to search in a guessing game, an environment           | configs/environment.yaml   |
-| `code`          | to write Python that passes tests in a sandbox         | configs/code.yaml          |
-| `reasoning_gym` | to work out a task whose rows a package makes          | configs/reasoning-gym.yaml |
+| task            | what is learned                                        |
+|-----------------|--------------------------------------------------------|
+| `think`         | to work a sum out in <think> before answering          |
+| `tool`          | to ask a calculator, in a conversation of two turns    |
+| `game`          | to search in a guessing game, an environment           |
+| `code`          | to write Python that passes tests in a sandbox         |
+| `reasoning_gym` | to work out a task whose rows a package makes          |
 
-`prepare()` makes all of it. torch is imported only when something has to be made.
+`prepare.prepare()` makes all of it. torch is imported only when something has to be made.
 """
 
-from grpo_async.quickstart.prepare import default_folder, prepare
-
-__all__ = ["default_folder", "prepare"]
+CONFIGS = {
+    "think": ("quickstart.yaml",),
+    "tool": ("tools.yaml", "agent.yaml"),
+    "game": ("environment.yaml",),
+    "code": ("code.yaml",),
+    "reasoning_gym": ("reasoning-gym.yaml",),
+}
+"""The files in configs/ that train each task."""

@@ -11,8 +11,9 @@ import pytest
 from grpo_async.config.sections import JsonlSource
 from grpo_async.data import load_rows
 from grpo_async.errors import ConfigError
-from grpo_async.quickstart import default_folder, prepare
+from grpo_async.quickstart import CONFIGS
 from grpo_async.quickstart.model import MAX_VOCABULARY
+from grpo_async.quickstart.prepare import default_folder, prepare
 from grpo_async.quickstart.tasks import TASKS, WarmupRecipe
 
 
@@ -94,16 +95,16 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "task", "columns"),
+    ("task", "columns"),
     [
-        ("quickstart.yaml", "think", {"answer"}),
-        ("tools.yaml", "tool", {"answer"}),
-        ("environment.yaml", "game", {"low", "high", "target"}),
-        ("code.yaml", "code", {"tests"}),
-        ("reasoning-gym.yaml", "reasoning_gym", {"answer"}),
+        ("think", {"answer"}),
+        ("tool", {"answer"}),
+        ("game", {"low", "high", "target"}),
+        ("code", {"tests"}),
+        ("reasoning_gym", {"answer"}),
     ],
 )
-def test_every_task_makes_what_its_config_names(config: str, task: str, columns: set[str], tmp_path: Path) -> None:
+def test_every_task_makes_what_its_configs_name(task: str, columns: set[str], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     prepare(tmp_path, task=task)
@@ -112,11 +113,13 @@ def test_every_task_makes_what_its_config_names(config: str, task: str, columns:
     assert len(train) > len(held_out) >= 20
     assert set(train[0]) == set(held_out[0]) == {"prompt"} | columns
     assert len(AutoTokenizer.from_pretrained(folder / "model")) <= MAX_VOCABULARY
-    text = (Path(__file__).parents[2] / "configs" / config).read_text(encoding="utf-8")
-    for file in ("model",) if task == "reasoning_gym" else ("model", "train.jsonl", "heldout.jsonl"):
-        assert f"path: {default_folder(0, task=task)}/{file}\n" in text
+    assert CONFIGS.keys() == TASKS.keys()
     command = "prepare-quickstart" if task == "think" else f"prepare-quickstart --task {task}"
-    assert f"grpo-async {command} " in text
+    configs = Path(__file__).parents[2] / "configs"
+    texts = [(configs / name).read_text(encoding="utf-8") for name in CONFIGS[task]]
+    for file in ("model",) if task == "reasoning_gym" else ("model", "train.jsonl", "heldout.jsonl"):
+        assert f"path: {default_folder(0, task=task)}/{file}\n" in texts[0]
+    assert all(f"grpo-async {command} " in text for text in texts)
 
 
 def test_the_first_200_held_out_rows_hold_many_answers(prepared: Path) -> None:
