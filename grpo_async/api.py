@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.findings.evidence import Evidence, read_metrics
-from grpo_async.findings.verdict import Verdict, judge
+from grpo_async.findings import Evidence, Verdict, judge
+from grpo_async.findings.evidence import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.store.export import export_rollouts
 from grpo_async.store.query import parse_query
@@ -90,7 +90,10 @@ class Run:
     """A run, also while it runs: everything is read again at each call.
 
     Args:
-        run: its folder, or its name in `runs/`. ConfigError: there is none.
+        run: its folder, or its name in `runs/`.
+
+    Raises:
+        ConfigError: there is no such run.
     """
 
     def __init__(self, run: str | Path) -> None:

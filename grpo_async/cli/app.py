@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from grpo_async import __version__
 from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.checks import doctor, preflight
 from grpo_async.cli.configs import explain, schema, validate
@@ -64,9 +65,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"grpo-async {version('grpo-async')}")
+        typer.echo(f"grpo-async {__version__}")
         raise typer.Exit
 
 
