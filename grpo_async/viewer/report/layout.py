@@ -75,7 +75,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              of_evaluations=True),
         Plot("pass", "Held-out pass rate", "pass@k: chance that one of k samples passes",
              pattern=("eval/pass@", ""), format="percent", include=_WHOLE, of_evaluations=True),
-        Plot("held-out-groups", "Held-out reward by group", "mean over the group's prompts",
+        Plot("held-out-groups", "Held-out reward by value of evaluation.group_by", "mean over the prompts with this value",
              pattern=("eval/reward/", ""), of_evaluations=True, single_run=True),
         Plot("held-out-length", "Held-out length", "sampled tokens of a completion",
              (Line("eval/mean_length", "mean length"),), of_evaluations=True),

@@ -35,7 +35,7 @@ def inspect_command(run: RunData, query: str | None, sort: str | None = None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether a run learns; the checks, what is bad first. `level`: of the answer's color."""
+    """Whether a run learns; the findings, what is bad first. `level`: of the answer's color."""
 
     verdict: Verdict
     level: str
@@ -92,7 +92,7 @@ class Table:
 
 
 def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
-    """Every evaluation of every run, and the newest one by group."""
+    """Every evaluation of every run, and the newest one by value of `evaluation.group_by`."""
     for run in runs:
         if not run.evaluations:
             continue
@@ -108,9 +108,11 @@ def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
         yield Table(caption="Evaluations" + (f" of {run.label}" if len(runs) > 1 else ""), head=head, rows=rows)
         newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
         if newest is not None:
-            groups = {**newest.by_group, "all": newest.metrics}
-            rows = [[group, *(_value(values.get(name)) for name in names)] for group, values in groups.items()]
-            yield Table(caption=f"By group, at step {newest.step} of {run.label}", head=head, rows=rows)
+            parts = {**newest.by_group, "all": newest.metrics}
+            rows = [[part, *(_value(values.get(name)) for name in names)] for part, values in parts.items()]
+            yield Table(
+                caption=f"By value of evaluation.group_by, at step {newest.step} of {run.label}", head=head, rows=rows
+            )
 
 
 def _evaluation_names(run: RunData) -> list[str]:
