@@ -1,6 +1,6 @@
 """The doctor: what of this machine matters to a run, as a table. Needs no configuration, and neither torch nor transformers.
 
-Each check runs alone, all at once: one that breaks or hangs is a failed line, the others stand.
+Each check runs alone, all at once: one that breaks or hangs is a failed line, and does not affect the others.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def check_torch() -> Iterator[Found]:
         return
     message = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     if not dist.is_available() or not dist.is_gloo_available():
-        yield "fail", f"{message}: without gloo, so trainer and servers cannot meet; install an official build"
+        yield "fail", f"{message}: without gloo, so weights cannot be sent to the servers; install an official build"
     elif torch.cuda.is_available() and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         yield "pass", f"{message}, sees {torch.cuda.device_count()} GPU(s), NCCL {nccl}"

@@ -1,6 +1,7 @@
 """Estimates of the memory that a process of a run needs on its device, good to about a third. The plan shows them before anything
 is started (launcher.memory), and the peak of the first step is compared with them; they lead to warnings, never to a refusal.
-And the free memory of the machine, and the free space on the disk of the run."""
+
+The second part measures the free memory of the machine and the free space on the disk of the run."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int) -> ModelSize:
-        """`config`: that of the text model. What it does not say is what is usual: 12 hidden^2 parameters in a layer, hidden 2 x
+        """`config`: that of the text model. A key that it lacks gets the usual value: 12 hidden^2 parameters in a layer, hidden 2 x
         cube root. Worked example: 8e9 -> hidden 4000, 42 layers (Llama 3 8B: 4096, 32)."""
 
         def number(key: str, usual: float) -> int:
@@ -66,7 +67,7 @@ class ModelSize:
         return None if parameters is None else cls.of(text_config(Path(path)), parameters)
 
     def trained(self, config: ExperimentConfig) -> int:
-        """Parameters: all, or those of adapters, about N r / hidden, and of embeddings and heads that are trained beside them."""
+        """Number of trained parameters: all; with LoRA about N r / hidden, and the embeddings and heads of `modules_to_save`."""
         lora = config.model.lora
         if lora is None:
             return self.parameters

@@ -496,8 +496,8 @@ class RolloutSection(StrictModel):
     """A group whose rewards are all equal teaches nothing. skip: not trained; the step uses the other groups.
     resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
     overlong: Literal["train", "mask"] = "train"
-    """What becomes of truncated completions. train: like any other. mask: they count in the group's mean but are not trained
-    (overlong filtering, DAPO, arXiv 2503.14476)."""
+    """What happens to truncated completions. train: they are trained like any other. mask: they count in the group's mean but are
+    not trained (overlong filtering, DAPO, arXiv 2503.14476)."""
     max_rounds_without_signal: int = Field(default=20, ge=1)
     """The run ends with an error when this many rounds of groups_per_step groups in a row had nothing to learn from: within each
     group all rewards were equal, or there were none."""
@@ -943,7 +943,7 @@ class CheckpointSection(StrictModel):
 
 
 class RolloutRecordSection(StrictModel):
-    """Which rollouts are kept, and how much room they may take."""
+    """Which rollouts are kept, and how much disk space they may take."""
 
     sample_rate: float = Field(default=1.0, ge=0.0, le=1.0)
     """Fraction of the groups that are stored; which ones follows from the group's id. Failed and stale groups are always stored.
@@ -952,8 +952,8 @@ class RolloutRecordSection(StrictModel):
     """Store what the trainer found for each token: its log-probability, the proximal one, the importance ratio, the entropy, and
     why a token was clipped or left out."""
     max_gb: float = Field(default=20.0, gt=0.0)
-    """Room for the rollouts of training. Above it the oldest blocks are deleted, and readers say so. Each evaluation has
-    a folder of its own, evaluations/step_N, with as much room again."""
+    """Disk space for the rollouts of training. Above it the oldest blocks are deleted, and readers say so. Each evaluation has
+    a folder of its own, evaluations/step_N, with as much space again."""
     block_mb: int = Field(default=16, ge=1, le=1024)
     """A block of JSON lines that has reached this size is rewritten as one Parquet file."""
 
@@ -964,7 +964,7 @@ class RecordSection(StrictModel):
     report: bool = True
     """Write report.html at the end of the run, also of one that failed."""
     advise_every_steps: int = Field(default=20, ge=0)
-    """Say in one sentence every N steps what bounds the run and which setting to change; 0 = only in the report."""
+    """Say every N steps, in one sentence, what limits the speed of the run and which setting to change; 0 = only in the report."""
 
 
 class TensorboardTracker(StrictModel):
@@ -1069,13 +1069,13 @@ class LaunchSection(StrictModel):
     """Put the servers on the GPUs of the trainer's ranks, sharing their memory. false: each has its own GPUs, and if
     there are too few, that is an error. Without GPUs it has no effect."""
     rdzv: str | None = None
-    """`host:port` of the machine with node rank 0, where the others meet it. null = what the scheduler says (see `train --help`).
-    Traffic between the trainer's ranks goes over the interface with this address, unencrypted and without a password: use a
-    private network."""
+    """`host:port` of the machine with node rank 0, to which the others connect. null = what the scheduler says (see
+    `train --help`). Traffic between the trainer's ranks goes over the interface with this address, unencrypted and without a
+    password: use a private network."""
     server_port: int | None = Field(default=None, ge=1024, le=65_000)
     """Port of the first server of a machine; the next ones follow. null = free ones."""
     rdzv_timeout_s: Seconds = 600.0
-    """Time that all machines have to come to `rdzv`, from the first one on."""
+    """Time in which all machines must have connected to `rdzv`, from the first one on."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: parameters are sharded over all ranks. hybrid: over the ranks of a machine, and replicated over machines (HSDP)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
