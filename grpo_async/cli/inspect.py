@@ -219,28 +219,21 @@ def runs_and_query(arguments: list[str], evaluation: str | None, *, several: boo
 
     runs, rest = [find_run(arguments[0])], arguments[1:]
     while several and rest:
-        if no_run := _problem_of(find_run, rest[0]):
-            if no_query := _problem_of(parse_query, rest[0]):
-                raise ConfigError(f"{rest[0]!r} is neither a run nor a query. {no_run}\n{no_query}")
+        try:
+            runs.append(find_run(rest[0]))
+        except ConfigError as no_run:
+            try:
+                parse_query(rest[0])
+            except ConfigError as no_query:
+                raise ConfigError(f"{rest[0]!r} is neither a run nor a query. {no_run}\n{no_query}") from no_query
             break
-        runs.append(find_run(rest.pop(0)))
+        rest = rest[1:]
     if len(rest) > 1:
         raise ConfigError(f"one QUERY is expected, got {len(rest)}: put it into quotes, '{' '.join(rest)}'")
     query = parse_query(rest[0] if rest else "")
     if evaluation is not None:
         runs = [find_evaluation(run, evaluation) for run in runs]
     return runs, query
-
-
-def _problem_of(read: Callable[[str], object], text: str) -> str:
-    """Why `text` cannot be read; empty where it can."""
-    from grpo_async.errors import ConfigError
-
-    try:
-        read(text)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def sort_order(text: str | None) -> str:

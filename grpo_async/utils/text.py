@@ -22,7 +22,10 @@ def finite(value: object) -> float | None:
 
 
 def format_number(value: float) -> str:
-    """Three significant digits: 0.123456 -> "0.123", 1234.5 -> "1,234", 1.5e6 -> "1.5M", 999.7 -> "1,000", 1e-05 -> "1e-05"."""
+    """Three significant digits: 0.123456 -> "0.123", 1234.5 -> "1,234", 1.5e6 -> "1.5M", 999.7 -> "1,000", 1e-05 -> "1e-05".
+
+    For sentences and pages. Successive lines of a terminal have fixed decimals, so that their numbers align.
+    """
     size = abs(float(f"{value:.3g}"))
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if limit <= size < 1e15:
