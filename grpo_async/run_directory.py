@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_async.utils.files import replacing
+from grpo_async.utils.files import replacing, write_atomically
 
 
 class _Entry:
@@ -170,16 +169,3 @@ def attempt_number(attempt: Path) -> str:
 def attempt_config(attempt: Path) -> Path:
     """The configuration of one attempt."""
     return attempt / "config.yaml"
-
-
-def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write `text` as `utils.files.replacing` does: a reader sees the old file or the new one.
-
-    Args:
-        mode: of the file, from its first moment on (less the umask); None: as usual, 0666 less the umask.
-    """
-    with replacing(path) as temporary:
-        temporary.unlink(missing_ok=True)  # one that a killed process left has another mode, perhaps
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import ModelSize, disk_room
 from grpo_async.checks.model_files import text_config
-from grpo_async.checks.report import Check, Found, as_json, run_check
+from grpo_async.checks.report import Check, Found, run_check, to_json
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import (
     BadResponseError,
@@ -34,8 +34,9 @@ from grpo_async.inference.fleet import Server
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Origin, Prompt, TaggedMessage
-from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.run_directory import RunDir
 from grpo_async.training.verify import MAX_ROUNDING, TrainerScores, coarsest_dtype, compare_server
+from grpo_async.utils.files import write_atomically
 from grpo_async.utils.network import WILDCARDS, is_loopback
 from grpo_async.utils.text import clipped
 
@@ -105,7 +106,7 @@ def run_preflight(context: PreflightContext) -> list[Check]:
             checks += run_check(name, asking, timeout_s=config.weights.timeout_s, setting="weights.timeout_s")
     for name, check in _RUN_CHECKS:
         checks += run_check(name, partial(check, context), timeout_s=_LOCAL_TIMEOUT_S)
-    write_atomically(context.run_dir.preflight, as_json(checks))
+    write_atomically(context.run_dir.preflight, to_json(checks))
     return checks
 
 

@@ -77,7 +77,7 @@ def run_check(
     return [Check(name, "fail", detail)]
 
 
-def as_json(checks: Sequence[Check]) -> str:
+def to_json(checks: Sequence[Check]) -> str:
     """{"status": the worst, "checks": [{"name", "status", "detail"}, ...]}"""
     return json.dumps({"status": worst_status(checks), "checks": [asdict(check) for check in checks]}, indent=2)
 

@@ -55,8 +55,7 @@ def doctor(
       grpo-async doctor --json | jq '.checks[] | select(.status != "pass")'
     """
     from grpo_async.checks.doctor import run_doctor
-    from grpo_async.checks.report import as_json as to_json
-    from grpo_async.checks.report import print_checks, worst_status
+    from grpo_async.checks.report import print_checks, to_json, worst_status
     from grpo_async.utils.console import stdout_console
 
     checks = run_doctor()

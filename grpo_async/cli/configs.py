@@ -56,7 +56,7 @@ def schema(
     """
     from grpo_async.config.schema import schema_text
     from grpo_async.errors import ConfigError
-    from grpo_async.run_directory import write_atomically
+    from grpo_async.utils.files import write_atomically
 
     if out is None:
         typer.echo(schema_text(), nl=False)

@@ -20,8 +20,8 @@ import psutil
 from grpo_async.display.display import View
 from grpo_async.display.progress import Checkpoints, Progress
 from grpo_async.errors import message_of
-from grpo_async.run_directory import RunDir, write_atomically
-from grpo_async.utils.files import json_safe
+from grpo_async.run_directory import RunDir
+from grpo_async.utils.files import json_safe, write_atomically
 from grpo_async.utils.run_state import FAILED, RUNNING
 
 VERSION = 1

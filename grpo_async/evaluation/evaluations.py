@@ -29,11 +29,12 @@ from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import SEAL_TIMEOUT_S, RolloutStore, all_groups
 from grpo_async.tracking.evaluation_record import EvaluationRecord, When, read_evaluations, scores_by_step
 from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,9 @@ from grpo_async.launcher.prepare import Start, clear_run_dir
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import lead_run
 from grpo_async.processes.machine import inspect_machine
-from grpo_async.run_directory import RunDir, partial_of, write_atomically
+from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.servers.engine_choice import choose_engine
+from grpo_async.utils.files import write_atomically
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.validation import problems_of
 

@@ -37,8 +37,9 @@ from grpo_async.launcher.supervisor import Cluster, RunOutcome
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node, Purpose
 from grpo_async.processes.machine import inspect_machine
-from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+from grpo_async.utils.files import write_atomically
 
 
 def launch(

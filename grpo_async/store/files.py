@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grpo_async.errors import RunError
-from grpo_async.run_directory import write_atomically
 from grpo_async.store.schema import SCHEMA
-from grpo_async.utils.files import append_whole, whole_bytes
+from grpo_async.utils.files import append_whole, whole_bytes, write_atomically
 from grpo_async.utils.text import count
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")

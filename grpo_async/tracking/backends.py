@@ -28,9 +28,10 @@ from grpo_async.config.sections import (
     WandbTracker,
 )
 from grpo_async.errors import ConfigError
-from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import CATALOG
 from grpo_async.utils.extras import needs
+from grpo_async.utils.files import write_atomically
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.text import both_ends
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_async.errors import RunError
-from grpo_async.run_directory import write_atomically
-from grpo_async.utils.files import Outage, Writer, append_whole, json_safe, parse_object
+from grpo_async.utils.files import Outage, Writer, append_whole, json_safe, parse_object, write_atomically
 
 logger = logging.getLogger(__name__)
 

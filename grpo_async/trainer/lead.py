@@ -38,7 +38,6 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenStats
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsWriter, Trackers, open_trackers
 from grpo_async.tracking.timeline import Timeline
@@ -73,6 +72,7 @@ from grpo_async.training.step import StepResult
 from grpo_async.training.timing import Activity, peak_bytes
 from grpo_async.training.verify import TrainerScores, probe_sequences
 from grpo_async.utils.concurrency import call_when_set
+from grpo_async.utils.files import write_atomically
 from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import format_bytes

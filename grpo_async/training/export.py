@@ -30,13 +30,13 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_values
 from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
-from grpo_async.run_directory import RunDir, partial_of, write_atomically
+from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, model_state
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.utils.files import put_in_place
+from grpo_async.utils.files import put_in_place, write_atomically
 
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
 

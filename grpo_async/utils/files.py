@@ -36,6 +36,19 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write `text` as `replacing` does: a reader sees the old file or the new one.
+
+    Args:
+        mode: of the file, from its first moment on (less the umask); None: as usual, 0666 less the umask.
+    """
+    with replacing(path) as temporary:
+        temporary.unlink(missing_ok=True)  # one that a killed process left has another mode, perhaps
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
 def temporary_of(path: Path) -> Path:
     """The name of a file while `replacing` writes it; a process that is killed meanwhile leaves it."""
     return path.with_name(path.name + ".tmp")

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from grpo_async.run_directory import write_atomically
+from grpo_async.utils.files import write_atomically
 from grpo_async.utils.processes import die_with_parent
 from tests.launcher.stand_in_trainer import HELPER, leave_pid
 

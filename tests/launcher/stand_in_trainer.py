@@ -23,7 +23,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
-from grpo_async.run_directory import write_atomically
+from grpo_async.utils.files import write_atomically
 from grpo_async.utils.processes import die_with_parent
 
 HELPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from grpo_async import __version__
 from grpo_async.errors import ConfigError
-from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.run_directory import RunDir
+from grpo_async.utils.files import write_atomically
 from grpo_async.viewer.report.page import render
 from grpo_async.viewer.report.run_data import labels_of, read_run
 
