@@ -219,7 +219,7 @@ def _lead(
 def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_were_pushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restore, push, check, and only then the first rollout, whatever makes it; a new run pushes version 0."""
+    """R1.7, R5.2: restore, push, check, and only then the first rollout, whatever makes it; a new run pushes version 0."""
     new = _Stub(monkeypatch)
     _lead(new, make_config(tmp_path))
     assert new.events == [
@@ -236,7 +236,7 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
 
 
 def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight group and the rollout thread are ended, as at the end of every run."""
+    """R1.7, R1.8: and the weight group and the rollout thread are ended, as at the end of every run."""
     stub = _Stub(monkeypatch)
     stub.sync.outcomes = [OSError("no way to the server")]
     with pytest.raises(OSError, match="no way to the server"):
@@ -338,7 +338,7 @@ def test_a_stop_during_the_evaluation_after_training_leaves_a_run_that_a_resume_
 
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/health answers 503 forever; the request timeout and the queue wait are much longer."""
+    """R1.4: /health answers 503 forever; the request timeout and the queue wait are much longer."""
     stub = _Stub(monkeypatch)
     monkeypatch.setattr(connections_module, "Fleet", Fleet)
     config = make_config(

@@ -181,7 +181,7 @@ def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
 
 
 def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls() -> None:
-    """Samples come after 0.5 s, in which the queue was looked at about 25 times; all of it is idle time."""
+    """R1.12: samples come after 0.5 s, in which the queue was looked at about 25 times; all of it is idle time."""
     source = _Polled()
     timer = threading.Timer(0.5, lambda: source.buffer.add(make_scored()))
     source.on_take = timer.start

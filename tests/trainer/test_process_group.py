@@ -56,7 +56,7 @@ def _run(config: ExperimentConfig, folder: Path) -> None:
 def test_the_process_group_is_gone_however_a_rank_ends(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
 ) -> None:
-    """Destroyed at the end and on exceptions; while the rank leads it is there."""
+    """R1.8: destroyed at the end and on exceptions; while the rank leads it is there."""
     states: list[bool] = []
 
     def leads(*_: Any) -> None:
@@ -92,7 +92,7 @@ def test_random_numbers_of_the_users_code_follow_the_seed(
 
 
 def test_the_process_group_is_gone_when_the_model_cannot_be_loaded(tmp_path: Path) -> None:
-    """An exception before there is anything to lead."""
+    """R1.8: an exception before there is anything to lead."""
     with pytest.raises(ConfigError, match=r"model\.path: cannot load"):
         _run(make_config(tmp_path), tmp_path)
     assert not dist.is_initialized()
@@ -105,7 +105,7 @@ def test_the_process_group_is_gone_when_the_model_cannot_be_loaded(tmp_path: Pat
 def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, master: str, compute: str | None, wire: str
 ) -> None:
-    """model.dtype, model.compute_dtype (null: float32 on a CPU) and inference.dtype, each on its own. The figures of a
+    """R1.15: model.dtype, model.compute_dtype (null: float32 on a CPU) and inference.dtype, each on its own. The figures of a
     micro-batch stay in float32: FSDP casts what it is given, also inside of a dataclass, where it is not told otherwise."""
     seen: dict[str, Any] = {}
 
@@ -146,7 +146,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
 def test_the_exported_tokenizer_has_the_configured_template(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer that is written beside the trained model is the one that rendered its prompts."""
+    """R1.14: the tokenizer that is written beside the trained model is the one that rendered its prompts."""
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0]['content'] }}!")
     model = {"path": str(tiny_model), "chat_template": str(template)}

@@ -38,7 +38,7 @@ async def _silent(request: Request) -> AsyncIterator[bytes]:
 def test_closing_ends_in_bounded_time_although_every_request_is_retried_for_ever(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that answers 503 to everything, and a million retries for each request."""
+    """R1.1: a server that answers 503 to everything, and a million retries for each request."""
     monkeypatch.setattr("grpo_async.rollout.source._SHUTDOWN_TIMEOUT_S", 3.0)
     config = side_config(tmp_path, tiny_model, inference={"max_retries": 1_000_000})
     with local_server(_unavailable) as server:
@@ -57,7 +57,7 @@ def test_closing_ends_in_bounded_time_although_every_request_is_retried_for_ever
 
 
 def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path, tmp_path: Path) -> None:
-    """After a stop no request leaves, and nothing is asked again for what was given up."""
+    """R6.3: after a stop no request leaves, and nothing is asked again for what was given up."""
     config = side_config(tmp_path, tiny_model, rollout={"max_staleness": 4})
     with local_server(_silent) as server, open_side(config, server) as side:
         side.source.start()
@@ -98,7 +98,7 @@ def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have
 
 
 def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: Path, tmp_path: Path) -> None:
-    """12 tokens with 0.25 s between them outlast a queue timeout of 2 s, because every token is a sign of health."""
+    """R1.4: 12 tokens with 0.25 s between them outlast a queue timeout of 2 s, because every token is a sign of health."""
 
     async def slow(request: Request) -> AsyncIterator[bytes]:
         for _ in range(11):
@@ -119,7 +119,7 @@ def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: P
 def test_a_long_wait_for_samples_logs_nothing(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No log line per poll: a second of waiting, and not a word."""
+    """R1.3: no log line per poll: a second of waiting, and not a word."""
     held = asyncio.Event()
 
     async def holding(request: Request) -> AsyncIterator[bytes]:
@@ -138,7 +138,7 @@ def test_a_long_wait_for_samples_logs_nothing(
 
 
 def test_every_rollout_in_flight_has_a_connection_at_the_same_time(tiny_model: Path, tmp_path: Path) -> None:
-    """160 rollouts in flight (more than the 100 connections that HTTP clients allow by default): the server answers
+    """R1.10: 160 rollouts in flight (more than the 100 connections that HTTP clients allow by default): the server answers
     none of them before it holds all of them."""
     all_here = asyncio.Event()
     config = side_config(tmp_path, tiny_model, rollout={"group_size": 8, "groups_per_step": 20, "max_in_flight": 160})
@@ -162,7 +162,7 @@ def test_every_rollout_in_flight_has_a_connection_at_the_same_time(tiny_model: P
 def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the_configured_token(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A template of our own, its argument, and an end-of-turn token of our own reach the server's requests."""
+    """R1.14: a template of our own, its argument, and an end-of-turn token of our own reach the server's requests."""
     template = tmp_path / "own.jinja"
     template.write_text(
         "{% for message in messages %}{{ message['role'] ~ tone ~ message['content'] }}{% endfor %}<|im_start|>"
@@ -191,7 +191,7 @@ def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the
 def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every rollout of the first prompt is refused: logged once, counted, its group dropped, all others trained."""
+    """R1.2: every rollout of the first prompt is refused: logged once, counted, its group dropped, all others trained."""
 
     async def refusing(request: Request) -> AsyncIterator[bytes]:
         if request["request_id"].startswith("g0-"):

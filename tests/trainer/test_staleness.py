@@ -30,7 +30,7 @@ def _train(side: RolloutSide, num_groups: int, *, version: int) -> list[int]:
 def test_a_group_of_which_only_a_part_was_dispatched_is_cancelled_whole_and_nothing_is_stranded(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """3 slots, groups of 4, so that 3 rollouts of group 0 generate and its 4th waits.
+    """R6.2, R6.3: 3 slots, groups of 4, so that 3 rollouts of group 0 generate and its 4th waits.
 
     At version 2 their tokens of version 0 are too old. The 4th is never dispatched, group 0 is counted as stale and is not
     scored, its 3 slots and its place are free again, and every other group is made from start to end.
@@ -71,7 +71,7 @@ def test_a_group_of_which_only_a_part_was_dispatched_is_cancelled_whole_and_noth
 
 
 def test_a_group_that_turns_out_stale_when_its_tokens_arrive_is_not_scored(tiny_model: Path, tmp_path: Path) -> None:
-    """A rollout function shows its tokens at the end only; by then version 2 is served and its call began at 0."""
+    """R6.3: a rollout function shows its tokens at the end only; by then version 2 is served and its call began at 0."""
     steps_seen.begin(held=True)
     config = side_config(tmp_path, tiny_model, rollout={"max_staleness": 1}, rollout_function=FUNCTION)
     with open_side(config, "http://127.0.0.1:9") as side:

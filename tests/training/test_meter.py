@@ -35,7 +35,7 @@ def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
 
 
 def test_the_figures_of_a_step() -> None:
-    """Tokens and waits of the step's own seconds."""
+    """R1.6, R1.12: tokens and waits of the step's own seconds."""
     _, metrics = _two_steps()
     assert metrics == pytest.approx(
         {
