@@ -72,7 +72,7 @@ def visible_line(text: str, limit: int) -> str:
 
 def quoted(text: str) -> str:
     """A token's text with its spaces and line ends visible: ' two\\n'."""
-    escaped = visible(text).replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+    escaped = visible(text.replace("\\", "\\\\")).replace("\n", "\\n").replace("\t", "\\t")
     return f"'{escaped}'"
 
 

@@ -72,6 +72,8 @@ def test_control_characters_are_shown_not_obeyed() -> None:
     assert visible_line("  a\n\n b\tc  ", 10) == "a b c"
     assert visible_line("abcdef", 4) == "abc…"
     assert quoted(" two\n\\") == "' two\\n\\\\'"
+    assert quoted("\u202e\x9b") == "'\\u202e\\x9b'"
+    assert quoted(r"\u202e") == r"'\\u202e'"
 
 
 def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store: OpenStore) -> None:
