@@ -392,7 +392,7 @@ def bad_updates(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         key="bad-updates", severity=WARNING, title="Updates were skipped",
-        text=f"{format_number(skipped)} updates were not finite and were skipped.",
+        text=f"Not finite, and so skipped: {count(round(skipped), 'update')}.",
         fix="If it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
     )  # fmt: skip
 

@@ -108,7 +108,9 @@ CASES = [
     Case(key="no-gradient", severity=ERROR, what=["The gradient is 0"], metrics=_flat(grad_norm=0.0)),
     # samples of the policy itself have a ratio of 1 whatever the step is
     Case(key="hardly-moves", severity=None, metrics=_flat(**STILL, lr=1e-6, async__staleness_mean=0.0)),
-    Case(key="bad-updates", severity=WARNING, what=["updates were not finite"], metrics=_flat(training__skipped_updates=1.0)),
+    Case(key="bad-updates", severity=WARNING, what=["skipped: 20 updates."], metrics=_flat(training__skipped_updates=1.0)),
+    Case(key="bad-updates", severity=WARNING, what=["skipped: 1 update."],
+         metrics=_flat(from_step=20, training__skipped_updates=1.0)),
     Case(key="clipped", severity=WARNING, metrics=_flat(clip_ratio__region_mean=0.4)),
     Case(key="masked", severity=ERROR, what=["loss.off_policy_mask leaves 95%"], metrics=_flat(masked__off_policy=0.95)),
     Case(key="kl", severity=WARNING, metrics=_flat(kl=8.0)),
