@@ -249,8 +249,7 @@ class LiveView(View):
             with suppress(OSError):  # a network file system that fails for a while
                 rows = self._log.rows()
             with self._progress.lock:
-                # of a run that goes on from a checkpoint, later steps stay in the file until the trainer is there
-                past = [row for step, row in rows.items() if step <= self._progress.step]
+                past = self._progress.past(rows.values())
                 picture = dashboard(
                     self._progress, past, run_name=self._run_name, footer=self._footer, width=width, height=height
                 )

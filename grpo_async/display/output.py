@@ -89,7 +89,7 @@ class Output:
         `resume_step` are read from metrics.jsonl, for averages."""
         progress = self._progress = Progress(max_steps=max_steps, step=resume_step or 0)
         if resume_step is not None:
-            progress.set_past(row for row in read_metrics(run_dir, []) if row["step"] <= resume_step)
+            progress.set_past(progress.past(read_metrics(run_dir, [])))
         console = self.console
         view: View
         if self.mode is OutputMode.JSON:

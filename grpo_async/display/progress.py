@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from grpo_async.findings import Finding, Severity, Verdict
+from grpo_async.findings import Finding, MetricRow, Severity, Verdict
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import one_line, plain
@@ -152,6 +152,10 @@ class Progress:
             self.push = LastPush(
                 at=time.time(), seconds=seconds, step=step, num_bytes=num_bytes, bytes_per_s=bytes_per_s
             )
+
+    def past(self, rows: Iterable[MetricRow]) -> list[MetricRow]:
+        """Those of metrics.jsonl up to `step`. When a run is resumed, later ones stay in the file until the trainer is there."""
+        return [row for row in rows if row["step"] <= self.step]
 
     def set_past(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Fill the recent rewards from the metrics of earlier steps."""

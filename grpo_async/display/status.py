@@ -172,7 +172,7 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
 
 def _picture(status: RunStatus, log: MetricsReader, console: Console) -> RenderableType:
     progress = Progress.of(status.content)
-    rows = list(log.rows().values())
+    rows = progress.past(log.rows().values())
     progress.set_past(rows)
     width, height = console.size
     footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"

@@ -287,6 +287,18 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         assert [line[:9] for line in lines if line.startswith("step")] == [f"step {step}/10" for step in (1, 2, 3, 2)]
 
 
+def test_steps_that_run_again_after_a_resume_are_not_drawn_before(run_dir: RunDir) -> None:
+    text = io.StringIO()
+    steps = "".join(f'{{"step": {step}, "reward": {0.25 if step <= 5 else 0.75}}}\n' for step in range(1, 10))
+    run_dir.metrics.write_text(steps)
+    with _Run(run_dir) as status:
+        status.step(5, 10, STEP)
+    status.file.end("stopped", exit_code=130, error=None)
+    watch(run_dir, Console(file=text, width=100, height=30, force_terminal=True, _environ={}))
+    assert "0.250 (all groups)" in text.getvalue()
+    assert "0.750" not in text.getvalue()
+
+
 def _advised(run_dir: RunDir, every_steps: int) -> Mock:
     """Steps 16 to 40 after a resume from 15; returns what was told."""
     display = Mock(spec=Display)
