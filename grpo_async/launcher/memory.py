@@ -63,11 +63,11 @@ def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShare
     if engine.engine == "vllm" and cache_mb is not None:
         server["KV cache"] = cache_mb << 20
         tokens = server["KV cache"] / sequence * config.inference.max_model_len
-        text = f"{describe(server)}, room for {tokens:,.0f} tokens"
+        text = f"{describe(server)}, room for {tokens:,.0f} tokens, estimated"
         who = "the trainer and vLLM next to it" if num_sharing else "vLLM"
         needs[who] = beside + (num_sharing or 1) * sum(server.values())
     return MemoryPlan(
-        trainer=describe(trainer),
+        trainer=f"{describe(trainer)}, estimated",
         server=text,
         cache_mb=cache_mb if num_sharing else None,
         notes=tuple(

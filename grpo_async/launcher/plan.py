@@ -47,14 +47,16 @@ from grpo_async.utils.text import count
 Fact: TypeAlias = tuple[str, str]
 """A further line of a plan's description: a name and a text."""
 
+_SOCKET_FOLDER_BYTES = 70  # with "/" and the UUID by which vLLM names a socket 107, which Linux takes
+
 SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="other machines of the run serve")
 """On a machine that only trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One child. `environment` is added to the launcher's, `threads` are the CPU threads of each process, `memory` is an estimate
-    for each."""
+    """One child. `environment` is added to the launcher's, `threads` are the CPU threads of each process, `memory` says what
+    each takes (see MemoryPlan)."""
 
     name: str
     command: tuple[str, ...]
@@ -109,7 +111,7 @@ class ProcessPlan:
                 "",
                 f"{spec.name}: {count(spec.num_processes, 'process')}, {count(spec.threads, 'CPU thread')} each, {where}",
                 f"  command  {shlex.join(spec.command)}",
-                *([f"  memory   {spec.memory}, estimated"] if spec.memory else []),
+                *([f"  memory   {spec.memory}"] if spec.memory else []),
                 f"  log      {assignment.attempt_dir / spec.log_name}",
             ]
         if self.notes:
@@ -190,7 +192,7 @@ def plan_processes(
 
     Raises:
         ConfigError: there are too few GPUs, or they cannot be divided (see launcher.memory), or `weights.transport` or
-            `inference.vllm.sleep_while_training` is impossible here.
+            `inference.vllm.sleep_while_training` is impossible here, or $TMPDIR is too long for the sockets of vLLM.
     """
     node, machine = assignment.node, machine or inspect_machine()
     shares = share_gpus(config, engine, machine.gpus, node)
@@ -250,7 +252,11 @@ def _servers(
     """Those of this machine, one for each entry of `shares.servers`."""
     if not shares.servers:
         return ()
-    node, urls = assignment.node, assignment.server_urls
+    node, urls, sockets = assignment.node, assignment.server_urls, assignment.private_dir
+    if engine.engine == "vllm" and len(os.fsencode(sockets)) > _SOCKET_FOLDER_BYTES:
+        raise ConfigError(
+            f"the path of the temporary folder is too long for the sockets of vLLM: {sockets}; set TMPDIR=/tmp"
+        )
     # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
     overrides = ["inference.replicas=1"] if len(shares.servers) > 1 else []
     if memory.cache_mb is not None:
@@ -270,7 +276,7 @@ def _servers(
             environment={
                 **_environment(common, config.inference.threads, own),
                 # unix sockets between vLLM's processes: by default in a folder that everybody can list
-                **({"VLLM_RPC_BASE_PATH": str(assignment.private_dir)} if engine.engine == "vllm" else {}),
+                **({"VLLM_RPC_BASE_PATH": str(sockets)} if engine.engine == "vllm" else {}),
             },
             log_name="server.log" if is_alone else f"server_{index}.log",
             num_processes=1,

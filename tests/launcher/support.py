@@ -55,7 +55,7 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
 
 def make_plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
     run_dir = RunDir(Path("/runs/x"))
-    given = {key: options.pop(key) for key in ("resume_step", "purpose") if key in options}
+    given = {key: options.pop(key) for key in ("resume_step", "purpose", "private_dir") if key in options}
     engine = options.pop("engine", None) or choose_engine(config)
     ports = range(4711, 4711 + config.inference.replicas)
     return plan_processes(
@@ -64,9 +64,8 @@ def make_plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: A
         assignment=Assignment(
             run_dir=run_dir,
             attempt_dir=run_dir.logs / "attempt_3",
-            private_dir=Path("/private"),
             server_urls=own_urls(config, config.inference.host, ports=ports),
-            **given,
+            **{"private_dir": Path("/private"), **given},
         ),
         machine=machine,
         token=options.pop("token", "secret"),

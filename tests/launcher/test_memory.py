@@ -18,7 +18,7 @@ from grpo_async.launcher.memory import MemoryPlan, plan_memory
 from grpo_async.processes.assignment import Node
 from grpo_async.processes.machine import Machine
 from grpo_async.servers.engine_choice import EngineChoice
-from tests.launcher.support import EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
+from tests.launcher.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000, "num_attention_heads": 4, "head_dim": 16}
@@ -70,8 +70,8 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert f"room for {(plan.cache_mb << 20) // TOKEN_BYTES:,} tokens" in plan.server
     made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",), gpu_bytes=80 * GIB), engine=VLLM_ON_GPU)
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
-    assert f"  memory   {plan.trainer}, estimated" in made.describe()
-    assert f"  memory   {plan.server}, estimated" in made.describe()
+    assert f"  memory   {plan.trainer}" in made.describe()
+    assert f"  memory   {plan.server}" in made.describe()
     assert "sleeping has no benefit" not in made.describe()
 
 
@@ -120,9 +120,18 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     assert size is not None
     assert apart.trainer.startswith(f"{sum(trainer_memory(config, size).values()) / 2**20:.1f} MiB: weights 3.8 MiB")
     hub = make_config(tmp_path, model={"path": "org/name"})
-    assert "not known before the model is loaded" in _plan(hub, ("0", "1")).trainer
+    unknown = make_plan(hub, machine, engine=VLLM_ON_GPU)
+    assert "  memory   not known before the model is loaded\n" in unknown.describe()
     asleep = make_config(tmp_path, model={"path": model}, **SLEEPING)
     assert "sleeping has no benefit" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()
+
+
+def test_sockets_of_vllm_that_would_have_no_valid_address_are_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    make_plan(config, engine=VLLM_ON_CPU, private_dir=Path("/" + 69 * "x"))
+    make_plan(config, engine=EMBEDDED, private_dir=Path("/" + 70 * "x"))
+    with pytest.raises(ConfigError, match=r"too long for the sockets of vLLM: /x+; set TMPDIR=/tmp"):
+        make_plan(config, engine=VLLM_ON_CPU, private_dir=Path("/" + 70 * "x"))
 
 
 def test_a_gpu_that_cannot_be_divided_asks_for_the_setting(tmp_path: Path, model: str) -> None:
