@@ -163,11 +163,15 @@ def find_value(name: str, *, of_group: bool = False, text: str | None = None) ->
         known = BY_NAME.get(candidate)
         if known is not None and known.kind != MAP and (not of_group or candidate in GROUP_NAMES):
             return Value(f'"{candidate}"', known.kind, in_blocks=known in BLOCK_NAMES)
-        if candidate in INDEXED and not of_group:  # the store's own name of a column
-            return Value(f'"{candidate}"', NUMBER)
+        if known is None and candidate in INDEXED and not of_group:  # the store's own name of a column
+            return Value(f'"{candidate}"', INDEXED[candidate])
     where = name if text is None else text
-    names = sorted(each.removeprefix("group_") for each in GROUP_NAMES) if of_group else list(BY_NAME)
-    what = f"groups have no {name}; they have {', '.join(names)}" if of_group else f"there is no column {name}"
+    if of_group:
+        names = sorted(each.removeprefix("group_") for each in GROUP_NAMES)
+        what = f"groups have no {name}; they have {', '.join(names)}"
+    else:
+        names = [each.name for each in BY_NAME.values() if each.kind != MAP]
+        what = f"{name} has a value for each name: {name}['NAME']" if name in BY_NAME else f"there is no column {name}"
     raise QueryError(where, max(where.find(name), 0), len(name), what, nearest(name, names, limit=_NUM_SUGGESTIONS))
 
 

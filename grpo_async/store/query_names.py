@@ -30,8 +30,11 @@ NUMBER, TEXT, FLAG, LIST, MAP = "number", "text", "flag", "list", "map"
 
 _FINAL = (*FINAL_STATUSES, GroupStatus.EVALUATED)
 _TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns branches extra"
-INDEXED = tuple(name for name in COLUMN_NAMES if name not in (*_TEXTS.split(), *TOKEN_COLUMNS))
-"""Columns of the store that are held in memory; the others stay in the blocks."""
+_KINDS = {"VARCHAR": TEXT, "BOOLEAN": FLAG, "VARCHAR[]": LIST, "MAP(VARCHAR, DOUBLE)": MAP}
+INDEXED = {
+    each.name: _KINDS.get(each.type, NUMBER) for each in COLUMNS if each.name not in (*_TEXTS.split(), *TOKEN_COLUMNS)
+}
+"""Columns of the store that are held in memory, with the kind of each; the others stay in the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

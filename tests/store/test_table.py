@@ -179,8 +179,11 @@ def test_a_histogram_counts_every_value_once(table: RolloutTable) -> None:
     none = table.histogram("entropy")
     assert (none.edges, none.counts, none.num_null) == ([], [], 9)
     assert sum(table.histogram("group_reward", parse_query("step=2"), bins=3).counts) == 4
-    with pytest.raises(QueryError, match="status holds no numbers"):
-        table.histogram("status")
+    for name in ("status", "rollout_id", "tool_names"):
+        with pytest.raises(QueryError, match=f"{name} holds no numbers"):
+            table.histogram(name)
+    with pytest.raises(QueryError, match=r"rewards has a value for each name: rewards\['NAME'\]"):
+        table.histogram("rewards")
     with pytest.raises(QueryError, match="no column rewad"):
         table.histogram("rewad")
 
