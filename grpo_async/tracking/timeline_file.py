@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_async.utils.files import Outage, append_whole, json_safe, replacing, whole_bytes
+from grpo_async.utils.files import Outage, append_whole, json_safe, parse_object, replacing, whole_bytes
 from grpo_async.utils.text import clipped
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 def parse_event(line: bytes) -> Event | None:
     """None for a torn line and for what is not an event."""
-    if not line.endswith(b"\n"):
+    content = parse_object(line) if line.endswith(b"\n") else None
+    if content is None:
         return None
     try:
-        content = json.loads(line)
         event = Event(
             str(content["name"]),
             str(content["track"]),
@@ -76,7 +76,7 @@ def parse_event(line: bytes) -> Event | None:
             float(content["end"]),
             content["details"],
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):  # a number of hundreds of digits
         return None
     # JSON may hold NaN and Infinity as Python reads it, and a comparison with NaN is false
     is_sound = 0.0 <= event.start <= event.end < 1e12 and isinstance(event.details, dict)

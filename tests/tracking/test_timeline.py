@@ -113,6 +113,14 @@ def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file
     assert json.loads(lines[-1])["name"] == ATTEMPT
 
 
+def test_a_line_that_is_not_an_event_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    event = '{"name":"a","track":"b","start":%s,"end":2.0,"details":{}}\n'
+    others = ["not json\n", "7\n", "{}\n", "[" * 100_000 + "\n", event % "NaN", event % ("1" * 400), event % '"x"']
+    path.write_text("".join(each + event % "1.0" for each in others))
+    assert list(read_events(path)) == [Event("a", "b", 1.0, 2.0, {})] * len(others)
+
+
 def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
