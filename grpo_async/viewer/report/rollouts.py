@@ -108,14 +108,16 @@ class RolloutOverview:
 
 def read_rollouts(run_dir: RunDir) -> RolloutOverview:
     """Look through the stores of a run. What keeps them from being read is a note, not an error."""
-    found = RolloutOverview(notes=(f"There are no rollouts: {run_dir.rollouts.name}/ is missing.",))
+    found = RolloutOverview()
     try:
         if run_dir.rollouts.is_dir():
             with RolloutTable.open(run_dir.rollouts) as table:
                 found = _read(table)
+        else:
+            found = RolloutOverview(notes=(f"There are no rollouts: {run_dir.rollouts.name}/ is missing.",))
         held_out, before_after = _read_held_out(run_dir)
     except (RunError, OSError, duckdb.Error) as error:
-        return replace(found, notes=(f"The rollouts cannot be read: {error}",))
+        return replace(found, notes=(*found.notes, f"The rollouts cannot be read: {error}"))
     return replace(found, held_out=held_out, before_after=before_after)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Finding, Severity, Verdict, find, judge
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
-from grpo_async.utils.text import percent
+from grpo_async.utils.text import format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 from grpo_async.viewer.timeline import load_events, usage
 
@@ -101,7 +101,7 @@ def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
         rows = []
         for each in run.evaluations:
             when = "" if each.when == "during" else f", {each.when} training"
-            values = [_value(each.metrics.get(name)) for name in names]
+            values = _values(each.metrics, names)
             if each.why_not:
                 values = [f"none: {each.why_not}", *[""] * (len(names) - 1)]
             rows.append([f"step {each.step}{when}", *values])
@@ -109,7 +109,7 @@ def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
         newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
         if newest is not None:
             parts = {**newest.by_group, "all": newest.metrics}
-            rows = [[part, *(_value(values.get(name)) for name in names)] for part, values in parts.items()]
+            rows = [[part, *_values(values, names)] for part, values in parts.items()]
             yield Table(
                 caption=f"By value of evaluation.group_by, at step {newest.step} of {run.label}", head=head, rows=rows
             )
@@ -121,10 +121,9 @@ def _evaluation_names(run: RunData) -> list[str]:
     return [*first, *(name for name in names if name not in first and name not in _LESS_IMPORTANT)] or ["reward"]
 
 
-def _value(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4g}"
+def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    """The value of each name; "" where there is none."""
+    return [format_number(metrics[name]) if name in metrics else "" for name in names]
 
 
 # -- timeline

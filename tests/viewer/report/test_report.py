@@ -18,6 +18,7 @@ from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
+from grpo_async.store.files import Metadata, write_metadata
 from grpo_async.viewer.report.rollouts import read_rollouts
 from grpo_async.viewer.report.run_data import read_run
 from grpo_async.viewer.report.sections import waits
@@ -48,7 +49,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     run = write_run(
         tmp_path,
         metrics=steps(20),
-        evaluations=[evaluation(0, 0.1), evaluation(20, 0.9, majority_baseline=0.2)],
+        evaluations=[evaluation(0, 0.1), evaluation(20, 0.9, majority_baseline=0.2, mean_length=12345.6)],
         groups=[
             Group(rewards=[0.0, 1.0], prompt="first prompt", text="an answer", step=1),
             Group(rewards=[1.0, 1.0], prompt="first prompt", text="a better answer", step=9),
@@ -62,6 +63,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert "0.1 → 0.9 always the most frequent answer: 0.2" in text
     assert "from 0.1 to 0.9: +0.800" in text
     assert "step 0, before training" in text
+    assert "step 20 0.9 0.02 100 0.9 12,346 0.2" in text
     for part in ("Most improved prompts", "Reward 0.5 → 1", "a better answer", "Best rollouts"):
         assert part in text
     ids = {chart["id"] for chart in _data(page)}
@@ -228,6 +230,20 @@ def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
     assert "The run finished after 8 steps" in text
     for part in ("config.yaml is of another version", "an_old_section.x", "The rollouts cannot be read"):
         assert part in text
+
+
+def test_a_damaged_store_of_an_evaluation_hides_nothing_of_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3), groups=[Group(rewards=[0.0, 1.0])])
+    write_metadata(run.rollouts, Metadata(sample_rate=0.5))
+    for step in (0, 3):
+        write_store(run.evaluation(step), [Group(rewards=[1.0], step=step)])
+    (run.evaluation(3) / "store.json").write_text("{]}\n")
+    found = read_rollouts(run)
+    assert found.num_rollouts == 2
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "record.rollouts.sample_rate = 0.5 left out some of the groups",
+        "The rollouts cannot be read",
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "not json\n", '[1, 2]\n"x"\n', '{"step": "a"}\n', "\x00\xff\n"])
