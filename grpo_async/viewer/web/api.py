@@ -39,7 +39,7 @@ from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.validation import problems_of
-from grpo_async.viewer.format import call_tree, flag_names
+from grpo_async.viewer.format import call_tree, flag_names, prompt_of
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.timeline import load_events
@@ -154,6 +154,7 @@ def _group(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     return {
         "summary": table.group_summary_at(group.seq),
         "group": _without_rollouts(group),
+        "prompt": prompt_of(group),
         "rollouts": [_without_tokens(rollout) for rollout in group.rollouts],
         "summaries": table.rollout_summaries_at(group.seq),
     }
@@ -180,6 +181,7 @@ def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     root = group.path(root_id(rollout.rollout_id)) or rollout
     return {
         "group": _without_rollouts(group),
+        "prompt": prompt_of(group, rollout),
         "rollout": _without_tokens(rollout),
         "summaries": source.table().rollout_summaries_at(group.seq),
         "root": root.rollout_id,
@@ -287,7 +289,7 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: InitialV
     Args:
         token: secret of this start, without which no data is given.
         host: the address that is listened on; see `Guard`.
-        opening: what the page opens with; None: all groups.
+        opening: what the page opens with; None: all runs.
     """
 
     def endpoint(answer: Callable[[RequestParameters], Response]) -> Callable[[Request], Awaitable[Response]]:

@@ -11,6 +11,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +21,7 @@ import pytest
 from starlette.requests import Request
 
 from grpo_async.errors import ConfigError
-from grpo_async.records import GroupStatus
+from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.store.index import Index
@@ -28,7 +29,7 @@ from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
 from grpo_async.viewer.web.sources import RunRegistry
-from tests.store.builders import build_branched_rollout, build_group
+from tests.store.builders import build_branched_rollout, build_group, build_rollout
 from tests.support.stored import LineStore
 from tests.viewer.report.support import steps, write_run
 from tests.viewer.web.serving import (
@@ -400,6 +401,21 @@ def test_a_browser_is_opened_by_a_file_of_the_user_alone(
     assert "token" not in url  # which everybody on the machine may see
     assert "url=http://127.0.0.1:1/#token=a&quot;b" in page
     assert "no browser" in capsys.readouterr().err
+
+
+def test_the_prompt_of_a_group_is_that_of_one_rollout_only_where_all_have_it(tmp_path: Path) -> None:
+    def prompts(*texts: str) -> list[str]:
+        folder = tmp_path / "-".join(texts)
+        asked = [[TaggedMessage(role="user", content=text, origin=Origin.ENVIRONMENT)] for text in texts]
+        rollouts = [replace(build_rollout(f"g7-r{at}"), prompt_messages=each) for at, each in enumerate(asked)]
+        with LineStore(folder / "rollouts") as store:
+            store.append(build_group(7, rollouts, text="of the data"), GroupStatus.TRAINED, 1)
+        with serving(folder) as inspector:
+            found = [inspector.json("api/group", id="7"), inspector.json("api/rollout", id="g7-r1")]
+        return [message["content"] for each in found for message in each["prompt"]]
+
+    assert prompts("same", "same") == ["same", "same"]
+    assert prompts("one", "other") == ["be brief", "of the data", "other"]
 
 
 def test_a_branch_of_an_agent_is_a_page_of_its_own_below_its_rollout(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import {
   badge, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range, select, signed, spacer,
   span, statistics,
 } from "./dom.js";
-import { message, promptOf, trace } from "./messages.js";
+import { message, trace } from "./messages.js";
 
 const ORDERS = {
   index: ["in order", (a, b) => a.rollout_index - b.rollout_index],
@@ -16,7 +16,7 @@ const ORDERS = {
 
 export async function groupView({ app, main, parameters, signal }) {
   const { run, id, seq } = parameters;
-  const { summary, group, rollouts, summaries } = await get("group", { run, id, seq }, signal);
+  const { summary, group, prompt, rollouts, summaries } = await get("group", { run, id, seq }, signal);
   const cards = h("div", { class: "tiles" });
   const byId = new Map(rollouts.map((each) => [each.rollout_id, each]));
   let order = parameters.order in ORDERS ? parameters.order : "index";
@@ -62,7 +62,6 @@ export async function groupView({ app, main, parameters, signal }) {
     draw();
   };
   const orders = Object.entries(ORDERS).map(([name, [label]]) => [name, label]);
-  const changed = rollouts.length > 0 && rollouts.every((each) => each.reset_messages);
   fill(
     main,
     heading(
@@ -80,12 +79,12 @@ export async function groupView({ app, main, parameters, signal }) {
       ["length", number(summary.num_tokens_mean, 1), "mean of the tokens that the policy sampled"],
       ["truncated", percent(summary.num_truncated / summary.size)],
       ["staleness", summary.staleness === null ? "–" : plural(summary.staleness, "step")],
-      [summary.version_min === summary.version_max ? "weight version" : "weight versions", span(summary.version_min, summary.version_max)],
+      [summary.version_min === summary.version_max ? "policy version" : "policy versions", span(summary.version_min, summary.version_max)],
       ["time", Charts.duration(summary.total_duration_s), "of the longest rollout"],
     ]),
     panel(
       h("h2", {}, "Prompt ", hint(String(group.prompt_id))),
-      (changed ? promptOf(group, rollouts[0]) : group.messages).map((each) => message(each)),
+      prompt.map((each) => message(each)),
       named(group.columns),
     ),
     h(

@@ -5,11 +5,6 @@ import { button, copyButton, h, hint, oneLine, plural, text, visible } from "./d
 const FOLD_CHARACTERS = 6000; // a longer text shows its beginning first
 const SPEAKERS = ["tool", "environment"]; // else its role says who wrote it
 
-/** The prompt of a rollout, which an environment's reset may have changed. */
-export function promptOf(group, rollout) {
-  return rollout.reset_messages || group.messages;
-}
-
 /** What was said in a rollout, turn by turn: each answer of the policy with its calls, and their results in them. */
 export function trace(rollout) {
   const turns = [...rollout.turns];

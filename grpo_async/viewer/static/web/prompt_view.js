@@ -2,7 +2,7 @@
 
 import { address, get } from "./api.js";
 import { badge, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";
-import { message, promptOf } from "./messages.js";
+import { message } from "./messages.js";
 
 const MAX_RUNS = 8; // the newest are searched
 
@@ -18,7 +18,7 @@ export async function promptView({ app, main, parameters, signal }) {
     return { title: "Prompt" };
   }
   const [{ run: first, group_id: id, seq }] = groups;
-  const { group, rollouts } = await get("group", { run: first, id, seq }, signal);
+  const { prompt } = await get("group", { run: first, id, seq }, signal);
   const isMany = new Set(groups.map((each) => each.run)).size > 1;
   const row = (each) => [
     ...(isMany ? [oneLine(each.run, 40)] : []),
@@ -36,7 +36,7 @@ export async function promptView({ app, main, parameters, signal }) {
   fill(
     main,
     heading("Same prompt", hint(plural(groups.length, "group")), spacer(), copyLink()),
-    panel(promptOf(group, rollouts[0] || {}).map((each) => message(each))),
+    panel(prompt.map((each) => message(each))),
     groups.length > 1 ? panel(chart) : null,
     table(heads, groups.map(row)),
     groups.length > 1 ? null : h("p", { class: "hint" }, "The prompt was used once."),

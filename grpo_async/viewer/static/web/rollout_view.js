@@ -5,7 +5,7 @@ import {
   badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
   spacer, span, statistics, text, visible,
 } from "./dom.js";
-import { endedBy, longText, message, parseError, promptOf, toolCall, trace } from "./messages.js";
+import { endedBy, longText, message, parseError, toolCall, trace } from "./messages.js";
 import { MODES } from "./token_colors.js";
 import { Tokens, turnPlaces } from "./tokens.js";
 
@@ -13,7 +13,7 @@ const FEW_TOKENS = 60; // of a tool's answer, which then stands unfolded
 
 export async function rolloutView({ main, parameters, signal }) {
   const { run, id, seq } = parameters;
-  const { group, rollout, root, tree, summaries, tokens: data } = await get("rollout", { run, id, seq }, signal);
+  const { group, prompt, rollout, root, tree, summaries, tokens: data } = await get("rollout", { run, id, seq }, signal);
   const at = summaries.findIndex((each) => each.rollout_id === root);
   const summary = summaries[at];
   const tokens = new Tokens(data, rollout.advantage);
@@ -22,7 +22,6 @@ export async function rolloutView({ main, parameters, signal }) {
   const usual = data.trainer_logprobs ? "log_ratio" : data.entropies ? "entropy" : "probability";
   let color = [parameters.color, memory.get("color"), usual].find((each) => modes.includes(each));
   let isTrace = (parameters.show || memory.get("show") || (rollout.turns.length > 1 ? "trace" : "tokens")) === "trace";
-  const prompt = promptOf(group, rollout);
   const body = h("div", {});
   const tools = h("div", { class: "row token-tools" });
   let turnChosen = -1;
