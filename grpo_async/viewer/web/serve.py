@@ -10,7 +10,6 @@ import webbrowser
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from urllib.parse import quote
 
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
@@ -41,8 +40,8 @@ def serve(
         host: address to listen on. Another than loopback lets other machines connect; that is said.
         port: None: `DEFAULT_PORT`, or any free one where that is taken; 0: any free one.
         open_browser: show the page in the user's browser, too.
-        query: the page opens with the groups that match it,
-        sort: in this order (checked, as `RolloutTable.group_page` takes it; None: newest first).
+        query: the page opens with the groups that match it.
+        sort: the order of these groups (checked, as `RolloutTable.group_page` takes it; None: newest first).
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -80,7 +79,7 @@ def serve(
     )
     with tempfile.TemporaryDirectory(prefix="grpo-async-") as private:
         if open_browser:
-            _open_in_browser(f"{address}#token={quote(token)}", Path(private))
+            _open_in_browser(f"{address}#token={token}", Path(private))
         try:
             uvicorn.Server(config).run(sockets=[listener])
         finally:

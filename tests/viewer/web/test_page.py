@@ -59,7 +59,7 @@ def test_without_the_token_the_page_asks_for_it_also_when_the_server_was_started
     with watched_page(browser, origin=inspected.origin) as watched:
         page = watched.page
         page.goto(f"{inspected.origin}/#/groups")
-        page.fill("#token", "wrong")
+        page.fill("#token", "wrong%")
         page.press("#token", "Enter")
         page.wait_for_selector("text=not the token of this start")
         page.fill("#token", inspected.url)  # as it was printed

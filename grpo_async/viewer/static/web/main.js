@@ -208,7 +208,7 @@ function askForToken() {
     event.preventDefault();
     const given = input.value.trim();
     const token = given.includes("token=") ? given.split("token=")[1] : given;
-    if (await openSession(decodeURIComponent(token))) {
+    if (await openSession(token)) {
       location.reload();
     } else {
       problem.textContent = "That is not the token of this start.";
