@@ -52,7 +52,8 @@ _PREVIEW = (
     f"left(json_extract_string(coalesce(reset_messages, prompt_messages), '$[#-1].content'), {PREVIEW_CHARACTERS})"
 )
 # as viewer.format.call_text has it; here because only the beginning of it is read
-_CALL = "coalesce(nullif(call->>'$.function.name', '') || '(' || coalesce(call->>'$.function.arguments', '') || ')', call::VARCHAR)"
+_ARGUMENTS = "coalesce(call->>'$.function.arguments', '{}')"
+_CALL = f"coalesce(nullif(call->>'$.function.name', '') || '(' || {_ARGUMENTS} || ')', call::VARCHAR)"
 _SAID = f"""left(array_to_string(list_transform(
   list_filter(json_extract(messages, '$[*]'), lambda each: each->>'$.origin' = 'policy'),
   lambda each: concat_ws(' ', nullif(each->>'$.content', ''), nullif(array_to_string(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from grpo_async.records import Origin, TaggedMessage, TokenFlag
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.utils.safe_text import visible_line
+from grpo_async.utils.strict_json import arguments_text
 from grpo_async.utils.text import count, duration
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def call_text(call: Mapping[str, Any]) -> str:
     function = call.get("function", {})
     if not function.get("name"):
         return json.dumps(call, ensure_ascii=False)
-    return f"{function['name']}({json.dumps(function.get('arguments'), ensure_ascii=False)})"
+    return f"{function['name']}({arguments_text(call)})"
 
 
 def message_text(message: TaggedMessage) -> str:
