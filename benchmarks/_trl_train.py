@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from benchmarks._server import read_lines
 from benchmarks.against_trl import COMPLETION_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, LR, MAX_STALENESS, low_ids
 from grpo_async.config.sections import WeightsSection
 from grpo_async.inference.control import ServerControl
@@ -40,7 +41,7 @@ def build_trainer(given: dict[str, Any]) -> Any:
     packing._flash_attn = CpuKernel
     async_grpo_trainer.get_peak_flops_per_device = no_peak_flops
     inputs = Path(given["inputs"])
-    rows = [json.loads(line) for line in (inputs / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(inputs / "prompts.jsonl")
     trainer = AsyncGRPOTrainer(
         model=str(inputs / "model"),
         reward_funcs=low_ids,

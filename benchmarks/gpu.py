@@ -59,7 +59,7 @@ def _default(name: str) -> str:
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--part", type=int, choices=range(1, 6), help="of the proof")
+    parser.add_argument("--part", type=int, choices=range(1, 6), help="run this part instead")
     parser.add_argument("--shape", choices=sorted(SIZES), help=f"of the model; {_default('shape')}")
     parser.add_argument("--engine", choices=["vllm", "embedded"], help=_default("engine"))
     parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help=f"that computes; {_default('dtype')}")

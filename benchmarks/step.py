@@ -74,7 +74,7 @@ def _under_torchrun(world_size: int, arguments: list[str]) -> int:
         "--nproc-per-node", str(world_size), "-m", "benchmarks.step", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, timeout=1800.0, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, check=False).returncode
 
 
 def _measure(options: argparse.Namespace) -> int:
