@@ -26,7 +26,7 @@ from grpo_async.utils.text import count
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")
 _SEALED = re.compile(r"block-(\d{12})-(\d{12})\.parquet")
 MAX_LISTINGS = 10  # of a folder whose names change meanwhile; a block changes its name once
-_METADATA = "store.json"
+METADATA = "store.json"
 _LOCK = "writer.lock"
 
 TEMPORARY_SUFFIX = ".sealing"
@@ -164,7 +164,7 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         RunError: the file is damaged, or the store is in the format of another version.
     """
-    path = folder / _METADATA
+    path = folder / METADATA
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] == SCHEMA:
@@ -184,7 +184,7 @@ def read_metadata(folder: Path) -> Metadata:
 def write_metadata(folder: Path, metadata: Metadata) -> None:
     """Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_atomically(folder / _METADATA, json.dumps(asdict(metadata), indent=2) + "\n", mode=0o600)
+    write_atomically(folder / METADATA, json.dumps(asdict(metadata), indent=2) + "\n", mode=0o600)
 
 
 # --------------------------------------------------------------------------------------------------------- lock

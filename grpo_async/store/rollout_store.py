@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from grpo_async.errors import RunError, message_of
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup, TokenStats
 from grpo_async.store.files import (
+    METADATA,
     TEMPORARY_SUFFIX,
     Block,
     LineFile,
@@ -226,7 +227,7 @@ class RolloutStore(Writer):
         try:
             write_metadata(self._folder, now)
         except OSError as error:
-            logger.warning("cannot write %s: %s", self._folder / "store.json", error)
+            logger.warning("cannot write %s: %s", self._folder / METADATA, error)
 
     # -- the thread
 

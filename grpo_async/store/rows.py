@@ -70,9 +70,8 @@ class RolloutRow:
     mask: Sequence[int]
     logprobs: Sequence[float | None]
     versions: Sequence[int]
-    reset_messages: Sequence[TaggedMessage] | None = (
-        None  # the prompt, where an environment's reset changed the group's
-    )
+    # The prompt, where an environment's reset changed the group's.
+    reset_messages: Sequence[TaggedMessage] | None = None
     # What reward functions noted with log_extra, and columns that a rollout function returned; on a clash the former.
     extra: Mapping[str, Any] = field(default_factory=dict)
     trainer_logprobs: Sequence[float | None] | None = None

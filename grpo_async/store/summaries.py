@@ -36,7 +36,7 @@ class RolloutSummary:
     step: int | None
     group_status: str
     group_size: int
-    status: str  # finished | truncated | failed
+    status: str  # a RolloutStatus
     truncated: bool
     done: bool
     error: str | None
@@ -70,7 +70,7 @@ class RolloutSummary:
     tool_duration_s: float | None
     written_at: float | None
     superseded: bool
-    prompt_preview: str = ""  # the last message of the prompt matters most to a reader: the end, not the beginning
+    prompt_preview: str = ""  # of the last message of the prompt, which matters most to a reader
     completion_preview: str = ""  # of what the policy wrote, its tool calls too
 
 
@@ -83,7 +83,7 @@ class GroupSummary:
     prompt_id: Annotated[int, "any_value(prompt_id)"]
     prompt_hash: Annotated[str, "any_value(prompt_hash)"]
     step: Annotated[int | None, "any_value(step)"]
-    status: Annotated[str, "any_value(group_status)"]  # trained | filtered | stale | failed | cancelled
+    status: Annotated[str, "any_value(group_status)"]  # a GroupStatus
     size: Annotated[int, "count(rollout_index)::INTEGER"]
     num_matching: int  # rollouts of the group that match the query
     num_scored: Annotated[int, "count(reward)::INTEGER"]

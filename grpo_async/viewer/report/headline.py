@@ -51,9 +51,8 @@ def _outcome(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
     planned = f" of {run.max_steps}" if run.max_steps else ""
     steps = f"{run.last_step}{planned} steps{f' in {duration(round(wall_s))}' if wall_s else ''}"
-    has_all = (
-        run.max_steps is not None and run.last_step >= run.max_steps
-    )  # evaluation and export come after the last step
+    # evaluation and export come after the last step
+    has_all = run.max_steps is not None and run.last_step >= run.max_steps
     then = ", before its end; --resume does the rest." if has_all else "; --resume continues it."
     stopped = f"The run was stopped after {steps}{then}"
     if has_all and (run.summary.get("status"), run.summary.get("steps")) == (FINISHED, run.last_step):

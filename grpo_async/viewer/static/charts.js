@@ -23,7 +23,7 @@
 "use strict";
 
 var Charts = (() => {
-  const COLOURS = 8;
+  const COLORS = 8;
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
   const alive = new Set(); // what has redraw(), for when the theme changes
   let colors = new Map();
@@ -41,7 +41,7 @@ var Charts = (() => {
     return colors.get(name);
   }
 
-  const seriesName = (index) => `--series-${((index - 1) % COLOURS) + 1}`;
+  const seriesName = (index) => `--series-${((index - 1) % COLORS) + 1}`;
   const seriesColor = (index) => themeColor(seriesName(index));
 
   function translucent(rgb, alpha) {

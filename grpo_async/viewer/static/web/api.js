@@ -42,7 +42,7 @@ export async function get(name, parameters = {}, signal = undefined) {
   return body;
 }
 
-/** The token for a cookie; false: it is wrong. */
+/** Exchanges the token for a cookie; false: it is wrong. */
 export async function openSession(token) {
   const answer = await fetch("api/session", { method: "POST", headers: { Authorization: `Bearer ${token}` } });
   return answer.ok;
