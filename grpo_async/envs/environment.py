@@ -1,7 +1,7 @@
 """One instance of an environment, as a rollout uses it: reset, tools, is_done, get_reward; and the description of its class.
 
-Calls of one instance never overlap. Plain methods run in the instance's own thread, async ones on the event loop, each with
-the environment's time limit. A cancelled caller does not interrupt a call: an interrupted one (a request whose
+Calls of one instance never overlap. Plain methods run in the instance's own thread, async ones on the loop of the async tools, each
+with the environment's time limit. A cancelled caller does not interrupt a call: an interrupted one (a request whose
 answer was not read) would spoil the next rollout. After a timeout the instance is `broken`: every further call is refused,
 and its pool discards it.
 
@@ -63,6 +63,24 @@ class EnvironmentKind:
     def reward_name(self) -> str | None:
         """Name of its reward in the metrics: the class's, as in TRL; None without `get_reward`."""
         return self.environment_class.__name__ if "get_reward" in self.methods else None
+
+    def reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What `reset` gets of a row (its columns and its `prompt`): all of them if it takes **kwargs, otherwise those that it
+        names. The column `environment` is left out if it chose the environment.
+
+        Raises:
+            EnvironmentCallError: the row lacks a column.
+        """
+        if self.selected_by_column:
+            row = {name: value for name, value in row.items() if name != COLUMN}
+        missing = self.reset_parameters.missing(row)
+        if missing:
+            raise EnvironmentCallError(
+                self.name,
+                f"`reset` needs the column(s) {missing}, but the row has {sorted(row)}; rename with "
+                "`data.train.columns`, or give them a default",
+            )
+        return self.reset_parameters.choose(row)
 
 
 def examine(
@@ -193,25 +211,13 @@ class Environment:
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begin an episode; returns the text that is added to the prompt.
 
-        `row` has the row's columns and its `prompt`, of which `reset` gets its own copy: all of them if it takes
-        **kwargs, otherwise those that it names. The column `environment` is left out if it chose the environment.
+        `reset` gets its own copy of what it takes of the row; see `EnvironmentKind.reset_arguments`.
 
         Raises:
             EnvironmentCallError: the row lacks a column; or `reset` raised, took too long or did not return text, and
                 then the instance is broken.
         """
-        if self.kind.selected_by_column:
-            row = {name: value for name, value in row.items() if name != COLUMN}
-        parameters = self.kind.reset_parameters
-        missing = parameters.missing(row)
-        if missing:
-            raise EnvironmentCallError(
-                self.kind.name,
-                f"`reset` needs the column(s) {missing}, but the row has {sorted(row)}; rename with "
-                "`data.train.columns`, or give them a default",
-            )
-        # Rollouts of one group share the row.
-        arguments = copy.deepcopy(parameters.choose(row))
+        arguments = copy.deepcopy(self.kind.reset_arguments(row))  # rollouts of one group share the row
         try:
             return await self._call("reset", UserCall(self.instance.reset, arguments, _reset_text))
         except EnvironmentCallError as error:

@@ -54,10 +54,20 @@ class Environments:
         Raises:
             ConfigError: the column is missing or does not name an environment.
         """
-        problem = self._row_problem(columns)
-        if problem is not None:
-            raise ConfigError(problem)
-        return self.pools[columns[COLUMN]] if COLUMN in columns else next(iter(self.pools.values()))
+        names = list(self.pools)
+        if COLUMN not in columns:
+            if len(names) == 1:
+                return self.pools[names[0]]
+            raise ConfigError(
+                f"the column `{COLUMN}` is missing, which says which of the environments {names} a row uses"
+            )
+        value = columns[COLUMN]
+        if isinstance(value, str) and value in self.pools:
+            return self.pools[value]
+        raise ConfigError(
+            f"the column `{COLUMN}` says {value!r}, but the environments are {names}{did_you_mean(str(value), names)} (if the "
+            "column means something else, rename it with `data.train.columns`)"
+        )
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Tools that the model may call in this row's rollouts: those of every rollout, and the environment's."""
@@ -67,36 +77,15 @@ class Environments:
         """Problems of these rows (columns and `prompt`): one sentence for each kind of problem, with its first row."""
         first: dict[str, int] = {}
         for index, row in enumerate(rows):
-            problem = self._row_problem(row)
-            if problem is None:
-                kind = self.for_row(row).kind
-                missing = kind.reset_parameters.missing(row)
-                if missing:
-                    problem = (
-                        f"`reset` of {kind.environment_class.__name__} ({kind.setting}) needs the column(s) {missing}, but "
-                        f"there are {sorted(row)}; rename with `data.train.columns`"
-                    )
-            if problem is not None:
-                first.setdefault(problem, index)
+            try:
+                self.for_row(row).kind.reset_arguments(row)
+            except (ConfigError, EnvironmentCallError) as error:
+                first.setdefault(str(error), index)
         return [f"row {index}: {problem}" for problem, index in first.items()]
 
     async def aclose(self) -> None:
         """End all instances. Bounded by the environments' time limits; safe to call twice."""
         await asyncio.gather(*(pool.aclose() for pool in self.pools.values()))
-
-    def _row_problem(self, columns: Mapping[str, Any]) -> str | None:
-        names = list(self.pools)
-        if COLUMN not in columns:
-            if len(names) <= 1:
-                return None
-            return f"the column `{COLUMN}` is missing, which says which of the environments {names} a row uses"
-        value = columns[COLUMN]
-        if isinstance(value, str) and value in self.pools:
-            return None
-        return (
-            f"the column `{COLUMN}` says {value!r}, but the environments are {names}{did_you_mean(str(value), names)} (if the "
-            "column means something else, rename it with `data.train.columns`)"
-        )
 
 
 def load_environments(sections: Mapping[str, EnvironmentSection], extra_tools: Sequence[Tool] = ()) -> Environments:

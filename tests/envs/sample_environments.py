@@ -256,6 +256,13 @@ class Bare:
         return row.get("text")
 
 
+class Chosen:
+    """Requires the column that chooses among several environments, which it never gets."""
+
+    def reset(self, environment: str, **row: Any) -> str:
+        return environment
+
+
 async def later() -> Bare:
     return Bare()
 

@@ -92,6 +92,14 @@ def test_rows_that_select_no_environment_are_reported_with_the_names_of_all() ->
             environments.for_row({})
 
 
+def test_a_column_that_chose_the_environment_is_missing_where_reset_requires_it() -> None:
+    with loaded(chosen=section("Chosen"), bare=section("Bare")) as environments:
+        (problem,) = environments.check_rows([{"environment": "bare"}, {"environment": "chosen", "level": 2}])
+        assert problem.startswith(
+            "row 1: environment `chosen`: `reset` needs the column(s) ['environment'], but the row has "
+        )
+
+
 def test_one_environment_needs_no_column_but_a_column_must_name_it() -> None:
     with loaded(full=section("Full")) as environments:
         assert environments.for_row({}) is environments.for_row({"environment": "full"})
