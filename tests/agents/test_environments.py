@@ -294,19 +294,21 @@ def test_an_action_is_the_call_of_a_tool_and_what_an_environment_of_openenv_does
     wrong = calls("calculator", expression="1 +")
     with _serving("sums_server:app") as environment:
         agent = load_environment_agent(_section(environment, tool="calculator", max_steps=2), max_concurrent=2)
-        first, second = _play_in_turn(
+        first, second, third = _play_in_turn(
             agent,
             (ROW, [calls("abacus", beads=3), calls("calculator", beads=3), SUM + "\n" + SUM]),
             (ROW, [wrong, wrong, SUM]),
+            (ROW, [wrong + "\n" + wrong + "\n" + SUM]),
         )
     told = _told(first[1])
     assert told[0] == "error: there is no tool 'abacus', only 'calculator'"
     assert told[1].startswith("error: ")
     assert "VALIDATION_ERROR" in told[1]
-    assert [result.reward for result, _ in (first, second)] == [1.0, 0.0]
-    assert [result.columns for result, _ in (first, second)] == [
+    assert [result.reward for result, _ in (first, second, third)] == [1.0, 0.0, 0.0]
+    assert [result.columns for result, _ in (first, second, third)] == [
         {"steps": 2, "done": True},  # one that was refused, and the first of two sums
         {"steps": 2, "done": False},  # the limit
+        {"steps": 2, "done": False},  # the limit, within one answer
     ]
     assert "not an arithmetic expression" in _told(second[1])[0]
     offered = renderer().completion_text(list(first[1].prompt_ids))

@@ -120,12 +120,16 @@ class _Episode:
         self._options = options
         self._has_own_tools = actions.get("title") in _MCP_ACTIONS
 
+    @property
+    def _is_over(self) -> bool:
+        return self.is_done or self.num_steps >= self._options.max_steps
+
     async def play(self, row: Mapping[str, Any]) -> None:
         start = await self._environment.reset(**{name: value for name, value in row.items() if name != "prompt"})
         self.is_done = bool(start.done)
         messages = _with_text(row["prompt"], _text(start.observation))
         tools = await self._tools()
-        while not self.is_done and self.num_steps < self._options.max_steps:
+        while not self._is_over:
             completion = await self._client.openai.chat.completions.create(
                 model=self._client.model, messages=messages, tools=tools
             )
@@ -153,7 +157,7 @@ class _Episode:
     async def _call(self, function: Any) -> str:
         """The result of a tool call, or what is wrong with the call; an invalid call costs no step."""
         arguments = json.loads(function.arguments)  # always an object: the endpoint makes no other calls
-        if self.is_done:
+        if self._is_over:
             return "error: the episode is over"
         if self._has_own_tools:
             return await self._step({"type": "call_tool", "tool_name": function.name, "arguments": arguments})
