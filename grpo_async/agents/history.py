@@ -128,7 +128,7 @@ class HistoryRenderer:
     def __init__(self, renderer: ChatRenderer) -> None:
         self.chat = renderer
         self._ends = frozenset(renderer.end_of_turn_ids)
-        self._unrenderable: set[tuple[bool, tuple[str, ...]]] = set()
+        self._unrenderable: set[tuple[bool, bool, tuple[str, ...]]] = set()
 
     def prompt_ids(self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render and tokenize a whole prompt.
@@ -143,28 +143,22 @@ class HistoryRenderer:
 
     def suffix_ids(self, answer: Answer, messages: Sequence[TaggedMessage]) -> list[int] | None:
         """Ids of `messages` and the next generation prompt, which follow those of `answer`; None if they depend on more."""
-        shape = (bool(answer.calls), tuple(message.role for message in messages))
+        is_ended = bool(answer.ids) and answer.ids[-1] in self._ends
+        shape = (bool(answer.calls), is_ended, tuple(message.role for message in messages))
         if shape in self._unrenderable:
             return None
-        closing: list[int] = []
-        ids = answer.generation.token_ids
-        # truncated, or ended by a stop string: the template's own token must close the turn
-        if not ids or ids[-1] not in self._ends:
-            end = self.chat.turn_end_id(answer.calls)
-            if end is None:
-                return None
-            closing = [end]
-        found = self._suffix_ids(answer.calls, messages)
-        if (
-            found is None
-            and self._suffix_ids(answer.calls, [replace(each, content="text") for each in messages]) is None
-        ):
-            self._unrenderable.add(shape)  # whatever their content
-        return None if found is None else [*closing, *found]
+        found = self._suffix_ids(answer.calls, messages, is_ended)
+        if found is None:
+            plain = [replace(each, content="text") for each in messages]
+            if self._suffix_ids(answer.calls, plain, is_ended) is None:
+                self._unrenderable.add(shape)  # whatever their content
+        return found
 
-    def _suffix_ids(self, calls: Sequence[ToolCall], messages: Sequence[TaggedMessage]) -> list[int] | None:
+    def _suffix_ids(
+        self, calls: Sequence[ToolCall], messages: Sequence[TaggedMessage], is_ended: bool
+    ) -> list[int] | None:
         try:
-            return self.chat.suffix_ids(calls, messages)
+            return self.chat.suffix_ids(calls, messages, is_ended=is_ended)
         except ChatError:
             return None
 

@@ -145,8 +145,8 @@ class ChatRenderer:
         the conversation so far.
 
         Args:
-            is_ended: the policy sampled an end-of-turn token. False: a stop string ended the turn, and the template's own token
-                closes it.
+            is_ended: the policy sampled an end-of-turn token. False: a stop string or a limit ended the turn, and the template's
+                own token closes it.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
