@@ -23,12 +23,12 @@ from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
 from grpo_async.user_code.calls import own_name, partials_of, unwrap_partial
-from grpo_async.utils.text import backticked, clipped, did_you_mean
+from grpo_async.utils.text import backticked, clipped, did_you_mean, shortlist
 
-Arguments = TypeAdapter[dict[str, Any]]
+Validator = TypeAdapter[dict[str, Any]]
 
 
-def arguments_of(name: str, hints: Mapping[str, Any], required: Collection[str]) -> Arguments:
+def validator_of(name: str, hints: Mapping[str, Any], required: Collection[str]) -> Validator:
     """The validator of the arguments of the tool `name`: type hint by argument; `required` have no default."""
     make: Any = TypedDict  # its fields are not known to type checkers
     kind = make(name, {key: Required[hint] if key in required else NotRequired[hint] for key, hint in hints.items()})
@@ -36,17 +36,19 @@ def arguments_of(name: str, hints: Mapping[str, Any], required: Collection[str])
     return TypeAdapter(kind)
 
 
-def check_arguments(reader: Arguments, parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def check_arguments(
+    validator: Validator, parameters: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """Check the arguments of a call; `parameters` is that part of the tool's schema.
 
     Raises:
-        ToolError: lists all errors in them, and what the tool takes.
+        ToolError: lists the errors in them, and says what the tool takes.
     """
     try:
-        return reader.validate_json(json.dumps(_with_integers(arguments)))
+        return validator.validate_json(json.dumps(_with_integers(arguments)))
     except ValidationError as error:
         problems = [_problem(each, parameters) for each in error.errors(include_url=False)]
-    raise ToolError(f"{'; '.join(problems[:8])}. {_signature(parameters)}")
+    raise ToolError(f"{shortlist(problems)}. {_signature(parameters)}")
 
 
 def _with_integers(value: Any) -> Any:
@@ -96,7 +98,7 @@ class ToolSpec:
 
     name: str
     schema: Mapping[str, Any]  # {"type": "function", "function": {...}}
-    arguments: Arguments
+    validator: Validator
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -147,7 +149,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         view.__annotations__ = resolved | _return_hint(signature, names)
         schema = get_json_schema(view)
         required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
-        arguments = arguments_of(name, resolved, required)
+        validator = validator_of(name, resolved, required)
     except (NameError, AttributeError, SyntaxError) as error:
         raise UnusableError([f"has a type hint that cannot be resolved: {error}"]) from error
     except PydanticSchemaGenerationError as error:
@@ -157,7 +159,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     if not schema["function"]["description"]:
         raise UnusableError(["has a docstring that does not say what it is for; begin it with one sentence"])
     _refuse_media(schema)
-    return ToolSpec(name, schema, arguments)
+    return ToolSpec(name, schema, validator)
 
 
 def _signed(function: Callable[..., Any]) -> Any:

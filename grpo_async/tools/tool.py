@@ -107,7 +107,7 @@ class Tool:
         Raises:
             ToolError: wrong arguments, or the function raised or took too long.
         """
-        checked = check_arguments(self._spec.arguments, self._spec.parameters, arguments)
+        checked = check_arguments(self._spec.validator, self._spec.parameters, arguments)
         try:
             return await self._caller.run(UserCall(self.function, {**checked, **self.fixed}, as_text))
         except CallError as error:

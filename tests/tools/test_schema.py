@@ -97,7 +97,7 @@ SPEC = build_spec(tool)
 
 
 def check(**arguments: Any) -> dict[str, Any]:
-    return check_arguments(SPEC.arguments, SPEC.parameters, {"count": 1, **arguments})
+    return check_arguments(SPEC.validator, SPEC.parameters, {"count": 1, **arguments})
 
 
 def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it() -> None:
