@@ -4,7 +4,7 @@
     |- ConfigError            the user's input is wrong; nothing was started        -> exit 2
     |- RunError               a run cannot continue                                    -> exit 1
     |  |- DeadlineError       a wait outlived its deadline
-    |  |- NothingToLearnError all rewards have been equal for a long time
+    |  |- NothingToLearnError many groups in a row had nothing to learn from
     |  |- FatalRolloutError every rollout would fail the same way (also a ValueError, as in TRL)
     |  |- WeightPushError     new weights did not reach the server
     |  `- CheckpointError     a checkpoint cannot be written or read
@@ -73,7 +73,7 @@ class DeadlineError(RunError):
 
 
 class NothingToLearnError(RunError):
-    """Many groups in a row had all-equal rewards, so there is no signal to train on."""
+    """Many groups in a row had nothing to learn from: no completion was better than another of its group."""
 
 
 class FatalRolloutError(RunError, ValueError):

@@ -87,7 +87,9 @@ class GroupStatus(StrEnum):
     """The state of a group. Every group that was started for training is in exactly one of the first seven."""
 
     TRAINED = "trained"  # used by an optimizer step
-    FILTERED = "filtered"  # scored but without a learning signal (zero variance, unscored)
+    FILTERED = (
+        "filtered"  # nothing to learn from: equal rewards, none, or only truncated completions; or no token sampled
+    )
     STALE = "stale"  # older than `rollout.max_staleness` allows
     FAILED = "failed"  # fewer than two of its rollouts are trainable, or scoring raised
     CANCELLED = "cancelled"  # the run stopped; its prompt is issued again after a resume

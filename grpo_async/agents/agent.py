@@ -18,7 +18,7 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.user_code.calls import read_number, shown
 
 REWARD, REWARDS = "reward", "rewards"
-"""Keys of an agent's result: the reward of the rollout, and those of single calls by response id."""
+"""Keys of an agent's result: the reward of the rollout, and those of single branches by the id of a response in them."""
 
 
 class AgentError(GrpoAsyncError):

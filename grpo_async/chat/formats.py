@@ -221,8 +221,8 @@ class ChosenParser:
 
 
 def choose_parser(setting: str, *, template_source: str, vocabulary: Mapping[str, int]) -> ChosenParser:
-    """The parser that `setting` names. `auto`: the format whose tokens the chat template writes, else the one whose tokens are
-    tokens.
+    """The parser that `setting` names. `auto`: the format whose marks the chat template writes, else the one whose marks are
+    tokens of the tokenizer.
 
     Raises:
         ConfigError: there is no such parser.

@@ -13,9 +13,7 @@ from typing import Any
 
 from grpo_async.records import ToolCall
 from grpo_async.utils.strict_json import UnreadableError, arguments_of
-from grpo_async.utils.text import json_kind
-
-_SHOWN = 24  # characters shown of an error
+from grpo_async.utils.text import clipped, json_kind
 
 
 def calls_of(value: Any) -> list[ToolCall]:
@@ -35,7 +33,7 @@ def call_of(item: Any) -> ToolCall:
     call_id = written_id if isinstance(written_id, str) else ""
     name = item.get("name")
     if not isinstance(name, str) or not name.strip():
-        problem = "is missing" if name is None else f"must be the name of a tool, not {json.dumps(name)[:_SHOWN]}"
+        problem = "is missing" if name is None else f"must be the name of a tool, not {clipped(json.dumps(name))}"
         return ToolCall(error=f"`name` {problem}", tool_call_id=call_id)
     key = "arguments" if "arguments" in item or "parameters" not in item else "parameters"
     return named_call(name.strip(), item.get(key), call_id=call_id)

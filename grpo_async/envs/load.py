@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from grpo_async.envs.pool import Construction, EnvironmentPool
 from grpo_async.errors import ConfigError, Problems
 from grpo_async.tools.schema import UnusableError
 from grpo_async.tools.tool import Tool
+from grpo_async.user_code.calls import is_async
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.text import did_you_mean
 
@@ -119,7 +119,7 @@ def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -
         factory = resolve(section.factory)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if inspect.iscoroutinefunction(factory):
+    if is_async(factory):
         raise ConfigError(f"{where}: is async; instances are made in a thread, so write it as a plain function")
     construction = Construction(name, factory, section)
     concurrent.futures.wait({construction.future}, timeout=section.timeout_s)

@@ -12,7 +12,7 @@ tokens, on the same server or another, and those tokens keep the logprobs and ve
 
 `max_retries` bounds the consecutive attempts without a token, and all attempts of a request that starts over.
 
-aiohttp and not httpx, which the rest of this package uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and the
+aiohttp and not httpx, which `control` uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and the
 trainer waits while this thread runs Python.
 """
 

@@ -28,6 +28,7 @@ from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.utils.concurrency import close_all
 from grpo_async.utils.loop_thread import LoopThread, result_within
+from grpo_async.utils.text import count
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class RolloutSource:
         running = "" if self._evaluation is None or self._evaluation.done() else "; an evaluation is running"
         num_failed = self._ledger.snapshot()["groups"]["failed"]
         in_flight = describe_in_flight(self._worker.in_flight())
-        return f"{in_flight}; {len(self._buffer)} groups queued, {num_failed} failed so far{running}"
+        return f"{in_flight}; {count(len(self._buffer), 'group')} queued, {num_failed} failed so far{running}"
 
     def task_stacks(self) -> str:
         """Where the tasks of the rollout thread wait. Thread-safe, and works when that thread hangs."""
@@ -197,7 +198,7 @@ class RolloutSource:
     def gauges(self) -> dict[str, float]:
         gauges = {"epoch": self._worker.epoch}
         for kind, counts in self._ledger.snapshot().items():
-            gauges.update({f"ledger/{kind}/{status}": float(count) for status, count in counts.items()})
+            gauges.update({f"ledger/{kind}/{status}": float(number) for status, number in counts.items()})
         gauges.update(
             {f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._worker.errors.counts.items()}
         )

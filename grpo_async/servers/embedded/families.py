@@ -47,8 +47,7 @@ def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None
     if window is not None and window < max_model_len:
         raise ConfigError(
             f"inference.engine: embedded does not support sliding windows, and {name} attends to the last {window} tokens "
-            f"only; set "
-            f"inference.max_model_len (now {max_model_len}) to at most {window}, or inference.engine: vllm"
+            f"only; set inference.max_model_len (now {max_model_len}) to at most {window}, or inference.engine: vllm"
         )
 
 
