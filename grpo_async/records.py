@@ -87,9 +87,7 @@ class GroupStatus(StrEnum):
     """The state of a group. Every group that was started for training is in exactly one of the first seven."""
 
     TRAINED = "trained"  # used by an optimizer step
-    FILTERED = (
-        "filtered"  # nothing to learn from: equal rewards, none, or only truncated completions; or no token sampled
-    )
+    FILTERED = "filtered"  # nothing to learn from: equal rewards or none, only truncated completions, no sampled token
     STALE = "stale"  # older than `rollout.max_staleness` allows
     FAILED = "failed"  # fewer than two of its rollouts are trainable, or scoring raised
     CANCELLED = "cancelled"  # the run stopped; its prompt is issued again after a resume

@@ -25,7 +25,7 @@ from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
 from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.records import THINKING, Origin, TaggedMessage, ToolCall, answer_start, is_call_id
 from grpo_async.utils.text import clipped, did_you_mean
 
@@ -89,7 +89,7 @@ class ChatRenderer:
             )
         except Exception as error:  # whatever transformers makes of a broken file
             raise ConfigError(
-                f"model.path: cannot load a tokenizer from {model.path!r}: {type(error).__name__}: {error}"
+                f"model.path: cannot load a tokenizer from {model.path!r}: {message_of(error)}"
             ) from error
         try:
             template = None if model.chat_template is None else model.chat_template.read_text(encoding="utf-8")
@@ -177,7 +177,7 @@ class ChatRenderer:
                 SampledTurn(text=text, marked_text=marked, thinking_is_open=self._thinking_is_open)
             )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own parser may raise anything
-            return PolicyTurn(text=text, content=text, parse_error=f"{type(error).__name__}: {error}")
+            return PolicyTurn(text=text, content=text, parse_error=message_of(error))
         return PolicyTurn(text=text, content=reading.content, tool_calls=_with_ids(reading.calls, turn))
 
     def completion_text(self, token_ids: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from grpo_async.chat.turn import ChatError
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.records import THINKING
 
 Message = Mapping[str, Any]  # as templates know it: {"role", "content", ...}
@@ -82,9 +82,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise ChatError(
-                f"the chat template refuses messages of the roles {roles}: {type(error).__name__}: {error}"
-            ) from error
+            raise ChatError(f"the chat template refuses messages of the roles {roles}: {message_of(error)}") from error
 
     @cached_property
     def generation_prompt(self) -> str:

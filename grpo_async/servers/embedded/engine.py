@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
 from grpo_async.chat.renderer import eos_ids
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason
@@ -428,7 +428,7 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
             engine.step()
     except Exception as error:  # the architecture's code may raise anything for an unknown cache
         raise ConfigError(
-            f"model.path: {model.config.model_type} does not run on the embedded engine ({type(error).__name__}: {error}); "
+            f"model.path: {model.config.model_type} does not run on the embedded engine ({message_of(error)}); "
             "use `inference.engine: vllm`"
         ) from error
     sampled: dict[RunningSequence, list[float]] = {}

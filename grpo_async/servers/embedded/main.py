@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import InferenceSection
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.token import require_token, token_from_environment
 from grpo_async.utils.network import family_of, host_in_url, server_certificates
@@ -94,7 +94,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
         )
     except Exception as error:  # transformers may raise anything for a broken file or an unknown family
         raise ConfigError(
-            f"model.path: {config.model.path} cannot be loaded by the embedded engine: {type(error).__name__}: {error}\n"
+            f"model.path: {config.model.path} cannot be loaded by the embedded engine: {message_of(error)}\n"
             "copy the model again if a file is broken; set inference.engine: vllm if this engine does not support its family"
         ) from error
     model = model.to(inference.embedded.device).eval().requires_grad_(False)

@@ -22,7 +22,7 @@ import uvicorn
 from starlette.exceptions import HTTPException
 
 from grpo_async.config.sections import TlsOptions
-from grpo_async.errors import DeadlineError, GrpoAsyncError
+from grpo_async.errors import DeadlineError, GrpoAsyncError, message_of
 from grpo_async.inference.api import (
     KEEP_ALIVE_S,
     GenerateRequest,
@@ -125,7 +125,7 @@ class EmbeddedEngine(Engine):
             self._end("the server is shutting down")
         except Exception as error:
             logger.exception("the engine failed; every request fails")
-            reason = f"the engine failed: {type(error).__name__}: {error}"
+            reason = f"the engine failed: {message_of(error)}"
             self._end(reason)
             self._engine.fail_all(reason)
             self._deliver()
