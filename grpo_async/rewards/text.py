@@ -15,10 +15,11 @@ from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.utils.text import text_of_parts
 
 # A sign counts only where no operand comes before it (`3-5` ends in 5). Digits that belong to a name or an exponent
-# (`H2O`, `m^2`, `1.2.3`) are not numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
+# (`H2O`, `m^2`, `s^{-1}`, `1.2.3`) are not numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
 _INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-_NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]])(?<!\^\{{)([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
+_NOT_IN_EXPONENT = r"(?<!\^\{)(?<!\^[-−+])(?<!\^\{[-−+])"
+_NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]]){_NOT_IN_EXPONENT}([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
 _FRAC = re.compile(r"(?<![0-9.}])\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")  # not the fraction of a mixed number
 _MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
 _MAX_DIGITS = 1000  # Python refuses to parse whole numbers of more than 4300 digits

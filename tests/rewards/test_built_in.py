@@ -79,6 +79,8 @@ def test_last_boxed_takes_time_in_proportion_to_the_text(part: str) -> None:
         ("1e3", 1000),
         ("72 g of H2O", 72),
         ("72 m^2", 72),
+        ("72 m s^{-1}", 72),
+        ("72 s^-10", 72),
         ("72km", 72),
         ("10%", 10),
         ("the end is 5.", 5),
