@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import ssl
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from grpo_async.rewards.call import ENVIRONMENTS, shared_slots
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.retry import RetryPolicy, server_message
 from grpo_async.utils.strict_json import arguments_text
-from grpo_async.utils.text import clipped
+from grpo_async.utils.text import clipped, finite
 
 _RETRY = RetryPolicy(max_retries=3)
 _MAX_WAIT_S = 60.0  # longest Retry-After of a server that is followed
@@ -223,7 +222,6 @@ def _read_scores(answer: Any, kind: str, count: int) -> list[float | None]:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected one of `probs` for each `index`, got {clipped(repr(answer), 200)}") from error
     for index, value in enumerate(found):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number and not (value is None and kind == "json"):
+        if finite(value) is None and not (value is None and kind == "json"):
             raise ValueError(f"score {index} is {clipped(repr(value), 120)}; it must be a finite number")
-    return [None if value is None else float(value) for value in found]
+    return list(map(finite, found))

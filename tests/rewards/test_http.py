@@ -121,6 +121,7 @@ def test_a_server_that_is_not_there_is_asked_again_and_then_named() -> None:
         (b'{"rewards": [1.0, NaN]}', "score 1 is nan; it must be a finite number"),
         ({"rewards": [1.0, "good"]}, "score 1 is 'good'"),
         ({"rewards": [True, 1.0]}, "score 0 is True"),
+        ({"rewards": [10**400, 1.0]}, "score 0 is 1000"),
         ({"rewards": {"0": 1.0}}, "expected `rewards` with a list of 2"),
         ([1.0, 2.0], "expected `rewards` with a list of 2"),
         (b"<html>", "answered something that is not JSON: b'<html>'"),
