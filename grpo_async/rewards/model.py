@@ -67,6 +67,8 @@ def startup_notes(settings: Mapping[str, Any]) -> list[str]:
         return [f"reward model {name}: no local folder, so it is taken as a hub name and not checked here; {where}"]
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("its config.json is no mapping")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} is not the folder of a Hugging Face model: {error}") from error
     outputs = config.get("num_labels") or len(config.get("id2label") or ()) or None
