@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_async.data.rows import Row
 from grpo_async.errors import ConfigError
+from grpo_async.utils.safe_text import SURROGATE
 from grpo_async.utils.strict_json import UnreadableError, arguments_of
 from grpo_async.utils.text import backticked, json_kind, text_of_parts
 
@@ -37,7 +38,7 @@ def check_prompt(row: Row, location: str, unused: set[str]) -> Any:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{location}: `prompt` is empty text; fill it in or remove the row")
-        return prompt
+        return _tokenizable(prompt, f"{location}: `prompt`")
     if not isinstance(prompt, list):
         raise ConfigError(
             f"{location}: `prompt` must be text or a list of {{role, content}} messages, got {json_kind(prompt)}"
@@ -72,13 +73,19 @@ def _message(message: Any, where: str, unused: set[str]) -> Row:
 def _text(content: Any, where: str) -> str:
     """Content is text, or a list of {"type": "text", "text": ...} parts, which are joined."""
     if isinstance(content, str):
-        return content
+        return _tokenizable(content, f"{where}: its `content`")
     if not isinstance(content, list):
         raise ConfigError(f"{where}: its `content` must be text or a list of text parts, got {json_kind(content)}")
     try:
-        return text_of_parts(content)
+        return _tokenizable(text_of_parts(content), f"{where}: its `content`")
     except ValueError as error:
         raise ConfigError(f"{where}: its `content` cannot be used: {error}") from error
+
+
+def _tokenizable(text: str, what: str) -> str:
+    if half := SURROGATE.search(text):
+        raise ConfigError(f"{what} holds {half[0]!a}, half a character, which no tokenizer takes; remove it")
+    return text
 
 
 def _tool_calls(message: Row, where: str) -> list[Row]:

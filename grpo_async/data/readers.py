@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -50,6 +51,7 @@ def read_jsonl(source: JsonlSource) -> LocatedRows:
 
 
 def read_csv(source: CsvSource) -> LocatedRows:
+    csv.field_size_limit(sys.maxsize)  # a prompt may be longer than csv's own limit of 131,072 characters
     reader = csv.DictReader(_lines(source.path), strict=True)
     begins_at = 1  # a quoted value may span lines; the location is where the row begins
     try:
@@ -90,7 +92,8 @@ def read_parquet(source: ParquetSource) -> LocatedRows:
                     for row in batch.to_pylist():
                         yield f"{path}, row {number}", row
                         number += 1
-        except (pyarrow.ArrowException, OSError) as error:
+        # ValueError and OverflowError: dates and times that Python's types cannot hold
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"{path}: this file cannot be read as Parquet, from row {number} on ({type(error).__name__}: {error}); "
                 "check that it is whole and that `path` names a Parquet file"

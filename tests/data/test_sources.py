@@ -76,6 +76,8 @@ def test_repeated_prompts_are_counted_and_kept(tmp_path: Path) -> None:
 def test_csv_values_are_text_and_may_hold_commas_and_line_breaks(tmp_path: Path) -> None:
     text = '\ufeffprompt,answer\n"a, b\nc",1\nd,2\n'  # with the byte order mark that spreadsheets write
     assert _file(tmp_path, text, type="csv") == [{"prompt": "a, b\nc", "answer": "1"}, {"prompt": "d", "answer": "2"}]
+    long = "word " * 50_000
+    assert _prompts(_file(tmp_path, f"prompt\n{long}\n", type="csv")) == [long]
 
 
 def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_path: Path) -> None:
@@ -91,6 +93,7 @@ def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_pa
         ("jsonl", '{"prompt": "a"}\n\n{"prompt": "b"', "rows.txt:3: this line cannot be read as JSON"),
         ("jsonl", '["b"]', "rows.txt:1: expected a JSON object"),
         ("jsonl", "\n\n", "there are no rows in it"),
+        ("jsonl", '{"prompt": "a\\ud83d"}', "rows.txt:1: `prompt` holds '\\ud83d', half a character"),
         ("jsonl", b'{"prompt": "\xfc"}', "is not UTF-8 text"),
         ("jsonl", None, "No such file or directory (looked in "),
         # line 1 header, lines 2-3 one row with a line break in quotes, line 4 a row that lacks a value
@@ -146,6 +149,18 @@ def test_parquet_is_read_in_batches_and_a_folder_in_the_order_of_names(
     assert rows.locations[4:] == [f"{whole}, row 4", f"{tmp_path / 'b.parquet'}, row 0"]
     whole.write_bytes(whole.read_bytes()[:200])
     assert "check that it is whole" in _error("parquet", path=tmp_path)
+
+
+def test_a_date_that_python_has_not_is_an_error_with_its_row(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "late.parquet"
+    days = pyarrow.array([0, 10**7], pyarrow.date32())  # the year 29349
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "day": days}), path)
+    assert "late.parquet: this file cannot be read as Parquet, from row 0 on (OverflowError" in _error(
+        "parquet", path=path
+    )
 
 
 # ---- hub: local folders through the real `datasets` ----
@@ -285,6 +300,7 @@ def test_messages_are_brought_into_one_form() -> None:
             "the text of part 0 must be text, got null",
         ),
         ({"role": "user", "content": None}, "has a `content` that is null; only a message with `tool_calls`"),
+        ({"role": "user", "content": "a\ud83d"}, "its `content` holds '\\ud83d', half a character"),
         ({"role": "user", "content": 5}, "its `content` must be text or a list of text parts, got a number (5)"),
         ({"role": "assistant", "content": "a", "tool_calls": {}}, "its `tool_calls` must be a list, got an object"),
         ({"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}, "of role `user` has `tool_calls`"),
