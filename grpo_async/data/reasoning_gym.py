@@ -23,6 +23,7 @@ from grpo_async.config.sections import ReasoningGymSource
 from grpo_async.data.rows import LocatedRows
 from grpo_async.errors import ConfigError
 from grpo_async.utils.extras import needs
+from grpo_async.utils.processes import describe_exit
 
 _OWN_SETTINGS = ("seed", "size")
 _TIMEOUT_S = 600.0  # that making the rows may take
@@ -83,9 +84,7 @@ def _run_child(source: ReasoningGymSource, counts: Sequence[int]) -> list[list[A
         ) from error
     if ended.returncode != 0:
         last = "\n".join(ended.stderr.strip().splitlines()[-10:])
-        raise ConfigError(
-            f"reasoning_gym: the process that makes the rows ended with exit code {ended.returncode}:\n{last}"
-        )
+        raise ConfigError(f"reasoning_gym: the process that makes the rows {describe_exit(ended.returncode)}:\n{last}")
     answer = json.loads(ended.stdout)
     if "error" in answer:
         raise ConfigError(f"reasoning_gym: {answer['error']}")
