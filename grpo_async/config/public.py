@@ -12,7 +12,7 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 
 _LEFT_OUT = {"launch", "inference", "tracking"}
-_AGENT_SECRETS = {"command", "environment", "host", "port", "tls", "read_paths"}
+_SECRETS = {"agent": {"command", "environment", "host", "port", "tls", "read_paths"}, "weights": {"host"}}
 _HIDDEN = "..."
 _NUMBERS_ONLY = ("inference", "launch")  # addresses, accounts and options of a machine stay out
 _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
@@ -20,7 +20,7 @@ _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
 
 def public_config(config: ExperimentConfig) -> dict[str, Any]:
     """The configuration in plain JSON types, without `launch`, `inference` and `tracking`, and with "..." for each value of
-    `arguments` and of what says how an agent is started and where.
+    `arguments`, of what says how an agent is started and where, and of `weights.host`.
 
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}]} ->
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}]}
@@ -29,8 +29,8 @@ def public_config(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """What a report may show of a config.yaml, also of another version: the same, and of `inference` and `launch` the numbers,
-    switches and a few plain words.
+    """What a report may show of a config.yaml, also of another version: what `public_config` keeps, and of `inference` and `launch`
+    the numbers, switches and a few plain words.
 
     {"inference": {"replicas": 2, "host": "10.0.0.1", "vllm": {"kv_cache_mb": 512}}} ->
     {"inference": {"replicas": 2, "vllm": {"kv_cache_mb": 512}}}
@@ -55,7 +55,8 @@ def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _public_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _public(section) for name, section in sections.items() if name not in _LEFT_OUT}
+    shown: dict[str, Any] = _public({name: section for name, section in sections.items() if name not in _LEFT_OUT})
+    return shown
 
 
 def _public(value: Any) -> Any:
@@ -64,9 +65,9 @@ def _public(value: Any) -> Any:
             key: _hidden(below) if key.endswith(("arguments", "_kwargs")) else _public(below)
             for key, below in value.items()
         }
-        if isinstance(agent := found.get("agent"), dict):
-            hidden = {key: _HIDDEN for key in _AGENT_SECRETS if agent.get(key)}
-            found["agent"] = agent | hidden
+        for name, keys in _SECRETS.items():
+            if isinstance(section := found.get(name), dict):
+                found[name] = section | {key: _HIDDEN for key in keys if section.get(key)}
         return found
     if isinstance(value, list):
         return [_public(below) for below in value]

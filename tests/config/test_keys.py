@@ -105,6 +105,7 @@ def _config() -> ExperimentConfig:
         rewards=[{"function": "a:b", "weight": 2.0, "arguments": {"api_key": SECRET, "urls": [SECRET]}}],
         rollout={"agent": {"command": ["agent", f"--key={SECRET}"]}},
         inference={"urls": [f"http://{SECRET}"]},
+        weights={"host": SECRET},
         tracking=[{"type": "wandb", "project": SECRET, "mode": "offline"}],
     )
 
