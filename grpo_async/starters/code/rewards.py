@@ -2,7 +2,7 @@
 
 import re
 
-BLOCK = re.compile(r"\A\s*```python\n.*```\s*\Z", re.DOTALL)
+BLOCK = re.compile(r"\A\s*```python\n(?:(?!```).)*```\s*\Z", re.DOTALL)
 
 
 def in_a_block(completions, **_):
