@@ -24,7 +24,7 @@ from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.data import Rows, first_rows, load_data, make_prompt
-from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError
+from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError, Problems
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import why_hopeless
 from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
@@ -81,8 +81,7 @@ def check_inputs(
         if components is not None:
             asyncio.run(components.aclose())
     found.check_connections(node_rank)
-    if found.problems:
-        raise ConfigError("\n".join(found.problems))
+    found.problems.raise_if_any()
     return found.notes
 
 
@@ -93,7 +92,7 @@ class _InputChecks:
     config: ExperimentConfig
     engine: EngineChoice
     trains: bool
-    problems: list[str] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from grpo_async.errors import DeadlineError, GrpoAsyncError
+from grpo_async.errors import DeadlineError, message_of
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.console import print_rows
 
@@ -64,11 +64,9 @@ def run_check(
     future = in_thread(lambda: list(function()), name=f"check {name}")
     try:
         return [Check(name, status, detail) for status, detail in future.result(timeout=timeout_s)]
-    except GrpoAsyncError as error:
-        detail = str(error)
     except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others found
         if future.done():
-            detail = f"{type(error).__name__}: {error}"
+            detail = message_of(error)
         elif setting is None:
             detail = f"no result within {timeout_s:.0f} s: a disk, a network or the machine itself hangs"
         else:

@@ -13,3 +13,5 @@ The package above is not imported (see `execution.BOOT`), so nothing here may im
 
 NAMESPACES, SECCOMP, LANDLOCK, USER = "namespaces", "seccomp", "landlock", "user"
 """The mechanisms that a plan may name. USER: the code runs under a user id without an account, if the owner is root."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+"""The devices that the code may use."""

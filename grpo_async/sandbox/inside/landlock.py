@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 
+from grpo_async.sandbox.inside import DEVICES
 from grpo_async.utils.kernel import PR_SET_NO_NEW_PRIVS, prctl, syscall
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
@@ -19,7 +20,6 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version; 16 since 5
 _TCP = 0b11  # bind, connect; since version 4
 _SCOPES = 0b11  # abstract unix sockets, signals; since version 6
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def restrict(read_paths: list[str], base: str) -> None:
@@ -31,7 +31,7 @@ def restrict(read_paths: list[str], base: str) -> None:
     rules = syscall("landlock_create_ruleset", _CREATE, attributes, size, 0)
     for path in read_paths:
         _allow(rules, path, _READ & rights)
-    for path in _DEVICES:
+    for path in DEVICES:
         _allow(rules, path, (_READ_FILE | _WRITE_FILE) & rights)
     _allow(rules, base, rights)
     prctl("no_new_privs", PR_SET_NO_NEW_PRIVS, 1)

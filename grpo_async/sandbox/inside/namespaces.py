@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from grpo_async.sandbox.inside import DEVICES
 from grpo_async.utils.kernel import (
     MS_BIND,
     MS_NODEV,
@@ -45,7 +46,6 @@ BASE = "/sandbox"
 MAX_FILES = 4096
 """Files and directories in the sandbox's directory; each costs the kernel about 1 KiB besides its content."""
 
-_DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 
 
@@ -148,8 +148,8 @@ def build_root(read_paths: list[str], mount_point: str, directory_mb: int) -> No
     for path in read_paths:
         _show(path)
     os.mkdir("/dev")
-    for device in _DEVICES:
-        _bind(f"/old/dev/{device}", f"/dev/{device}", MS_RDONLY | MS_NOSUID | MS_NOEXEC)
+    for device in DEVICES:
+        _bind(f"/old{device}", device, MS_RDONLY | MS_NOSUID | MS_NOEXEC)
     os.mkdir("/proc")
     _mount_proc()
     detach("/old")
