@@ -146,7 +146,7 @@ def _largest_bucket(config: ExperimentConfig, model: ModelSize) -> int:
 
 
 def describe(parts: Mapping[str, float]) -> str:
-    """ "3.1 GiB: weights 2.2 GiB, optimizer 0.9 GiB"; what is nothing is left out."""
+    """ "3.1 GiB: weights 2.2 GiB, optimizer 0.9 GiB"; parts of 0 bytes are left out."""
     named = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     return f"{format_bytes(sum(parts.values()))}: {named}"
 

@@ -67,7 +67,8 @@ def exactly_one(section: BaseModel, *names: str, what: str) -> None:
     """Raises ValueError unless one of the fields is set, and the others are not."""
     named = [name for name in names if getattr(section, name) is not None]
     if len(named) != 1:
-        raise ValueError(f"{what} is one of {', '.join(names)}; {' and '.join(named) or 'none of them'} is set")
+        given = f"{' and '.join(named)} are set" if named else "none of them is set"
+        raise ValueError(f"{what} is one of {', '.join(names)}; {given}")
 
 
 def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Settings:

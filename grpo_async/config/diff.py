@@ -31,7 +31,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def texts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every text in it with its dotted path, also those of a list of texts."""
+    """Every text in a configuration with its dotted path, also those of a list of texts."""
     for path, value in _leaves("", config):
         yield from ((path, each) for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
 

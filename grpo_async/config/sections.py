@@ -482,7 +482,7 @@ class RolloutSection(StrictModel):
     min_p: MinP = 0.0
     """Sample from tokens that are at least this times as likely as the most likely one (arXiv 2407.01082); 0 = all."""
     repetition_penalty: RepetitionPenalty = 1.0
-    """Above 1 tokens that prompt or completion have already become less likely (arXiv 1909.05858); 1 = none."""
+    """Above 1, tokens that are already in the prompt or the completion become less likely (arXiv 1909.05858); 1 = none."""
     structured_outputs: StructuredOutputs | None = None
     """Every turn of the policy satisfies this constraint; needs `inference.engine: vllm`. A turn that is interrupted (its server
     died, or a resume) starts over, because the constraint begins with the first token."""

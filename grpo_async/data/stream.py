@@ -80,8 +80,8 @@ class PromptStream:
         return self._num_prompts is not None and self._next_prompt_id >= self._num_prompts
 
     def epoch(self, num_open: int) -> float:
-        """How often the data was used by now, when `num_open` of the prompts that were given are not closed yet. 12 prompts given
-        of 5 rows, 2 open: 2.0."""
+        """How often the data has been used by now, when `num_open` of the prompts that were given are not closed yet. 12 prompts
+        given of 5 rows, 2 open: 2.0."""
         return (self._next_prompt_id - num_open) / len(self._rows)
 
     def next(self) -> Prompt:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from grpo_async.chat import ChatRenderer
 
 Segment: TypeAlias = tuple[list[int], bool]
-"""Ids of one piece, and whether the policy writes it: only then it is learned."""
+"""Ids of one piece, and whether the policy writes it: only then is it learned."""
 _NOT_LEARNED = -100  # the label that torch's cross entropy leaves out
 _REPORT_EVERY_STEPS = 70
 

@@ -71,6 +71,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         # agents
         ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
+        ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "environment; function and command are set"),
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
         ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "apply to the process of a `command` only"),
         ({"rollout": {"agent": {"command": ["x"], "read_paths": ["d"]}}}, "read_paths: without `sandbox: true`"),
