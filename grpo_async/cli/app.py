@@ -46,7 +46,9 @@ class ReportingGroup(TyperGroup):
         except OSError as error:
             if error.errno not in _PATH_ERRNOS or not isinstance(error.filename, str | os.PathLike):
                 raise
-            typer.echo(f"{str(error.filename)[:_MAX_SHOWN]}: {error.strerror}", err=True)
+            from grpo_async.utils.text import clipped
+
+            typer.echo(f"{clipped(str(error.filename), _MAX_SHOWN)}: {error.strerror}", err=True)
             raise typer.Exit(USER_ERROR) from error
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None

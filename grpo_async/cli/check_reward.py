@@ -123,6 +123,7 @@ def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:
     from rich.text import Text
 
     from grpo_async.utils.safe_text import visible_line
+    from grpo_async.utils.text import count
 
     console = stdout_console()
     for report in reports:
@@ -146,7 +147,6 @@ def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:
         console.print()
     for note in notes:
         console.print(Text(f"note: {note}", style=_COLORS["note"]))
-    counts = {kind: sum(f.severity == kind for r in reports for f in r.findings) for kind in ("error", "warning")}
-    console.print(
-        f"{len(reports)} reward function(s) checked: {counts['error']} error(s), {counts['warning']} warning(s)."
-    )
+    severities = [finding.severity.value for report in reports for finding in report.findings]
+    found = ", ".join(count(severities.count(severity), severity) for severity in ("error", "warning"))
+    console.print(f"{count(len(reports), 'reward function')} checked: {found}.")

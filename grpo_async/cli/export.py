@@ -55,6 +55,7 @@ def export(
     from grpo_async.store.export import SUFFIXES, export_rollouts
     from grpo_async.store.query import parse_query
     from grpo_async.utils.safe_text import visible
+    from grpo_async.utils.text import count, format_bytes
     from grpo_async.viewer.runs import find_evaluation, find_run
 
     wanted = parse_query(query or "")
@@ -84,8 +85,8 @@ def export(
     for note in done.notes:
         typer.echo(f"note: {visible(note)}", err=True)
     if out != "-":
-        size = Path(out).stat().st_size / 1e6
-        typer.echo(f"{done.rollouts} rollouts of {done.groups} groups -> {out} ({size:,.1f} MB)", err=True)
+        what = f"{count(done.rollouts, 'rollout')} of {count(done.groups, 'group')}"
+        typer.echo(f"{what} -> {out} ({format_bytes(Path(out).stat().st_size)})", err=True)
     elif not done.rollouts:
         typer.echo("no rollout matches", err=True)
 

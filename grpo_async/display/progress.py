@@ -14,17 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from rich.filesize import decimal
-
 from grpo_async.findings import Finding, MetricRow, Severity, Verdict
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import one_line, plain
-from grpo_async.utils.text import both_ends, duration, finite
+from grpo_async.utils.text import both_ends, duration, finite, format_bytes
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
-_PASS_OR_MEAN_AT_K = re.compile(r"(pass|mean)@\d+")
+PASS_OR_MEAN_AT_K = re.compile(r"(pass|mean)@\d+")
 _MAX_MESSAGES = 500
 _TRAINER_TIME = {
     "idle": "trainer_idle_ratio", "train": "training_fraction", "push": "pushing_fraction", "save": "checkpoint_fraction",
@@ -347,8 +345,8 @@ def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[RunRow]:
 def _push_text(push: LastPush | None, now: float) -> str:
     if push is None:
         return "none yet"
-    size = None if push.num_bytes is None else decimal(int(push.num_bytes))
-    speed = None if push.bytes_per_s is None else f"{decimal(int(push.bytes_per_s))}/s"
+    size = None if push.num_bytes is None else format_bytes(push.num_bytes)
+    speed = None if push.bytes_per_s is None else f"{format_bytes(push.bytes_per_s)}/s"
     return join([ago(push.at, now), f"took {push.seconds:.2f} s", size, speed, f"step {push.step}"])
 
 
@@ -408,7 +406,7 @@ def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:
     shown = join(
         f"{name} {value:.3f}"
         for name, value in metrics.items()
-        if isinstance(value, int | float) and (name in _EVALUATION_SHOWN or _PASS_OR_MEAN_AT_K.fullmatch(name))
+        if isinstance(value, int | float) and (name in _EVALUATION_SHOWN or PASS_OR_MEAN_AT_K.fullmatch(name))
     )
     mixed = f"versions {metrics['version_min']:.0f} to {metrics['version_max']:.0f}" if metrics.get("mixed") else None
     return f"held-out {where}: {join([shown, mixed])}"

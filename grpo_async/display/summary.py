@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.checks.memory import describe_peak
-from grpo_async.display.progress import join
+from grpo_async.display.progress import PASS_OR_MEAN_AT_K, join
 from grpo_async.records import LEDGER_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
@@ -140,7 +140,7 @@ def print_evaluation(
 
 
 def _order(metrics: Mapping[str, Any]) -> list[str]:
-    return [*_FIRST, *(name for name in metrics if name.partition("@")[0] in ("pass", "mean")), *_LAST]
+    return [*_FIRST, *(name for name in metrics if PASS_OR_MEAN_AT_K.fullmatch(name)), *_LAST]
 
 
 def _important(names: Sequence[str]) -> list[str]:

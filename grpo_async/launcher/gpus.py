@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import TransportKind
@@ -73,13 +74,13 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
         tuple(dict.fromkeys(gpus[(first + server * each + k) % len(gpus)] for k in range(each)))
         for server in range(num_servers)
     )
-    served = {gpu for taken in servers for gpu in taken}
+    shares = GpuShares(trainer=tuple(gpus[:ranks]), servers=servers)
     notes = []
-    if shared := [gpu for gpu in gpus[:ranks] if gpu in served]:
-        notes.append(f"trainer and servers share GPU {','.join(shared)}, as launch.colocate says")
-    if idle := [gpu for gpu in gpus if gpu not in {*gpus[:ranks], *served}]:
+    if shares.shared:
+        notes.append(f"trainer and servers share GPU {','.join(shares.shared)}, as launch.colocate says")
+    if idle := [gpu for gpu in gpus if gpu not in {*gpus[:ranks], *chain(*servers)}]:
         notes.append(f"GPU {','.join(idle)} of this machine: not used by this run")
-    return GpuShares(trainer=tuple(gpus[:ranks]), servers=servers, notes=tuple(notes))
+    return replace(shares, notes=tuple(notes))
 
 
 def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: int, each: int) -> str:

@@ -24,6 +24,7 @@ from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
 from grpo_async.utils.safe_text import plain
+from grpo_async.utils.text import last_line
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
@@ -120,5 +121,6 @@ def _write_report(run_dir: RunDir, timeout_s: float) -> str | None:
         return f"it was not finished after {timeout_s:g} s"
     except OSError as error:
         return str(error)
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return (lines or [f"exit code {done.returncode}"])[-1][:_MAX_PROBLEM] if done.returncode else None
+    if done.returncode == 0:
+        return None
+    return last_line(done.stderr.decode(errors="replace"))[:_MAX_PROBLEM] or f"exit code {done.returncode}"

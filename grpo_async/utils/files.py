@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from grpo_async.errors import RunError
-from grpo_async.utils.text import finite
+from grpo_async.utils.text import count, finite
 
 _CHUNK_BYTES = 1 << 20  # to read at once
 
@@ -127,7 +127,7 @@ def read_objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error}")
     if num_bad:
-        problems.append(f"{path.name}: {num_bad} line(s) are not JSON objects and were left out.")
+        problems.append(f"{path.name}: {count(num_bad, 'line')} left out: not JSON objects")
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:

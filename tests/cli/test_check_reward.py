@@ -49,7 +49,7 @@ def test_a_table_says_what_is_paid_and_an_error_is_exit_code_1_with_what_to_do()
     assert lines[0].split() == ["honest", "(in:", "thread)"]
     assert ["right", "answer", "1", "1", "1"] in [line.split() for line in lines]
     assert ["garbage", "0", "0", "0"] in [line.split() for line in lines]
-    assert lines[-1] == "1 reward function(s) checked: 0 error(s), 0 warning(s)."
+    assert lines[-1] == "1 reward function checked: 0 errors, 0 warnings."
     result = _check([_reward("substring")], "--rows", "2")
     assert result.exit_code == 1
     assert (
@@ -123,7 +123,7 @@ def test_functions_that_need_a_rollout_are_skipped_with_a_note() -> None:
     assert result.exit_code == 0, result.output
     assert "note: wants_environments is skipped: it needs `environments`, which only a rollout has." in result.stdout
     assert "The rewards that environments (`get_reward`) and agents give are not checked here." in result.stdout
-    assert "1 reward function(s) checked" in result.stdout
+    assert "1 reward function checked" in result.stdout
     own = 'rollout_function: {function: "a:b"}\n'
     result = _check([{"function": "tests.rewards.trl_style_rewards:boxed_reward"}], "--rows", "1", more=own)
     assert result.exit_code == 0, result.output

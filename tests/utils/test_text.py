@@ -46,4 +46,4 @@ def test_whatever_a_file_holds_reading_it_raises_nothing(tmp_path: Path, content
     assert read_object(path, []) == {}
     path.write_bytes(b'{"step": 1}\n' + content + b'\n{"step": 2}\n{"step": 3')
     assert [line["step"] for line in read_objects(path, problems)] == [1, 2]
-    assert problems == ["file: 1 line(s) are not JSON objects and were left out."]
+    assert problems == ["file: 1 line left out: not JSON objects"]
