@@ -91,7 +91,7 @@ def test_everything_that_matters_is_there(width: int, height: int) -> None:
         *("1 of 2 serve  1 restart", "0 10.0.0.0:8000  serving", "v12", "run 60/128  wait 3", "38%"),
         *("1 10.0.0.1:8000  down", "restarts 1  killed by SIGKILL"),
         *("trained 1000", "filtered 1000", "stale 1000", "failed 1000", "cancelled 1000"),
-        *("4 s ago  took 0.20 s  3.1 GB  1.5 GB/s  step 12", "step 10, 1:15 ago  writing step 20"),
+        *("4 s ago  took 0.20 s  2.9 GiB  1.4 GiB/s  step 12", "step 10, 1:15 ago  writing step 20"),
         "learning   +0.156  Yes: the reward on held-out prompts rose",
         *("before 0.300  step 10 0.456", "raise rollout.max_in_flight 64", "96, or move one GPU"),
         *("the inference server 1 was killed by", "logs: runs/x/logs/latest"),
