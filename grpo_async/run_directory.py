@@ -48,7 +48,7 @@ class RunDir:
     advice = _Entry("advice.jsonl")
     """What limited the speed of the run: one line for each piece of advice."""
     status = _Entry("status.json")
-    """The state of the run, written again every second or so."""
+    """The state of the run, written again on every event and every other second."""
     report = _Entry("report.html")
     """Plots and tables in one offline page, written at the end."""
     trackers = _Entry("trackers")

@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def _ticks(ends_at: float) -> Iterator[None]:
-    """Every HEARTBEAT_S until then, at least once: no wait of the store notices a signal."""
+    """Yield every HEARTBEAT_S until `ends_at`, at least once: no wait of the store notices a signal."""
     yield
     while time.monotonic() <= ends_at:
         time.sleep(HEARTBEAT_S)

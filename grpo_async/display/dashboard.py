@@ -33,8 +33,8 @@ _CHART_CELLS, _CHART_ROWS = 54, 8
 _STATES = {"serving": "green", "ready": "yellow", "starting": "yellow"}
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row 0..3][column 0..1] of a braille cell
 _BRAILLE = 0x2800
-_LABELS = 15  # cells of a line of names and texts that are no text
-_LABEL_CELLS = 10  # of "-1.23e-05" and the axis
+_NAME_CELLS = 15  # width of a row that is not its text: the name, spaces and the frame
+_AXIS_CELLS = 10  # width of a label such as "-1.23e-05" and of the axis
 _WRAPS = ("learning", "warning", "advice", "groups", "held out", "last push", "checkpoint", "note")
 """Rows of the run that may take several lines."""
 
@@ -63,7 +63,7 @@ def dashboard(
     room = height - 3  # upper edge, head, lower edge
     has_charts, has_servers = room >= _CHARTS_FROM, room >= _SERVERS_FROM
     wraps = _WRAPS if room >= _WRAPS_FROM else ("advice",)
-    facts = [row for row in run_rows(progress, now, width=width - _LABELS) if row[1]]
+    facts = [row for row in run_rows(progress, now, width=width - _NAME_CELLS) if row[1]]
     # each part has a rule above it; what the others leave over is the charts'
     num_servers = min(max(1, len(progress.servers)), max(2, room // 4 - 3)) if has_servers else 0
     left = room - 1 - (1 + num_servers if has_servers else 0) - (3 if has_charts else 0)
@@ -149,7 +149,7 @@ class Chart:
         height = self.height - (self.title is not None)
         if self.title is not None:
             yield Text.assemble(self.title, no_wrap=True, overflow="ellipsis")
-        room = max(1, options.max_width - _LABEL_CELLS)
+        room = max(1, options.max_width - _AXIS_CELLS)
         values = columns(self.points, 2 * room)
         if height < 1:
             return
@@ -160,7 +160,7 @@ class Chart:
         margin = (high - low) * 0.05 or max(abs(high) * 0.02, 1e-3)
         for row, cells in enumerate(_cells(values, low - margin, high + margin, height)):
             label = format_number(high) if row == 0 else format_number(low) if row == height - 1 else ""
-            axis = label.rjust(_LABEL_CELLS - 1) + ("┤" if label else "│")
+            axis = label.rjust(_AXIS_CELLS - 1) + ("┤" if label else "│")
             line = Text(axis, style="dim", no_wrap=True)
             yield line.append("".join(chr(_BRAILLE + dots) if dots else " " for dots in cells), style=self.style)
 
@@ -278,7 +278,7 @@ def server_text(server: ServerStatus, *, has_host: bool) -> Text:
 
 def _num_lines(rows: Iterable[RunRow], wraps: Collection[str], width: int) -> int:
     """Those of `wraps` take as many lines as they need, the others one."""
-    return sum(1 + (len(text) // max(1, width - _LABELS) if name in wraps else 0) for name, text, _ in rows)
+    return sum(1 + (len(text) // max(1, width - _NAME_CELLS) if name in wraps else 0) for name, text, _ in rows)
 
 
 def _labeled(rows: Iterable[RunRow], *, wraps: Collection[str]) -> Table:

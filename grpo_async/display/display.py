@@ -131,7 +131,7 @@ class Display:
 
 
 class LineView(View):
-    """One line per event: for pipes, files, and CI. `quiet`: of warnings and of checks that did not pass only."""
+    """One line per event: for pipes, files, and CI. `quiet`: only warnings, and checks that did not pass."""
 
     def __init__(self, console: Console, progress: Progress, *, logs: Path, quiet: bool = False) -> None:
         self._console = console

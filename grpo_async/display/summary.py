@@ -118,8 +118,8 @@ def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:
 def print_evaluation(
     console: Console, metrics: Mapping[str, Any], by_group: Mapping[str, Any], *, group_by: str | None, title: str
 ) -> None:
-    """Every number of everything and of each value of `group_by`, in a column; with more than a handful of values a row for each,
-    and of the numbers the most important."""
+    """A column for all prompts and one for each value of `group_by`, with every number; of more than a handful of values,
+    a row for each, with the most important numbers."""
     columns = {**by_group, "all": metrics}
     names = [name for name in _order(metrics) if name in metrics]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")

@@ -5,8 +5,8 @@ summary.json.
                               -> judge -> Verdict           is it learning, by how much (verdict)
     metrics + settings        -> advise -> Finding          what bounds the speed (speed)
 
-Everything here is pure but `Evidence.read`; who shows it only renders. The check of reward functions gives the same records
-(rewards.check).
+Everything here is pure, except for what reads a run's files (`evidence`). Those that show findings only render them. The check of
+reward functions gives the same records (rewards.check).
 """
 
 from grpo_async.findings.evidence import Evidence, MetricRow

@@ -210,7 +210,7 @@ class Liveness:
             return None
 
     def _keep(self, watched: _Watched, stacks: str) -> list[str]:
-        """The lines that say where it is; all of them go to the logs."""
+        """The lines of `stacks` that say where the process is; all of `stacks` goes to the logs."""
         current = next((part for part in stacks.split("\n\n") if part.startswith("Current thread")), stacks)
         frames = [line for line in current.splitlines() if line.startswith("  File ")]
         lines = ["where it is (most recent call first):", *("  " + frame for frame in frames[:_MAX_FRAMES])]

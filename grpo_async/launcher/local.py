@@ -143,7 +143,7 @@ class LocalProcesses:
             await self._end([self._trainer])
 
     async def kill_trainer(self) -> None:
-        """At once, as after a second signal, or of one that is frozen."""
+        """Kill the trainer at once: after a second signal, or because it is frozen."""
         self.trainer.kill()
         await asyncio.wait([self.trainer.exited], timeout=KILL_TIMEOUT_S)
 

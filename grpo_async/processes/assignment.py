@@ -52,7 +52,7 @@ class Node(_Record):
 
     @property
     def serves(self) -> bool:
-        """Where no machine only serves, all do."""
+        """Whether it runs servers: all do where no machine only serves."""
         return not (self.num_infer and self.trains)
 
 

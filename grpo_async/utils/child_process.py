@@ -74,7 +74,7 @@ class _Protocol(SubprocessStreamProtocol):
 
 
 def _kill_session(session: int) -> None:
-    """Its leader is dead."""
+    """Kill what is left of a session whose leader is dead."""
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == session:

@@ -54,7 +54,7 @@ async def in_background(work: Coroutine[Any, Any, Result], *, name: str) -> Asyn
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Their results, in their order. When one fails, the others are cancelled and its error is raised."""
+    """The results of `works`, in their order. When one fails, the others are cancelled and its error is raised."""
     with _unwrapped():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in works]

@@ -24,7 +24,7 @@ def stdout_console(file: TextIO | None = None, *, width_of_a_pipe: int = 500) ->
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str | Text, ...]]) -> None:
-    """Rows of as many cells, the last one of any length; in a pipe each row is one line."""
+    """Print rows that have equally many cells; the last cell may be of any length. In a pipe each row is one line."""
     from rich.table import Table
     from rich.text import Text
 

@@ -95,8 +95,8 @@ def put_in_place(made: Path, folder: Path, *, aside: Path) -> None:
 
 
 # ---- JSON ----
-# JSON that other processes read, and that they write and may have been killed over: whatever a file holds, reading it raises
-# nothing.
+# JSON files that several processes use. A writer may have been killed while it wrote, so reading raises nothing, whatever a file
+# holds.
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def numbers(values: object) -> dict[str, float]:
-    """Those of a mapping that are finite."""
+    """The values of a mapping that are finite numbers; {} for anything else."""
     if not isinstance(values, Mapping):
         return {}
     return {str(name): number for name, value in values.items() if (number := finite(value)) is not None}
@@ -243,7 +243,7 @@ class Writer(ABC):
             logger.error("%s", own)
 
 
-# ---- reads on in a file that another process adds lines to, cuts, or replaces ----
+# ---- follow a file to which another process appends lines, and which it may truncate or replace ----
 
 
 class GrowingFile:

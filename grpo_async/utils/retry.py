@@ -1,4 +1,5 @@
-"""Retries: how long to wait before each. Over HTTP what may pass by itself is asked again, bounded and jittered; a refusal never.
+"""Retries: how long to wait before each, bounded and jittered. An HTTP request is repeated after a failure that may pass by itself,
+never after a refusal.
 
 The callers decide what may pass (`inference.connect`, `rewards.http`): connection errors, answers >= 500; for rewards 429.
 """

@@ -71,12 +71,12 @@ def count(number: int, noun: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first that is not blank; "" where all are."""
+    """The first line that is not blank; "" where all are."""
     return text.strip().partition("\n")[0].rstrip()
 
 
 def last_line(text: str) -> str:
-    """The last that is not blank, without the space around it; "" where all are."""
+    """The last line that is not blank, without the space around it; "" where all are."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
