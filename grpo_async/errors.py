@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose.
+"""The errors that this package raises on purpose. One that belongs to a single module derives from these and is defined there.
 
     GrpoAsyncError
     |- ConfigError            the user's input is wrong; nothing was started        -> exit 2

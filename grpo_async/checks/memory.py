@@ -17,7 +17,7 @@ from grpo_async.checks.report import Found
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.text import format_bytes
+from grpo_async.utils.text import count, format_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADVICE = (
@@ -208,7 +208,7 @@ def disk_room(config: ExperimentConfig, run_dir: RunDir, size: ModelSize) -> Fou
     model, each = size.parameters * item, 3 * size.trained(config) * (item if config.model.lora is None else 4)
     still = max(0, config.checkpoint.keep_last + 1 - len(run_dir.checkpoint_steps()))
     needed, free = still * each + model, shutil.disk_usage(_nearest(run_dir)).free
-    parts = f"{still} checkpoint(s) of {format_bytes(each)} and the model of {format_bytes(model)}"
+    parts = f"{count(still, 'checkpoint')} of {format_bytes(each)} and the model of {format_bytes(model)}"
     message = f"{parts} need {format_bytes(needed)}; {run_dir.root} has {format_bytes(free)} free"
     advice = "free space, lower checkpoint.keep_last, or set run.dir to another disk"
     if needed > free:

@@ -8,7 +8,6 @@ Reads only: nothing of the run is changed, no rollout is made.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,8 +68,8 @@ class PreflightContext:
     score_on_trainer: Callable[[Sequence[Sequence[int]], str], TrainerScores]
     """Log-probabilities of whole sequences under the trainer's weights, at the rounding of a dtype; a collective, called once, on
     the calling thread."""
-    parameter_shapes: Mapping[str, Sequence[int]]
-    """Shapes of the parameters that the trainer sends."""
+    num_parameters: int
+    """Of the policy."""
     num_embeddings: int
     """Rows of the trainer's embedding."""
     policy_version: int
@@ -80,10 +79,6 @@ class PreflightContext:
     """Scores of the probes; None: the trainer could not score them."""
     tool_sets: Sequence[Sequence[Mapping[str, Any]]] = field(default=())
     """Sets of tools (JSON schemas) that rollouts may be offered."""
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.parameter_shapes.values())
 
 
 def run_preflight(context: PreflightContext) -> list[Check]:

@@ -202,7 +202,10 @@ def _drop_long_prompts(rows: Rows, source: Source, count_tokens: CountTokens | N
     if count_tokens is None:
         raise ValueError("max_prompt_tokens is set: load_rows needs `count_tokens`")
     prompts = (make_prompt(row, 0, source.system_prompt) for row in rows)
-    kept = [index for index, prompt in enumerate(prompts) if count_tokens(prompt) <= limit]
+    try:
+        kept = [index for index, prompt in enumerate(prompts) if count_tokens(prompt) <= limit]
+    except ConfigError as error:
+        raise ConfigError(f"{_source_name(source)}: {error}") from error
     if len(kept) == len(rows):
         return rows
     note = f"max_prompt_tokens: {limit} left out {len(rows) - len(kept)} of {len(rows)} rows"

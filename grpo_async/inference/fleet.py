@@ -310,7 +310,7 @@ class Fleet:
         return metrics
 
     def read_counters(self) -> ServerCounters:
-        """The servers' counters since the fleet was started. Asks the servers that are up, for at most 2 s; a server that does not
+        """The servers' counters since the fleet was started. Asks the servers that are up, for at most 4 s; a server that does not
         answer counts with its last answer."""
         asked = {
             server.index: in_thread(

@@ -36,7 +36,8 @@ class Signals:
         finally:
             for number, handler in before.items():
                 loop.remove_signal_handler(number)  # which leaves the system's default
-                signal.signal(number, handler)
+                if handler is not None:  # None: not set from Python, which cannot set it again
+                    signal.signal(number, handler)
 
     def take_remote(self, number: signal.Signals) -> None:
         """The launcher of another machine got one. A scheduler sends it to every machine, so it is never a second one."""

@@ -96,8 +96,8 @@ class OpenGroup:
         """The state of each rollout that has not failed; a resume tries failed ones again."""
         found = dict(self.restored)  # no producer has taken these yet
         found |= {index: each for index, take in self.snapshots.items() if (each := take()) is not None}
-        whole = {i: e for i, e in found.items() if not (isinstance(e, RolloutCompletion) and not e.status.is_trainable)}
-        return GroupSnapshot(group_id=self.group_id, rollouts=whole)
+        kept = {i: e for i, e in found.items() if not (isinstance(e, RolloutCompletion) and not e.status.is_trainable)}
+        return GroupSnapshot(group_id=self.group_id, rollouts=kept)
 
     @property
     def stage(self) -> str:

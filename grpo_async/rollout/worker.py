@@ -230,7 +230,7 @@ class RolloutWorker:
             self._in_flight.pop(group_id, None)
 
     async def _make(self, group: OpenGroup) -> ScoredGroup | None:
-        """Generate and score. Returns None when there is nothing to score because no token was sampled.
+        """Generate and score. Returns None when there is nothing to score: fewer than two rollouts sampled a token.
 
         This is not a failure: the prompt is too long, or its environment was done immediately.
         """
@@ -335,9 +335,9 @@ class RolloutWorker:
 
 
 def why_no_signal(scored: ScoredGroup | None) -> str:
-    """Why a group had nothing to train; None: no token of it was sampled."""
+    """Why a group had nothing to train; None: fewer than two of its rollouts sampled a token."""
     if scored is None:
-        return "no token was sampled: its prompt is too long, or its environment was done immediately"
+        return "fewer than two of its rollouts sampled a token: its prompt is too long, or its environment was done immediately"
     rewards = scored_rewards(scored.rewards)
     if len(rewards) < 2:
         return "it was not scored"

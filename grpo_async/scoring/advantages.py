@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 Rewards = Sequence[float | None]
 """Rewards of one group, [num_completions]."""
 
-_STD_FLOOR = 1e-4  # added to the standard deviation, as in TRL
+_STD_EPSILON = 1e-4  # added to the standard deviation, as in TRL
 
 
 class Advantages:
@@ -122,7 +122,7 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "none"] = "gro
     if has_zero_variance(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(scored) / len(scored)
-    divisor = 1.0 if scale == "none" else sample_std(scored) + _STD_FLOOR
+    divisor = 1.0 if scale == "none" else sample_std(scored) + _STD_EPSILON
     return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
 
 
@@ -149,7 +149,7 @@ def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:
     Example: [1, 0] and [3, 3]: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5, so
     A = +-0.5 / 1.5001 = +-0.33331, and 0, 0.
     """
-    divisor = sample_std([reward for rewards in groups for reward in scored_rewards(rewards)]) + _STD_FLOOR
+    divisor = sample_std([reward for rewards in groups for reward in scored_rewards(rewards)]) + _STD_EPSILON
     return [[advantage / divisor for advantage in group_advantages(rewards, scale="none")] for rewards in groups]
 
 
@@ -184,7 +184,7 @@ def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
     """
     scored = [value for values in groups for value in scored_rewards(values)]
     mean = math.fsum(scored) / len(scored) if scored else 0.0
-    divisor = sample_std(scored) + _STD_FLOOR
+    divisor = sample_std(scored) + _STD_EPSILON
     return [
         [0.0 if value is None else (value - mean) / divisor for value in values]
         if not has_zero_variance(values)

@@ -119,4 +119,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    run_process("the evaluation, rank", evaluate_served)
+    run_process("evaluation rank", evaluate_served)

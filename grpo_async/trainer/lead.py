@@ -185,7 +185,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
                     prompt_ids=side.first_prompt_ids,
                     probes=probes,
                     score_on_trainer=leader.score,
-                    parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
+                    num_parameters=context.num_parameters,
                     num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
                     policy_version=start,
                     token=token_from_environment(),
@@ -677,7 +677,7 @@ class Leader:
         """The peak memory of each rank by the end of its first step, and the estimate."""
         context = self._context
         config = context.policy.model.config.get_text_config().to_dict()
-        size = ModelSize.of(config, sum(math.prod(spec.shape) for spec in context.parameters.specs))
+        size = ModelSize.of(config, context.num_parameters)
         estimated = sum(trainer_memory(self._config, size).values())
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": context.device.type == "cuda"}
 

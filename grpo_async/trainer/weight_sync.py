@@ -25,7 +25,7 @@ from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_server
-from grpo_async.utils.text import shortlist
+from grpo_async.utils.text import count, format_bytes, shortlist
 from grpo_async.weights.buckets import GatheredParameters
 from grpo_async.weights.push import TRACK, PushFailedError, WeightTransport, push_weights
 
@@ -127,11 +127,11 @@ class FleetSync:
             for name in ("pause", "start", "transfer", "finish", "resume")
         )
         logger.info(
-            "pushed version %d, %.1f MB at %.0f MB/s, to %d server(s) in %.0f ms (%s)",
+            "pushed version %d, %s at %s/s, to %s in %.0f ms (%s)",
             version,
-            metrics["sync/bytes"] / 1e6,
-            metrics["sync/bytes_per_s"] / 1e6,
-            len(servers),
+            format_bytes(metrics["sync/bytes"]),
+            format_bytes(metrics["sync/bytes_per_s"]),
+            count(len(servers), "server"),
             1000.0 * metrics["sync/push_s"],
             phases,
         )

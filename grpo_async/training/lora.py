@@ -159,7 +159,7 @@ def _saved_modules(model: Any, section: LoraSection) -> list[str]:
         if not any(True for name in fitting for _ in model.get_submodule(name).parameters()):
             known = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if each._parameters})
             raise ConfigError(
-                f"model.lora.modules_to_save: no module's name with parameters ends in {wanted!r}; there are {known}"
+                f"model.lora.modules_to_save: no module with parameters has a name that ends in {wanted!r}; there are {known}"
             )
         chosen += [name for name in fitting if name not in chosen]
     own = {id(parameter) for name in chosen for parameter in model.get_submodule(name).parameters()}
@@ -167,7 +167,7 @@ def _saved_modules(model: Any, section: LoraSection) -> list[str]:
         if id(parameter) in own and not _is_in(name, chosen):
             raise ConfigError(
                 f"model.lora.modules_to_save: {name} is tied to one of {section.modules_to_save} and would change with it; "
-                f"name both"
+                "name both"
             )
     return chosen
 

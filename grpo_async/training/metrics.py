@@ -105,7 +105,7 @@ class UpdateSums:
             before_sync: called when all of this is launched, before the host waits for the device.
         """
         mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
-        of_ranks = mine[None]  # (world, 150)
+        of_ranks = mine[None]  # (world, 149)
         if dist.is_initialized() and dist.get_world_size() > 1:
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, mine)
@@ -155,7 +155,6 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
     metrics = {
         "loss": total["loss"] / num_updates,
         "policy_loss": total["policy_loss"] / num_updates,
-        "num_tokens": total["tokens"],
         "entropy": total["entropy"] / num_tokens,
         "grad_norm": sum(update.grad_norm for update in updates) / num_updates,
         "sampling/sampling_logp_difference/mean": total["difference"] / num_tokens,

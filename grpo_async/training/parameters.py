@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import AdapterBase, ServedParameters
+from grpo_async.utils.text import shortlist
 from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import GatheredParameters, ParameterSpec
 
@@ -151,7 +152,8 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[F
     missing = everything.keys() - {name for group in groups.values() for name in group.outputs}
     if missing or rest:
         raise ConfigError(
-            f"{type(model).__name__} cannot be sent in parts: {sorted(missing)[:5]} depend on tensors all over the model"
+            f"{type(model).__name__} cannot be sent in parts: {shortlist(sorted(missing) or rest, ', ')} "
+            "depend on tensors all over the model"
         )
     return [groups[name] for name in sources if name in groups]
 

@@ -9,6 +9,7 @@ A command travels on a separate gloo group, whose deadline is long: the other ra
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from grpo_async.training.checkpoint import CheckpointState, CheckpointWriter, lo
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
+from grpo_async.training.parameters import list_sources
 from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.timing import peak_bytes
@@ -186,6 +188,12 @@ class TrainerContext:
     """This rank's micro-batches of the next step, on the CPU. [num_minibatches][num_micro_batches]"""
     peaks: Sequence[int] | None = None
     """Peak memory of each rank at the end of its first step, in bytes; set on rank 0, empty on the others."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the policy, with adapters merged: those of its checkpoint, whatever a push sends."""
+        sources = list_sources(self.policy.model)
+        return sum(math.prod(source.shape) for source in sources if not source.is_buffer)
 
     @property
     def _synced_reference(self) -> Policy | None:

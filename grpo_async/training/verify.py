@@ -50,7 +50,7 @@ class LogprobDifference:
     max: float
     """Largest |d|."""
     k3: float
-    """Mean of exp(d) - d - 1 >= 0: the k3 estimate of the KL divergence (training.loss.kl_k3)."""
+    """Mean of exp(d) - d - 1 >= 0: the k3 estimate of the KL divergence, with d of at most 80 (training.loss.kl_k3)."""
     num_tokens: int
 
 
@@ -162,7 +162,7 @@ def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
 
 
 def probe_sequences(prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """Token sequences for the comparison: 16, 64 and 300 tokens, or as many as one less than `max_model_len` allows.
+    """Token sequences for the comparison: 16, 64 and 300 tokens, each at most `max_model_len` - 1.
 
     The first half (or less) of each sequence is from the run's prompts: prompt i of `prompt_ids` for sequence i, from its start.
     The rest is pseudo-random, so that many rows of the embedding take part. The same arguments give the same sequences.

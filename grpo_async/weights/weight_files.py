@@ -9,6 +9,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from grpo_async.errors import ConfigError
+from grpo_async.utils.text import shortlist
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = [folder / name for name in _names_in(index)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(f"model.path: {index} names files that are not there: {missing[:5]}")
+        raise ConfigError(f"model.path: {index} names files that are not there: {shortlist(missing, ', ')}")
     return files
 
 

@@ -28,6 +28,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.training.verify import TrainerScores, probe_sequences
+from grpo_async.utils.text import count
 from tests.launcher.support import make_config
 from tests.servers.embedded_support import Live, live, load
 from tests.support.chat_families import family
@@ -75,7 +76,7 @@ def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
     fields: dict[str, Any] = {
         "config": config, "run_dir": RunDir(config.run_path), "renderer": renderer, "servers": [], "prompts": prompts,
         "prompt_ids": [renderer.prompt_ids(prompt.messages) for prompt in prompts], "probes": [],
-        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], perturbed_logprobs=[]), "parameter_shapes": {},
+        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], perturbed_logprobs=[]), "num_parameters": 0,
         "num_embeddings": len(tokenizer), "policy_version": 0, "token": TOKEN,
     }  # fmt: skip
     return PreflightContext(**{**fields, **changes})
@@ -112,7 +113,7 @@ def _live_context(folder: Path, model: Path, url: str, **changes: Any) -> Prefli
         "prompt_ids": rendered,
         "probes": probe_sequences(rendered, vocab_size=rows, max_model_len=512),
         "score_on_trainer": score,
-        "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},
+        "num_parameters": sum(p.numel() for p in policy.model.parameters()),
         "num_embeddings": rows,
     }
     return _context(folder, renderer.tokenizer, sections=sections, **{**fields, **changes})
@@ -148,7 +149,7 @@ def test_a_run_where_everything_fits_passes_every_check_and_writes_them(
     assert "over 377 tokens (limit of the mean 0.001;" in checks["logprobs"].detail
     assert "turns end with <|im_end|>" in checks["chat template"].detail
     # 3 checkpoints of weights and two moments, and the model: 10 x 4 bytes x parameters
-    assert checks["disk"].detail.startswith("3 checkpoint(s) of ")
+    assert checks["disk"].detail.startswith("3 checkpoints of ")
 
 
 def test_a_server_with_other_weights_fails_with_the_likely_cause(
@@ -334,11 +335,11 @@ NUMBER = 1_000_500
 def test_disk_for_checkpoints_and_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_there: int, free: int, status: str
 ) -> None:
-    context = _context(tmp_path, family("chatml"), parameter_shapes={"a": (NUMBER,)})
+    context = _context(tmp_path, family("chatml"), num_parameters=NUMBER)
     context.run_dir.create()
     for step in range(num_there):
         context.run_dir.checkpoint(step).mkdir(parents=True)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     (found,) = preflight.check_disk(context)
     assert found[0] == status
-    assert found[1].startswith(f"{3 - num_there} checkpoint(s) of 11.4 MiB and the model of 3.8 MiB need")
+    assert found[1].startswith(f"{count(3 - num_there, 'checkpoint')} of 11.4 MiB and the model of 3.8 MiB need")

@@ -208,7 +208,7 @@ def _lead(
         config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), timeline=NO_TIMELINE,
         load=lambda step: stub.events.append(f"restore {step}"), export=lambda **_: stub.events.append("export"),
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
-        parameters=SimpleNamespace(specs=[], device=cpu), world_size=1, device=cpu, peaks=[1 << 30],
+        parameters=SimpleNamespace(specs=[], device=cpu), num_parameters=0, world_size=1, device=cpu, peaks=[1 << 30],
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))

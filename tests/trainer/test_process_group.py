@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
@@ -141,6 +143,22 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         "wire": {getattr(torch, wire)},
         "announced": {wire},
     }
+
+
+def test_the_size_of_a_policy_whose_adapters_are_pushed_is_that_of_its_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, int] = {}
+
+    def leads(place: Assignment, control: ControlClient, context: TrainerContext, renderer: Any) -> None:
+        seen["size"] = context.num_parameters
+        seen["sent"] = sum(math.prod(spec.shape) for spec in context.parameters.specs)
+
+    monkeypatch.setattr(lead_module, "lead_ranks", leads)
+    model = {"path": str(tiny_model), "lora": {"rank": 2, "push": "adapter"}}
+    _run(side_config(tmp_path, tiny_model, model=model), tmp_path)
+    assert seen["size"] == AutoModelForCausalLM.from_pretrained(tiny_model).num_parameters()
+    assert seen["sent"] < seen["size"] / 2
 
 
 def test_the_exported_tokenizer_has_the_configured_template(
