@@ -19,7 +19,8 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.processes.addresses import interface_of, resolve_host
 from grpo_async.processes.assignment import Node
-from grpo_async.utils.network import binding_error, host_and_port, is_loopback
+from grpo_async.utils.network import WILDCARDS, binding_error, host_and_port, is_loopback
+from grpo_async.utils.text import count
 
 DEFAULT_PORT = 29400
 """Port of the rendezvous, where no other is given; torchrun's."""
@@ -102,7 +103,7 @@ def _rank(config: ExperimentConfig, name: str, given: str | int | None) -> int:
 
 def _described(config: ExperimentConfig) -> str:
     nodes = config.launch.nodes
-    return f"{nodes.train} machines train and {nodes.infer} serve" if nodes.infer else f"{nodes.train} machines train"
+    return f"{count(nodes.train, 'machine')} to train" + (f" and {nodes.infer} to serve" if nodes.infer else "")
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
@@ -110,6 +111,8 @@ def _host_and_port(text: str) -> tuple[str, int]:
         host, port = host_and_port(text)
     except ValueError as error:
         raise ConfigError(f"--master-addr: {text!r} is neither HOST nor HOST:PORT") from error
+    if port == 0:
+        raise ConfigError(f"--master-addr: {text!r} has port 0, which is no port to meet at (1 to 65535)")
     return host, port or DEFAULT_PORT
 
 
@@ -129,8 +132,8 @@ def leading_node(node: Node) -> Node:
     """This machine as node 0, before anything is written.
 
     Raises:
-        ConfigError: the rendezvous address is a host that is not known, one that other machines take for themselves, or where this
-            machine cannot listen.
+        ConfigError: the rendezvous address is a host that is not known, one that other machines take for themselves, that of all
+            networks, or one where this machine cannot listen.
     """
     if node.is_alone:
         return node
@@ -140,13 +143,18 @@ def leading_node(node: Node) -> Node:
             f"{_RENDEZVOUS}: {node.address} is {address} on this machine (see /etc/hosts), where no other machine can come; "
             "name the address in the network that the machines share"
         )
+    if address in WILDCARDS:
+        raise ConfigError(
+            f"{_RENDEZVOUS}: {node.address} would listen on every network; name the address of node 0 in the one that the machines "
+            "share"
+        )
     if (error := binding_error(address, node.port)) is not None:
         raise cannot_listen(address, node.port, error) from error
     return node.model_copy(update={"address": address, "own_address": address})
 
 
 def cannot_listen(address: str, port: int, error: OSError) -> ConfigError:
-    """For node 0, which opens the store there."""
+    """The error of node 0 when it cannot open the store there."""
     return ConfigError(
         f"{_RENDEZVOUS}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
         "machine and a port that nothing uses"

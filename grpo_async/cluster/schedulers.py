@@ -100,7 +100,7 @@ def manifest(
 
 
 def job_name(run_name: str) -> str:
-    """As Kubernetes takes names: "Math_7B.v2" -> "math-7b-v2"."""
+    """The run's name in the form that Kubernetes takes: "Math_7B.v2" -> "math-7b-v2"."""
     name = re.sub(r"[^a-z0-9]+", "-", run_name.lower())[:_MAX_NAME].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
 

@@ -55,7 +55,7 @@ class Key:
 
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
-    """In the order of the sections."""
+    """Every key, in the order of the sections."""
     return tuple(_keys(ExperimentConfig, ""))
 
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from grpo_async.config.sections import CispoLoss, CustomLoss, GspoLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
+from grpo_async.utils.text import count
 
 if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig
@@ -124,7 +125,7 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
     yield (
         behind > rollout.max_staleness,
         f"{{rollout.max_staleness}} with {{training.weight_sync_steps}} would drop every sample as stale; the server is up to "
-        f"{behind} steps behind, so set max_staleness >= {behind}",
+        f"{count(behind, 'step')} behind, so set max_staleness >= {behind}",
     )
     yield (
         training.micro_batch_tokens < config.inference.max_model_len,
@@ -134,7 +135,7 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
     yield (
         config.launch.world_size > rollout.groups_per_step * rollout.group_size,
         f"launch.num_trainer_ranks x launch.nodes.train: {config.launch.world_size} is more than the samples of a step "
-        f"({rollout.groups_per_step} groups x {rollout.group_size})",
+        f"({count(rollout.groups_per_step, 'group')} x {rollout.group_size})",
     )
     yield (
         training.max_steps is not None and config.optimizer.warmup_steps > training.max_steps,

@@ -474,13 +474,13 @@ class RolloutSection(StrictModel):
     temperature: float = Field(default=1.0, ge=0.01, le=100.0)
     """Sampling temperature; the trainer's logprobs use the same. vLLM raises anything below 0.01 to that."""
     top_p: TopP = 1.0
-    """Sample from the fewest most likely tokens whose probabilities add up to this (nucleus sampling, arXiv 1904.09751); 1 = all.
-    This and the next four sample from another distribution than the policy's: they need `loss.proximal: recomputed` with
-    `loss.correction: {level: token}`."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to this (nucleus sampling,
+    arXiv 1904.09751); 1 = all. This and the next four sample from another distribution than the policy's: they need
+    `loss.proximal: recomputed` with `loss.correction: {level: token}`."""
     top_k: TopK = 0
     """Sample from this many of the most likely tokens; 0 = all (-1 in vLLM's API)."""
     min_p: MinP = 0.0
-    """Sample from tokens that are at least this times as likely as the most likely one (arXiv 2407.01082); 0 = all."""
+    """Sample from tokens whose probability is at least this fraction of that of the most likely one (arXiv 2407.01082); 0 = all."""
     repetition_penalty: RepetitionPenalty = 1.0
     """Above 1, tokens that are already in the prompt or the completion become less likely (arXiv 1909.05858); 1 = none."""
     structured_outputs: StructuredOutputs | None = None
@@ -729,8 +729,8 @@ class TrainingSection(StrictModel):
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Maximum number of tokens, padding included, of one forward pass on one rank."""
     pack: bool = True
-    """The samples of a forward in one row, without padding. false: one sample per row, padded to the longest (for comparison; but
-    for `bnpo`, which weighs by micro-batch, the loss is the same)."""
+    """Put the samples of a forward pass into one row, without padding. false: one sample per row, padded to the longest
+    (for comparison; except for `bnpo`, which weighs by micro-batch, the loss is the same)."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Logits are computed for this many tokens at a time and never held for more."""
     compile: bool = False

@@ -250,6 +250,8 @@ def _variable(reference: re.Match[str]) -> str:
         raise ValueError(f"'{reference[0]}' has no closing brace; write $${{ for a literal ${{")
     if not _NAME.fullmatch(name):
         raise ValueError(f"'{reference[0]}' does not name an environment variable; write $${{ for a literal ${{")
+    if "${" in default:
+        raise ValueError(f"'{reference[0]}': a default cannot contain another reference")
     if name not in os.environ and not has_default:
         raise ValueError(f"the environment variable '{name}' is not set; set it or write ${{{name}:-default}}")
     return os.environ.get(name) or default

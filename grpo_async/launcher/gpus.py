@@ -66,10 +66,11 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
     if not gpus:
         return GpuShares(trainer=None, servers=(None,) * num_servers)
     wanted = num_servers * each
-    needed = max(ranks, min(each, wanted)) if launch.colocate else ranks + wanted
+    is_shared = launch.colocate and ranks > 0
+    needed = max(ranks, min(each, wanted)) if is_shared else ranks + wanted
     if needed > len(gpus):
         raise ConfigError(_too_few(config, len(gpus), ranks=ranks, num_servers=num_servers, each=each))
-    first = 0 if launch.colocate else ranks
+    first = 0 if is_shared else ranks
     servers = tuple(
         tuple(dict.fromkeys(gpus[(first + server * each + k) % len(gpus)] for k in range(each)))
         for server in range(num_servers)

@@ -142,7 +142,7 @@ class NodeHub:
             case {"kind": "failed", "error": str(error)}:
                 self._local.lose_servers(f"on {node.name} {plain(error)}")
             case _:
-                self._display.warning(f"{node.name} sent an unknown message: {clipped(str(message), 200)!r}")
+                self._display.warning(f"{node.name} sent an unknown message: {clipped(str(dict(message)), 200)}")
 
     def _lose(self, node: NodeInfo) -> None:
         self._gone.add(node.rank)

@@ -22,6 +22,7 @@ from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import last_line
@@ -123,4 +124,5 @@ def _write_report(run_dir: RunDir, timeout_s: float) -> str | None:
         return str(error)
     if done.returncode == 0:
         return None
-    return last_line(done.stderr.decode(errors="replace"))[:_MAX_PROBLEM] or f"exit code {done.returncode}"
+    said = last_line(done.stderr.decode(errors="replace"))[:_MAX_PROBLEM] if done.returncode > 0 else ""
+    return said or f"its process {describe_exit(done.returncode)}"

@@ -132,8 +132,8 @@ class LocalProcesses:
         return [child for child in children if child is not None and child.is_running]
 
     async def wait(self, *events: asyncio.Event, for_trainer: bool = True, timeout_s: float | None = None) -> None:
-        """Until the trainer ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes: the
-        trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
+        """Wait until the trainer ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes:
+        the trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
         children = [self._trainer] if for_trainer and self._trainer is not None else []
         await _first_of(children, [self.signals.arrived, *events], timeout_s)
 
@@ -148,7 +148,7 @@ class LocalProcesses:
         await asyncio.wait([self.trainer.exited], timeout=KILL_TIMEOUT_S)
 
     async def end_servers(self) -> None:
-        """No restart, then SIGTERM."""
+        """Restart no server from now on, and send SIGTERM to each."""
         self.stopping.set()
         if self._watches:
             await asyncio.wait(self._watches, timeout=_RESTART_TIMEOUT_S)

@@ -41,7 +41,7 @@ from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Nod
 from grpo_async.processes.machine import Machine, inspect_machine
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
-from grpo_async.utils.network import WILDCARDS, host_in_url
+from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url
 from grpo_async.utils.text import count
 
 Fact: TypeAlias = tuple[str, str]
@@ -66,6 +66,11 @@ class ProcessSpec:
     threads: int
     gpus: tuple[str, ...] = ()
     memory: str = ""
+
+    @property
+    def device(self) -> str:
+        """("0", "1") -> "GPU 0,1"; without GPUs "CPU"."""
+        return f"GPU {','.join(self.gpus)}" if self.gpus else "CPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +111,9 @@ class ProcessPlan:
             *(f"{name:<10} {text}" for name, text in self.facts),
         ]
         for spec in self.processes:
-            where = f"GPU {','.join(spec.gpus)}" if spec.gpus else "CPU"
             lines += [
                 "",
-                f"{spec.name}: {count(spec.num_processes, 'process')}, {count(spec.threads, 'CPU thread')} each, {where}",
+                f"{spec.name}: {count(spec.num_processes, 'process')}, {count(spec.threads, 'CPU thread')} each, {spec.device}",
                 f"  command  {shlex.join(spec.command)}",
                 *([f"  memory   {spec.memory}"] if spec.memory else []),
                 f"  log      {assignment.attempt_dir / spec.log_name}",
@@ -327,7 +331,7 @@ def _trainer(
         "--max-restarts": 0,
         "--rdzv-id": config.run.name,
         # without an address the host's name is looked up
-        "--local-addr": node.own_address or "127.0.0.1",
+        "--local-addr": node.own_address or LOOPBACK,
         # without a folder it makes one in the temporary directory, and leaves it there
         "--log-dir": assignment.private_dir / "torchrun",
     }
@@ -406,7 +410,7 @@ def _own_notes(
     threads = sum(spec.num_processes * spec.threads for spec in specs)
     if threads > machine.num_cpus:
         yield (
-            f"{threads} compute threads on {machine.num_cpus} CPUs slow each other down; "
+            f"{threads} compute threads on {count(machine.num_cpus, 'CPU')} slow each other down; "
             "see launch.trainer_threads, launch.num_trainer_ranks, inference.threads"
         )
     if config.inference.vllm.sleep_while_training and not shared_gpus:

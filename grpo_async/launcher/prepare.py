@@ -31,6 +31,7 @@ from grpo_async.training.checkpoint_manifest import (
 )
 from grpo_async.utils.files import read_object, temporary_of
 from grpo_async.utils.run_state import FINISHED
+from grpo_async.utils.text import count
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
 _FIXED = (
@@ -141,7 +142,7 @@ def lock(run_dir: RunDir) -> Iterator[None]:
 
 @contextmanager
 def writing(run_dir: RunDir) -> Iterator[None]:
-    """For what is written before anything is started.
+    """A context for writes before anything is started.
 
     Raises:
         ConfigError: the directory takes nothing (full, read-only, immutable, another user's).
@@ -217,7 +218,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
     # where it has fewer steps, evaluation or export are still to be done
     if is_over and summary.get("status") == FINISHED and summary.get("steps") == step:
         raise ConfigError(
-            f"--resume: the run in {run_dir.root} has finished its {step} steps; raise training.{setting} to train on"
+            f"--resume: the run in {run_dir.root} has finished its {count(step, 'step')}; raise training.{setting} to train on"
         )
     notes = [f"{each}; whether the run had finished is unknown" for each in problems]
     notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]

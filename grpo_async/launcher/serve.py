@@ -52,10 +52,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
         )
         plan = plan_processes(config, engine=engine, assignment=assignment, token=token_from_environment())
         urls, specs = assignment.server_urls, plan.servers
-        gpus = [f"GPU {','.join(spec.gpus)}" if spec.gpus else "CPU" for spec in specs]
-        output.say(
-            "\n".join(f"{spec.name}: {url}, {where}" for spec, url, where in zip(specs, urls, gpus, strict=True))
-        )
+        output.say("\n".join(f"{spec.name}: {url}, {spec.device}" for spec, url in zip(specs, urls, strict=True)))
         display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
         with display:
             return asyncio.run(_serve(config, plan, display))

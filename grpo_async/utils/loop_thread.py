@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from grpo_async.errors import DeadlineError
+from grpo_async.utils.text import count
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -63,7 +64,7 @@ class LoopThread:
         tasks = sorted(asyncio.all_tasks(self.loop), key=lambda task: task.get_name())
         lines = [f"{task.get_name()}: {' > '.join(_awaits(task.get_coro()))}" for task in tasks[:_MAX_STACKS]]
         if len(tasks) > _MAX_STACKS:
-            lines.append(f"and {len(tasks) - _MAX_STACKS} more tasks")
+            lines.append(f"and {count(len(tasks) - _MAX_STACKS, 'more task')}")
         return "\n".join(lines)
 
     def cancel_all(self, *, timeout_s: float) -> bool:

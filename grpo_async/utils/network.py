@@ -46,7 +46,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def host_in_url(address: str) -> str:
-    """As it stands before a port: "::1" -> "[::1]", "127.0.0.1" as it is."""
+    """The address as it stands before a port: "::1" -> "[::1]", "127.0.0.1" as it is."""
     return f"[{address}]" if ":" in address else address
 
 

@@ -201,7 +201,7 @@ def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch:
     save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000_000))
     check_inputs(config, engine=EMBEDDED)  # a start leaves it to the preflight
-    with pytest.raises(ConfigError, match=r"run\.dir: 3 checkpoint\(s\) of 11\.4 MiB .* not enough"):
+    with pytest.raises(ConfigError, match=r"run\.dir: 3 checkpoints of 11\.4 MiB .* not enough"):
         check_inputs(config, engine=EMBEDDED, deep=True)
 
 

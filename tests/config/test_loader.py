@@ -130,11 +130,15 @@ def test_bad_references_are_problems_and_say_nothing_else_about_the_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MISSING", raising=False)
-    path = _write(tmp_path, MINIMAL + "optimizer:\n  lr: ${MISSING}\n  eps: ${9}\n  schedule: '${OPEN'\n")
+    path = _write(
+        tmp_path,
+        MINIMAL + "optimizer:\n  lr: ${MISSING}\n  eps: ${9}\n  schedule: '${OPEN'\n  min_lr_ratio: ${A:-${B}}\n",
+    )
     assert _problems(path) == [
         "x.yaml:6: optimizer.lr: the environment variable 'MISSING' is not set; set it or write ${MISSING:-default}",
         "x.yaml:7: optimizer.eps: '${9}' does not name an environment variable; write $${ for a literal ${",
         "x.yaml:8: optimizer.schedule: '${OPEN' has no closing brace; write $${ for a literal ${",
+        "x.yaml:9: optimizer.min_lr_ratio: '${A:-${B}': a default cannot contain another reference",
     ]
 
 

@@ -61,6 +61,19 @@ def _hanging_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return pid
 
 
+def test_a_report_whose_process_is_killed_names_the_signal_and_not_its_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\necho a warning >&2\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    assert _end(tmp_path, write_run(tmp_path, metrics=steps(6))) == 0
+    said = capsys.readouterr().err
+    assert "report.html was not written: its process was killed by SIGKILL" in said
+    assert "a warning" not in said
+
+
 def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

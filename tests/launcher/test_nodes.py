@@ -63,9 +63,10 @@ _SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "node[
         ((None, None), {}, "add --node-rank K"),
         ((4, "a"), {}, "--node-rank: '4' is not a machine of this run"),
         ((None, None), _SLURM | {"SLURM_NODEID": "4"}, r"\$SLURM_NODEID: '4' is not a machine of this run"),
-        ((None, None), _SLURM | {"SLURM_NNODES": "3"}, r"2 machines train and 2 serve, and \$SLURM_NNODES is 3"),
+        ((None, None), _SLURM | {"SLURM_NNODES": "3"}, r"2 machines to train and 2 to serve, and \$SLURM_NNODES is 3"),
         ((1, None), {}, "no rendezvous address is set"),
         ((1, "a/b"), {}, "neither HOST nor HOST:PORT"),
+        ((1, "a:0"), {}, "has port 0"),
         ((1, None), _TORCHRUN | {"MASTER_PORT": "tcp"}, r"\$MASTER_PORT: 'tcp' is not a port"),
         ((1, None), _TORCHRUN | {"MASTER_PORT": "123456"}, r"\$MASTER_PORT: '123456' is not a port"),
     ],
@@ -118,6 +119,12 @@ def test_a_host_name_that_is_loopback_for_itself_only_is_refused(
     monkeypatch.setattr(nodes, "resolve_host", lambda host, setting: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"node-0 is 127\.0\.1\.1 on this machine"):
         leading_node(Node(num_train=2, address="node-0"))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])
+def test_a_rendezvous_that_would_listen_on_every_network_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"{address} would listen on every network"):
+        leading_node(Node(num_train=2, address=address, port=free_port()))
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -196,6 +196,13 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
     assert [note for note in shares.notes if "not used" in note] == idle
 
 
+def test_servers_beside_a_trainer_on_the_cpu_have_their_own_gpus_whatever_colocate_says(tmp_path: Path) -> None:
+    config = make_config(tmp_path, launch={"device": "cpu", "colocate": True}, inference={"replicas": 2})
+    assert share_gpus(config, VLLM_ON_GPU, ("0", "1"), Node()).servers == (("0",), ("1",))
+    with pytest.raises(ConfigError, match="this machine has 1 GPU for the run, and it needs 2 for 2 servers"):
+        share_gpus(config, VLLM_ON_GPU, ("0",), Node())
+
+
 @pytest.mark.parametrize(
     ("gpus", "ranks", "parallel", "colocate", "words"),
     [
