@@ -34,7 +34,7 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir
-from grpo_async.training.verify import MAX_ROUNDING, TrainerScores, coarsest_dtype, compare_server
+from grpo_async.training.verify import MAX_ROUNDING, Score, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.files import write_atomically
 from grpo_async.utils.network import WILDCARDS, is_loopback
 from grpo_async.utils.text import clipped
@@ -65,11 +65,11 @@ class PreflightContext:
     """Their tokens; none where a rollout function or an agent makes its own."""
     probes: Sequence[Sequence[int]]
     """See training.verify.probe_sequences."""
-    score_on_trainer: Callable[[Sequence[Sequence[int]], str], TrainerScores]
+    score_on_trainer: Score
     """Log-probabilities of whole sequences under the trainer's weights, at the rounding of a dtype; a collective, called once, on
     the calling thread."""
     num_parameters: int
-    """Of the policy."""
+    """Parameters of the policy, with adapters merged."""
     num_embeddings: int
     """Rows of the trainer's embedding."""
     policy_version: int

@@ -296,7 +296,7 @@ class RunEvaluations:
             self._release(running)
             if running.when == "after":
                 self.is_final_missing = True
-                self._listeners.warn("stopped during the evaluation after training; --resume makes it")
+                self._listeners.warn("stopped during the evaluation after training; --resume repeats it")
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})

@@ -87,7 +87,7 @@ class Evaluator:
         self._scorer = scorer
         self._section = section
         self._samples = section.samples_per_prompt
-        self._errors = ErrorLog()  # logs each kind once; `num_failed` is the number of failures
+        self._errors = ErrorLog()  # logs each kind once; the metric num_failed counts all
         _check_group_by(prompts, section.group_by)
         self.majority_baseline = majority_baseline
         self.num_tokens = 0

@@ -24,7 +24,7 @@ from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.training.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_server
+from grpo_async.training.verify import LogprobDifference, Score, coarsest_dtype, compare_server
 from grpo_async.utils.text import count, format_bytes, shortlist
 from grpo_async.weights.buckets import GatheredParameters
 from grpo_async.weights.push import TRACK, PushFailedError, WeightTransport, push_weights
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNATTRIBUTED_FAILURES = 3
 """After so many consecutive pushes that failed although no server did, the fault is not with the servers: the run ends."""
-
-Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
 
 class FleetSync:

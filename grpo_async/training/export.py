@@ -136,7 +136,7 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write the {what} to {folder}: {error}; free space, then `train --resume` exports it again"
+            f"cannot write the {what} to {folder}: {error}; free space and export it again (the end of a run: `train --resume`)"
         ) from error
 
 

@@ -298,7 +298,7 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
         exp(ref - logprob) - (ref - logprob) - 1
 
     The estimator is unbiased for tokens of the policy itself; its gradient is biased even then. `loss.use_bias_correction_kl`
-    multiplies it by the ratio pi / pi_old, with gradient, which makes both unbiased (DeepSeek-V3.2, arXiv 2512.02556).
+    multiplies it by the ratio pi / pi_proximal, with gradient, which makes both unbiased (DeepSeek-V3.2, arXiv 2512.02556).
     Worked example: ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487; times a ratio of 1 the same
     value, and the gradient -0.6487 + 0.1487 = -0.5, that of logprob - ref.
 

@@ -160,7 +160,7 @@ def recompute_activations(model: Any, mode: Literal["none", "selective", "full"]
         return
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
     if mode == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _save_or_recompute)
     for layer in decoder_layers(model):
         layer.forward = partial(_recomputed, layer.forward, settings)
 
@@ -184,7 +184,7 @@ def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: An
     return checkpoint(forward, *args, **settings, **kwargs)
 
 
-def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+def _save_or_recompute(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
 
 

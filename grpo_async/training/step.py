@@ -75,7 +75,7 @@ def train_step(
     """Run one step on this rank. Every rank calls it with the same number of minibatches and micro-batches.
 
     Args:
-        minibatches: the micro-batches of each optimizer update, on the CPU; at least one of at least one.
+        minibatches: the micro-batches of each optimizer update, on the CPU: one update or more, each of one or more.
         reference: reference of the KL term; needed if `objective.section.needs_reference`.
         lr: learning rate of all updates of this step.
         max_grad_norm: maximum total norm of the gradients over all ranks.

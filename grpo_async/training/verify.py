@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -65,6 +65,10 @@ class TrainerScores:
     def rounding(self) -> LogprobDifference:
         """The difference that rounding alone makes."""
         return compare_logprobs(self.logprobs, self.perturbed_logprobs)
+
+
+Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
+"""Scores whole sequences under the trainer's weights, at the rounding of a dtype ("bfloat16")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,7 @@ class BaseWeights:
         self,
         factors: Iterable[tuple[str, torch.Tensor]],
         *,
-        shapes: Collection[str],
+        wanted: Collection[str],
         dtype: torch.dtype,
         device: torch.device,
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,13 +125,13 @@ class BaseWeights:
 
         Args:
             factors: the factors as received; all of them are read first.
-            shapes: names of the parameters that the server wants; empty: all in the files.
+            wanted: names of the parameters that the server wants; empty: all in the files.
             dtype: dtype of the merged weights.
             device: where the products are computed.
         """
         received = dict(factors)
         for name, handle in self._handles.items():
-            if shapes and name not in shapes:
+            if wanted and name not in wanted:
                 continue
             tensor: torch.Tensor = handle.get_tensor(name)
             if name + LORA_B in received:

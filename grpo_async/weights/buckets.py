@@ -7,6 +7,7 @@ Trainer and server both apply these rules. Worked example: three float32 paramet
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ def update_problems(
     return problems
 
 
-class GatheredParameters:
+class GatheredParameters(ABC):
     """What a push sends: parameters of the policy, gathered bucket by bucket; every rank iterates in lockstep. See
     training.parameters."""
 
@@ -127,9 +128,9 @@ class GatheredParameters:
     base: AdapterBase | None = None
     """The base to which the servers add adapters. None: whole parameters are sent."""
 
+    @abstractmethod
     def gather(self) -> Iterator[torch.Tensor]:
         """Whole, contiguous tensors in the order of `specs`. A collective: iterate on every rank."""
-        raise NotImplementedError
 
     def problems(self, served: ServedParameters) -> list[str]:
         """Why a server cannot take these parameters; [] if it can."""

@@ -405,8 +405,8 @@ def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerContro
         server.name: min(timeout_s, _RESUME_SILENT_S) if server.name in silent else timeout_s for server in servers
     }
     calls = _start_calls(servers, lambda server: server.resume(timeout_s=limits[server.name]), phase="resume")
-    lively = {name: call for name, call in calls.items() if name not in silent}
-    for name, error in _failed_calls(lively, phase="resume", deadline_s=timeout_s + GRACE_S).items():
+    answering = {name: call for name, call in calls.items() if name not in silent}
+    for name, error in _failed_calls(answering, phase="resume", deadline_s=timeout_s + GRACE_S).items():
         if not (isinstance(error, RequestRejectedError) and error.status == OUT_OF_ORDER):
             failures.setdefault(name, error)
     wait([calls[name] for name in silent], timeout=_RESUME_SILENT_S)

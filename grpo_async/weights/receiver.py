@@ -70,13 +70,14 @@ class WeightReceiver:
             backend.close()
 
     def receive_weights(
-        self, info: WeightUpdateInfo, base: BaseWeights, shapes: Collection[str] = ()
+        self, info: WeightUpdateInfo, base: BaseWeights, wanted: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like `receive`, but an update of adapters is merged into `base`; `shapes` names the parameters wanted (empty: all)."""
+        """Like `receive`, but an update of adapters is merged into `base`. `wanted`: names of the parameters that the server
+        wants; empty: all."""
         received = self.receive(info)
         if info.base is None:
             return received
-        return base.merge(received, shapes=shapes, dtype=getattr(torch, info.base.dtype_name), device=self.device)
+        return base.merge(received, wanted=wanted, dtype=getattr(torch, info.base.dtype_name), device=self.device)
 
     def receive(self, info: WeightUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of `info` (or factors of adapters) in their order: a bucket is received while the previous one is

@@ -148,12 +148,15 @@ class Parameters(GatheredParameters):
             self.tensors[f"{layer}.flag"] = torch.tensor([True, False, True])
         self.specs = parameter_specs(announcement(self.tensors))
 
+    def gather(self) -> Iterator[torch.Tensor]:
+        yield from self.tensors.values()
+
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
         self.num_gathered = 0
-        for number, bucket in enumerate(cut_into_buckets(self.specs, bucket_bytes)):
+        for number, bucket in enumerate(super().buckets(bucket_bytes)):
             self.events.add(f"gathering {number}")
             self.num_gathered += 1
-            yield [self.tensors[spec.name] for spec in bucket]
+            yield bucket
 
     def num_buckets(self, bucket_bytes: int) -> int:
         return len(list(cut_into_buckets(self.specs, bucket_bytes)))
