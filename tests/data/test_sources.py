@@ -381,5 +381,12 @@ def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
     assert len(_of_lengths(tmp_path, 5, 1, 1, limit=2, max_prompt_tokens=3)) == 1  # the limit comes first
     with pytest.raises(ConfigError, match=r"no row is left: max_prompt_tokens: 1 left out 2 of 2 rows"):
         _of_lengths(tmp_path, 2, 3, max_prompt_tokens=1)
+    source = TypeAdapter(Source).validate_python({"path": tmp_path / "rows.txt", "max_prompt_tokens": 1})
     with pytest.raises(ValueError, match="count_tokens"):
-        load_rows(TypeAdapter(Source).validate_python({"path": tmp_path / "rows.txt", "max_prompt_tokens": 1}))
+        load_rows(source)
+
+    def refuse(prompt: Prompt) -> int:
+        raise ConfigError("there is no chat template")
+
+    with pytest.raises(ConfigError, match=r"rows\.txt: there is no chat template"):
+        load_rows(source, count_tokens=refuse)

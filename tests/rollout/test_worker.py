@@ -386,7 +386,7 @@ def test_a_prompt_that_is_too_long_is_skipped_and_counted_and_a_run_of_such_prom
     row = next(row for row in read_groups(tmp_path / "a") if str(row.status) == "filtered")
     assert all(rollout.truncated for rollout in row.rollouts)
     setup = _Setup(tmp_path / "b", texts=["x" * 20])
-    setup.fails(NothingToLearnError, "sampled a token: its prompt is too long")
+    setup.fails(NothingToLearnError, "fewer than two of its rollouts sampled a token: its prompt is too long")
 
 
 def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_path: Path) -> None:
