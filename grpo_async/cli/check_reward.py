@@ -88,11 +88,11 @@ def _what_to_check(
     Raises:
         ConfigError: a column is missing that nothing but the data could give.
     """
-    from grpo_async.errors import ConfigError
+    from grpo_async.errors import Problems
     from grpo_async.rewards.check import GOLD_COLUMNS, gold_of
 
     columns = prompts[0].columns
-    problems = []
+    problems = Problems()
     notes = []
     if gold_column is not None and gold_column not in columns:
         problems.append(f"--gold-column {gold_column}: the data has no such column; it has {sorted(columns)}")
@@ -113,8 +113,7 @@ def _what_to_check(
             notes.append(f"{function.name} is skipped: it {missing}; your rollouts may bring it.")
         else:
             problems.append(f"reward {function.name!r} {missing}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems.raise_if_any()
     return chosen, notes
 
 

@@ -175,11 +175,12 @@ class LocalProcesses:
     def give_up(self, servers: Collection[int], why: str, *log_tail: str) -> None:
         """Servers, of any machine, are given up or gone, for one reason. The run continues as long as there is another; only node 0
         knows whether there is."""
-        for index in servers:
-            self._given_up.setdefault(index, why)
         if self._plan.assignment.node.rank > 0:
             self.display.warning(why)
-        elif left := self._total - len(self._given_up):
+            return
+        for index in servers:
+            self._given_up.setdefault(index, why)
+        if left := self._total - len(self._given_up):
             self.display.warning(f"{why}; the run continues with {left} of {self._total}")
         else:
             self.lose_servers("\n".join([*dict.fromkeys(self._given_up.values()), *log_tail]))

@@ -221,7 +221,8 @@ def _read_scores(answer: Any, kind: str, count: int) -> list[float | None]:
             found = [probs for (probs,) in found]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected one of `probs` for each `index`, got {clipped(repr(answer), 200)}") from error
-    for index, value in enumerate(found):
-        if finite(value) is None and not (value is None and kind == "json"):
+    numbers = [finite(value) for value in found]
+    for index, (value, number) in enumerate(zip(found, numbers, strict=True)):
+        if number is None and not (value is None and kind == "json"):
             raise ValueError(f"score {index} is {clipped(repr(value), 120)}; it must be a finite number")
-    return list(map(finite, found))
+    return numbers

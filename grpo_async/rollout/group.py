@@ -85,8 +85,10 @@ class OpenGroup:
 
     def restore(self, rollouts: Mapping[int, RolloutSnapshot], *, keeps_open_turns: bool) -> None:
         """Continue rollouts of a checkpoint. Without open turns, only complete turns are kept."""
-        whole = {index: each for index, of in rollouts.items() if (each := _whole(of)) is not None}
-        self.restored = kept = rollouts if keeps_open_turns else whole
+        kept = rollouts
+        if not keeps_open_turns:
+            kept = {index: whole for index, each in rollouts.items() if (whole := _whole(each)) is not None}
+        self.restored = kept
         self.num_tokens = {index: each.num_sampled_tokens for index, each in kept.items()}
         versions = {index: each.oldest_version for index, each in kept.items()}
         self.oldest_versions = {index: version for index, version in versions.items() if version is not None}

@@ -11,7 +11,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config import ExperimentConfig
 from grpo_async.data import LoadedData, PromptStream, load_data, make_prompt
-from grpo_async.errors import ConfigError
+from grpo_async.errors import Problems
 from grpo_async.evaluation.evaluator import Evaluator, build_evaluator
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
@@ -76,9 +76,7 @@ def load_rollout_inputs(
     components = load_components(config)
     data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, components))
     rewards = load_rewards(config.rewards)
-    problems = reward_problems(config, rewards, data.train[0])
-    if problems:
-        raise ConfigError("\n".join(problems))
+    Problems(reward_problems(config, rewards, data.train[0])).raise_if_any()
     scorer = Scorer(
         rewards,
         advantage=config.advantage,

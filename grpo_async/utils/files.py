@@ -102,10 +102,8 @@ def put_in_place(made: Path, folder: Path, *, aside: Path) -> None:
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """The object that a file holds; empty where it is not there, or holds something else. What cannot be read is a sentence in
     `problems`."""
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
@@ -114,10 +112,10 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def read_objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """The objects of a JSON Lines file. A torn last line is left out; other lines that are not one are counted in `problems`."""
-    if not path.is_file():
-        return
     num_bad = 0
     try:
+        if not path.is_file():
+            return
         with path.open("rb") as file:
             for line in file:
                 if (content := parse_object(line)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 
@@ -47,3 +48,16 @@ def test_whatever_a_file_holds_reading_it_raises_nothing(tmp_path: Path, content
     path.write_bytes(b'{"step": 1}\n' + content + b'\n{"step": 2}\n{"step": 3')
     assert [line["step"] for line in read_objects(path, problems)] == [1, 2]
     assert problems == ["file: 1 line left out: not JSON objects"]
+
+
+def test_a_network_file_system_that_fails_is_a_problem_of_the_file_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(errno.ESTALE, "stale")
+
+    monkeypatch.setattr(Path, "is_file", fail)
+    problems: list[str] = []
+    assert read_object(tmp_path / "a", problems) == {}
+    assert list(read_objects(tmp_path / "b", problems)) == []
+    assert [problem.partition(":")[0] for problem in problems] == ["a cannot be read", "b cannot be read"]

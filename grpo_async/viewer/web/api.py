@@ -124,7 +124,12 @@ def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
 def _query(parameters: RequestParameters) -> Query:
     """The query of a request, bounded by its `until`."""
     query = parse_query(parameters.q)
-    return query if parameters.until < 0 else both(query, parse_query(f"seq<={parameters.until}"))
+    return query if parameters.until < 0 else _up_to(query, parameters.until)
+
+
+def _up_to(query: Query, until: int) -> Query:
+    """The query, for the groups up to the one with seq `until`."""
+    return both(query, parse_query(f"seq<={until}"))
 
 
 def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> 
     bound. With `count=1` also how many there are."""
     table = source.table()
     until = parameters.until if parameters.until >= 0 else table.newest_seq
-    query = both(parse_query(parameters.q), parse_query(f"seq<={until}"))
+    query = _up_to(parse_query(parameters.q), until)
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit)
     counts = {"counts": table.count(query)} if parameters.count else {}
