@@ -40,12 +40,12 @@ class Problems(list[str]):
     """What is wrong with a configuration, a line each: checks go on after the first problem, and one error has all of them."""
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Add the message of a ConfigError that is raised inside."""
+    def collecting(self, prefix: str = "") -> Iterator[None]:
+        """Add the message of an error of this package that is raised inside, after `prefix`."""
         try:
             yield
-        except ConfigError as error:
-            self.append(str(error))
+        except GrpoAsyncError as error:
+            self.append(f"{prefix}{error}")
 
     def raise_if_any(self) -> None:
         if self:

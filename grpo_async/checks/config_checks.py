@@ -12,13 +12,11 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.chat.renderer import load_renderer
-from grpo_async.chat.turn import ChatError
 from grpo_async.checks.memory import ModelSize, check_run_dir_writable, disk_room
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
@@ -40,6 +38,7 @@ from grpo_async.training.families import check_family, check_tokenizer_size, che
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.network import binding_error
+from grpo_async.utils.text import count
 
 _NUM_ROWS = 3
 _NUM_MEASURED = 200
@@ -95,14 +94,6 @@ class _InputChecks:
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
 
-    @contextmanager
-    def collecting(self, prefix: str = "") -> Iterator[None]:
-        """Turn an error of this package that is raised inside into a problem."""
-        try:
-            yield
-        except GrpoAsyncError as error:
-            self.problems.append(f"{prefix}{error}")
-
     @property
     def sources(self) -> dict[str, Source]:
         """The data sources, by dotted path."""
@@ -116,7 +107,7 @@ class _InputChecks:
         config = self.config
         folder = self._check_folder("model.path", config.model.path)
         if (described := folder or _downloaded(config.model.path)) is not None:
-            with self.collecting():
+            with self.problems.collecting():
                 text, longest = text_config(described), config.inference.max_model_len
                 if self.trains:
                     check_family(text, config.model.path, longest)
@@ -139,7 +130,7 @@ class _InputChecks:
             reference = self._check_folder("loss.reference", config.loss.reference)
             if folder is not None and reference is not None:
                 ours, theirs = (text_config(path).get("vocab_size") for path in (folder, reference))
-                with self.collecting():
+                with self.problems.collecting():
                     check_vocabulary(config.loss.reference, ours=ours, theirs=theirs)
 
     def _check_folder(self, key: str, path: str) -> Path | None:
@@ -158,7 +149,7 @@ class _InputChecks:
         return folder
 
     def check_machine(self) -> None:
-        """Optional packages that are not installed, and devices that are not there."""
+        """Check that the optional packages are installed and the devices are there."""
         config = self.config
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
         devices = {}
@@ -181,7 +172,7 @@ class _InputChecks:
     def check_room(self) -> None:
         """Check that run.dir can be written to and its disk has room for the checkpoints."""
         run_dir = RunDir(self.config.run_path)
-        with self.collecting():
+        with self.problems.collecting():
             check_run_dir_writable(run_dir)
             if (size := ModelSize.read(self.config.model.path)) is not None:
                 status, text = disk_room(self.config, run_dir, size)
@@ -194,14 +185,14 @@ class _InputChecks:
         """Rows of each source that can be read: all where that takes a moment only, else the first few."""
         rows: dict[str, Rows] = {}
         if all(map(_is_small, self.sources.values())):
-            with self.collecting():
+            with self.problems.collecting():
                 rows = self._load_all()
         else:
             for key, source in self.sources.items():
                 if isinstance(source, HubSource):
                     self.notes.append(f"{key}: the dataset {source.name} is not checked here")
                     continue
-                with self.collecting(f"{key}: "):
+                with self.problems.collecting(f"{key}: "):
                     rows[key] = first_rows(source, _NUM_ROWS)
         config, train = self.config, rows.get("data.train")
         held_out = rows.get("evaluation.data" if "evaluation.data" in self.sources else "data.train")
@@ -226,10 +217,11 @@ class _InputChecks:
         loaded = load_data(data, evaluation)
         self.notes.extend(loaded.notes)
         num_rows = len(loaded.train)
-        if self.trains and training.epochs is not None and self.config.data.train.max_prompt_tokens is None:
+        groups, steps = training.num_prompts(num_rows), self.config.with_rows(num_rows).num_steps
+        if self.trains and groups is not None and self.config.data.train.max_prompt_tokens is None:
             self.notes.append(
-                f"training.epochs: {training.epochs:g} x {num_rows} rows are {training.num_prompts(num_rows)} groups, at most "
-                f"{self.config.with_rows(num_rows).num_steps} steps"
+                f"training.epochs: {training.epochs:g} x {count(num_rows, 'row')} = {count(groups, 'group')}, at most "
+                f"{count(steps, 'step')}"
             )
         rows = {"data.train": loaded.train, "evaluation.data": loaded.evaluation}
         return {key: found for key, found in rows.items() if found is not None and key in self.sources}
@@ -265,7 +257,7 @@ class _InputChecks:
         config, folder, prompts = self.config, Path(self.config.model.path), {}
         if not config.has_own_rollouts:
             for key, found in rows.items():
-                with self.collecting():
+                with self.problems.collecting():
                     chosen = found.take(range(0, len(found), math.ceil(len(found) / _NUM_MEASURED))) if found else ()
                     prompts[key] = [make_prompt(row, 0, self.sources[key].system_prompt) for row in chosen]
         sizes = [
@@ -276,7 +268,7 @@ class _InputChecks:
         deep = deep or max(sizes, default=0) >= config.inference.max_model_len
         if not (deep or components.tool_sets):
             return
-        try:
+        with self.problems.collecting():
             renderer = load_renderer(config)
             for schemas in components.tool_sets:
                 self.notes.extend(note for note in renderer.check_tools(schemas) if note not in self.notes)
@@ -284,8 +276,6 @@ class _InputChecks:
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
             for key, some in prompts.items() if deep else ():
                 self._check_lengths(key, list(map(token_counter(renderer, components), some)))
-        except (ConfigError, ChatError) as error:
-            self.problems.append(str(error))
 
     def _check_lengths(self, key: str, lengths: list[int]) -> None:
         """Compare the lengths of a source's prompts, in tokens, with the longest sequence."""
@@ -329,17 +319,17 @@ class _InputChecks:
                 f"checkpoint.best_metric: rewards/{metric}: there is no such reward; the rewards are {known}"
             )
         for section, reward in zip(config.rewards, rewards, strict=True):
-            with self.collecting(f"reward {reward.name!r}: "):
+            with self.problems.collecting(f"reward {reward.name!r}: "):
                 self.notes.extend(startup_notes(resolve(section.reference), section.keywords))
             reward.close()
 
     def check_own_functions(self) -> None:
-        with self.collecting():
+        with self.problems.collecting():
             if self.config.loss.type == "custom":
                 from grpo_async.training.loss import UserLoss  # here: it imports torch
 
                 UserLoss(self.config.loss)
-        with self.collecting():
+        with self.problems.collecting():
             optimizer = self.config.optimizer
             if optimizer.schedule_kwargs or optimizer.schedule == "warmup_stable_decay":  # which needs some
                 from grpo_async.training.schedule import lr_factors  # here: it imports torch
@@ -364,7 +354,7 @@ class _InputChecks:
                 self.notes.append(str(error))
         for url in config.inference.urls:
             with (
-                self.collecting(),
+                self.problems.collecting(),
                 ServerControl(url, token=token, timeout_s=_ASK_S, ca_certs=config.inference.ca_certs) as server,
             ):
                 self._ask(server, url)

@@ -57,4 +57,4 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _text(value: Any) -> str:
     """The value in YAML."""
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, bool | None) else str(value)
+    return json.dumps(value) if isinstance(value, bool | None) else str(value)

@@ -166,7 +166,7 @@ class ExperimentConfig(StrictModel):
         return self.run.dir / self.run.name
 
     def with_dtypes(self, *, trains_on_gpu: bool, serves_on_gpu: bool) -> ExperimentConfig:
-        """With `model.compute_dtype` and `inference.dtype` filled in where they are null: bfloat16 on a GPU, float32 on a CPU."""
+        """The config with null filled in for `model.compute_dtype` and `inference.dtype`: bfloat16 on a GPU, float32 on a CPU."""
         compute = self.model.compute_dtype or ("bfloat16" if trains_on_gpu else "float32")
         served = self.inference.dtype or ("bfloat16" if serves_on_gpu else "float32")
         return self.model_copy(

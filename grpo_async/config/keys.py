@@ -31,6 +31,7 @@ class Key:
         path: `rollout.group_size`; an entry of a list is `rewards[].function`, of a mapping `environments.NAME.factory`.
         of_types: values of the section's `type` that have this key; empty where all do.
         default: in YAML syntax; None where the key must be given, or is a section.
+        meaning: one line, of `type` one for each of its values.
     """
 
     path: str
@@ -75,8 +76,8 @@ def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
 
 def siblings(keys: Sequence[Key], key: Key) -> list[Key]:
     """The other keys of its section, or those within it."""
-    above = f"{key.path}." if key.is_section else _parent(key.path)
-    return [other for other in keys if _parent(other.path) == above and other != key]
+    above = [f"{key.path}{mark}." for mark in ("", "[]", ".NAME")] if key.is_section else [_parent(key.path)]
+    return [other for other in keys if _parent(other.path) in above and other != key]
 
 
 def _plain(key: Key) -> str:
@@ -97,7 +98,7 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
             type=_type(field.annotation, field.metadata),
             default=json.dumps(default, default=str, ensure_ascii=False) if has_default else None,
             is_section=bool(sections),
-            meaning=field.description or "",
+            meaning=" ".join((field.description or "").split()),
         )
         yield from _merged([(_tags(below), list(_keys(below, f"{path}{suffix}."))) for suffix, below in sections])
 

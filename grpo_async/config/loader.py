@@ -74,8 +74,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentCo
 
 
 def read_values(file: Path, problems: list[str]) -> dict[str, Any]:
-    """What a file holds that need not be valid otherwise, such as a config.yaml of another version. What of it cannot be read is a
-    line in `problems`."""
+    """What a file holds that need not be valid otherwise, such as a config.yaml of another version. Each value that cannot be read
+    adds a line to `problems`."""
     found: list[Problem] = []
     try:
         root = read_yaml_file(file, found)

@@ -1,4 +1,4 @@
-"""What of a configuration may leave this machine: into a model card that people upload, to trackers on the web, into a report.
+"""The part of a configuration that may leave this machine: into model cards that people upload, to trackers, into reports.
 
 A value that was written as `${NAME}` stands resolved in a configuration, and it may be a secret. Such values are for the user's
 code (`arguments`, keys that end in `_kwargs`, an agent's command), or they say where a run is and whom it talks to.
@@ -20,7 +20,7 @@ _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
 
 def public_config(config: ExperimentConfig) -> dict[str, Any]:
     """The configuration in plain JSON types, without `launch`, `inference` and `tracking`, and with "..." for each value of
-    `arguments`, of what says how an agent is started and where, and of `weights.host`.
+    `arguments` and of keys that end in `_kwargs`, for what says how an agent is started and where, and for `weights.host`.
 
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}]} ->
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}]}

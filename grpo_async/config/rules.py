@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from grpo_async.config.sections import CispoLoss, CustomLoss, GspoLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
-from grpo_async.utils.text import count
+from grpo_async.utils.text import count, shortlist
 
 if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig
@@ -74,7 +74,7 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
     yield not has_reward, "rewards: there are none; name at least one, or an environment that has a `get_reward`"
     yield (
         config.rollout_function is not None and (config.tools or config.environments),
-        "rollout_function.function: with one, `tools` and `environments` are not used (it makes the whole rollout); remove one or "
+        "rollout_function.function: `tools` and `environments` are not used beside it (it makes the whole rollout); remove one or "
         "the other",
     )
     if agent is not None:
@@ -182,7 +182,7 @@ def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
     )
     yield (
         loss.sync_ref_model and config.model.lora is not None,
-        "loss.sync_ref_model: with model.lora the policy and its reference share the weights that are not trained, so none can "
+        "loss.sync_ref_model: with model.lora the policy and its reference share the weights that are not trained, so neither can "
         "follow the other; train all weights, or leave it out",
     )
 
@@ -286,8 +286,8 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
     remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
     yield (
         remote and config.weights.host is not None and is_loopback(config.weights.host),
-        f"{{weights.host}} cannot be reached from {', '.join(remote[:1])} (inference.urls); leave it out, or set the address of "
-        "the trainer's machine in the network that it shares with the servers",
+        f"{{weights.host}} cannot be reached from {shortlist(remote, ', ', limit=1)} (inference.urls); leave it out, or set the "
+        "address of the trainer's machine in the network that it shares with the servers",
     )
     yield (
         inference.vllm.sleep_while_training and config.rollout.max_staleness > 0,

@@ -99,7 +99,7 @@ class ModelSection(StrictModel):
     that small gradients do not vanish."""
     head_dtype: Literal["float32"] | None = None
     """float32: trainer and servers compute logits in float32 (of weights and states in their dtypes), which brings their
-    log-probabilities closer (arXiv 2506.13585); vLLM can from 0.26 on. null: in the dtype of everything else."""
+    log-probabilities closer (arXiv 2506.13585); needs vLLM 0.26 or newer. null: in the dtype of everything else."""
     attention: Literal["auto", AttentionName] = "auto"
     """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a sample at a
     time, on any device. auto: varlen where it can run."""
@@ -265,8 +265,8 @@ class EvaluationSection(StrictModel):
     at_start: bool = True
     """Evaluate before the first step."""
     samples_per_prompt: Count = 1
-    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... and this number, and mean@k for k =
-    this."""
+    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... and for this number, and mean@k for this
+    number."""
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature; 0 = greedy, else at least 0.01."""
     top_p: TopP = 1.0
@@ -371,7 +371,7 @@ class AgentSection(StrictModel):
     max_concurrent: Count | None = None
     """Maximum number of agents that run at once; null = `rollout.max_in_flight`."""
     reward_weight: Weight = 1.0
-    """Factor on the agent's own reward, in the sum of the rewards. It is the reward named `agent`."""
+    """Factor on the agent's own reward, which is named `agent`, in the sum of the rewards."""
     host: Host = "127.0.0.1"
     """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -447,7 +447,7 @@ class RewardSection(StrictModel):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What it is given in addition to what a run offers: `arguments`, those of a reward model together with its name."""
+        """Keyword arguments in addition to those that a run offers: `arguments`, those of a reward model together with its name."""
         return self.arguments if self.model is None else {"settings": {"model": self.model, **self.arguments}}
 
     @property
@@ -559,7 +559,7 @@ class ImportanceSamplingSection(StrictModel):
 
 
 class BaseLoss(StrictModel):
-    """What all losses have."""
+    """The settings that all losses have."""
 
     own_reduction: ClassVar[Reduction] = "dapo"
     type: str
@@ -755,7 +755,7 @@ class TrainingSection(StrictModel):
 
     @property
     def num_updates(self) -> int:
-        """In a step with enough groups: minibatches x num_iterations."""
+        """Optimizer updates of a step that has enough groups: minibatches x num_iterations."""
         return self.minibatches * self.num_iterations
 
     def num_prompts(self, num_rows: int) -> int | None:
@@ -764,7 +764,7 @@ class TrainingSection(StrictModel):
         return None if self.epochs is None else math.ceil(round(self.epochs * num_rows, 6))
 
 
-# ---- servers, and the way of weights to them ----
+# ---- servers, and how weights reach them ----
 
 
 class VllmOptions(StrictModel):
@@ -873,7 +873,7 @@ class InferenceSection(StrictModel):
 
     @property
     def longest_outage_s(self) -> float:
-        """Until the only server either serves again or is given up: every restart with its longest delay and start."""
+        """Longest time until the only server serves again or is given up: every restart takes its longest delay and start."""
         return (self.max_restarts + 1) * (self.startup_timeout_s + MAX_RESTART_DELAY_S)
 
     @property
@@ -1041,8 +1041,7 @@ class KubernetesSection(StrictModel):
 
 class NodesSection(StrictModel):
     """The machines of a run. On each of them the same command is started, `grpo-async train CONFIG`, with `run.dir` on a file
-    system that they share. The scheduler, or
-    --node-rank, says which machine it is: 0 leads, those that train come first."""
+    system that they share. The scheduler, or --node-rank, says which machine it is: 0 leads, those that train come first."""
 
     train: int = Field(default=1, ge=1, le=65_536)
     """Machines that train."""
@@ -1085,8 +1084,8 @@ class LaunchSection(StrictModel):
     stop_timeout_s: Seconds = 60.0
     """Time the trainer has to checkpoint and end after SIGINT / SIGTERM; then it is killed."""
     heartbeat_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Longest time without a sign of life of a trainer process: it is stopped, or some code holds the GIL. Then its
-    stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
+    """Longest time without a sign of life from a trainer process; none comes while it is stopped, or some code holds the GIL. Then
+    its stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
     slurm: SlurmSection = SlurmSection()
     """For `grpo-async launch slurm`."""
     kubernetes: KubernetesSection = KubernetesSection()

@@ -79,6 +79,9 @@ def test_the_names_in_the_tables_of_the_migration_page_are_known() -> None:
         (["token_figures"], "record.rollouts.token_figures is now called record.rollouts.token_stats.\n"),
         (["inference.tls.authority"], "\ninference.tls.ca_certs: "),
         (["data.train.type"], 'default "jsonl"\n  jsonl: One JSON object per line.\n'),
+        (["rewards"], "\n  Keys: function, model, name, "),
+        (["environments"], "\n  Keys: factory, arguments, "),
+        (["tracking"], "completions and the\n  verdict on learning after each evaluation.\n"),
         ([], "training.max_steps "),
     ],
 )
