@@ -1,4 +1,4 @@
-"""The doctor: what of this machine matters to a run, as a table. Needs no configuration, and neither torch nor transformers.
+"""The doctor: checks of this machine that matter to a run, as a table. Needs no configuration, and neither torch nor transformers.
 
 Each check runs alone, all at once: one that breaks or hangs is a failed line, and does not affect the others.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.processes.machine import has_gpu_devices, query_gpus
 from grpo_async.servers.vllm.command import INSTALL, distribution, installation_fault
-from grpo_async.utils.text import clipped, format_bytes
+from grpo_async.utils.text import clipped, count, format_bytes
 
 _TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
 _NVIDIA_SMI_TIMEOUT_S = 8.0
@@ -133,7 +133,7 @@ def check_torch() -> Iterator[Found]:
         yield "fail", f"{message}: without gloo, so weights cannot be sent to the servers; install an official build"
     elif torch.cuda.is_available() and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        yield "pass", f"{message}, sees {torch.cuda.device_count()} GPU(s), NCCL {nccl}"
+        yield "pass", f"{message}, sees {count(torch.cuda.device_count(), 'GPU')}, NCCL {nccl}"
     elif torch.cuda.is_available():
         yield "warn", f"{message}, NCCL missing: weights.transport: nccl and several trainer ranks on GPUs need it"
     elif torch.version.cuda is not None and has_gpu_driver():

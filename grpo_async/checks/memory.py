@@ -5,6 +5,7 @@ The second part measures the free memory of the machine and the free space on th
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -201,16 +202,19 @@ def _nearest(run_dir: RunDir) -> Path:
 def disk_room(config: ExperimentConfig, run_dir: RunDir, size: ModelSize) -> Found:
     """The run directory's disk holds the checkpoints and the exported model.
 
-    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes. `checkpoint.keep_last` of them stay,
-    one more is there while it is written; what is there already (a resume) counts. The export is N m.
+    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes. keep_last + keep_best of them stay at
+    most, and each whose step is a multiple of keep_every (see `checkpoint`); one more is there while it is written; what is there
+    already (a resume) counts. The export is N m.
     """
+    section = config.checkpoint
     item = ITEM_BYTES[config.model.dtype]
     model, each = size.parameters * item, 3 * size.trained(config) * (item if config.model.lora is None else 4)
-    still = max(0, config.checkpoint.keep_last + 1 - len(run_dir.checkpoint_steps()))
+    multiples = config.num_steps // math.lcm(section.every_steps, section.keep_every) if section.keep_every else 0
+    still = max(0, section.keep_last + section.keep_best + multiples + 1 - len(run_dir.checkpoint_steps()))
     needed, free = still * each + model, shutil.disk_usage(_nearest(run_dir)).free
     parts = f"{count(still, 'checkpoint')} of {format_bytes(each)} and the model of {format_bytes(model)}"
     message = f"{parts} need {format_bytes(needed)}; {run_dir.root} has {format_bytes(free)} free"
-    advice = "free space, lower checkpoint.keep_last, or set run.dir to another disk"
+    advice = "free space, keep fewer checkpoints (checkpoint.keep_last), or set run.dir to another disk"
     if needed > free:
         return "fail", f"{message}: not enough; {advice}"
     if needed > _TIGHT * free:

@@ -66,7 +66,7 @@ def inspect(
     given = arguments or [str(RUNS_FOLDER)]
     folder = find_folder(given[0]) if len(given) == 1 else None
     if folder is not None and evaluation is not None:
-        raise typer.BadParameter("name the run that it is one of", param_hint="--evaluation")
+        raise typer.BadParameter("name the run that was evaluated", param_hint="--evaluation")
     runs, query = ([], EVERYTHING) if folder is not None else runs_and_query(given, evaluation)
     serve(
         runs,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from grpo_async.errors import ConfigError
-from grpo_async.quickstart import CONFIGS
+from grpo_async.quickstart import CONFIGS, DEFAULT_TASK
 from grpo_async.utils.files import shipped
 
 _STARTERS = {  # folder of grpo_async/starters: title of its config
@@ -83,8 +83,8 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
 
 
 def _run_name(folder: Path) -> str:
-    """The folder's name, reduced to what a run's name may contain."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "my-run"
+    """The folder's name, reduced to what a run's name may contain, and to its length."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")[:200] or "my-run"
 
 
 def _as_yaml(text: str) -> str:
@@ -100,7 +100,7 @@ def prepare_quickstart(
             "--task",
             help="; ".join(f"{task}: {', '.join(names)}" for task, names in CONFIGS.items()) + ".",
         ),
-    ] = "think",
+    ] = DEFAULT_TASK,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the data.")] = 0,
 ) -> None:
     """Make a tiny model and data for one of the tiny tasks; does nothing if they already exist.

@@ -58,7 +58,7 @@ class RunStatus:
         return EXIT_CODES[self.state]
 
     def learning(self) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Whether it learns (the fields of `Verdict`), by the run's files as they are now, and what of them cannot be read."""
+        """Whether it learns (the fields of `Verdict`), by the run's files as they are now, and what is wrong with those."""
         evidence = Evidence.read(self.run_dir)
         return judge(evidence).as_dict(), evidence.problems
 

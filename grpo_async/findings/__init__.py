@@ -5,7 +5,7 @@ summary.json.
                               -> judge -> Verdict           is it learning, by how much (verdict)
     metrics + settings        -> advise -> Finding          what bounds the speed (speed)
 
-Everything here is pure, except for what reads a run's files (`evidence`). Those that show findings only render them. The check of
+Everything here is pure, except for what reads a run's files (`evidence`). Commands and pages only render findings. The check of
 reward functions gives the same records (rewards.check).
 """
 

@@ -215,7 +215,7 @@ def reward_trend(evidence: Evidence) -> Finding | None:
             "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy (see the importance ratio and "
             "the staleness), or one part of the reward works against another (see the parts)."
         )  # fmt: skip
-    elif top is not None and change.first >= top - _NEAR_TOP * max(abs(top), 1.0):
+    elif top is not None and change.first >= top - _NEAR_TOP * evidence.reward_range:
         title, is_shown = "The reward was at its maximum from the first step on", False
         fix = f"No rollout got more than {format_number(top)}. Harder prompts or a stricter reward would leave something to learn."
     return Finding(
@@ -279,14 +279,14 @@ def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Fin
         )  # fmt: skip
     if results:
         return Finding(
-            key="one-evaluation", severity=NOTE, title="There is only one evaluation",
+            key="few-evaluations", severity=NOTE, title="There is only one evaluation",
             text=f"Held-out reward {format_number(results[0].metrics['reward'])} at step {results[0].step}; a second one would "
             "show whether it changes.",
             plot="held-out",
         )  # fmt: skip
     if evidence.setting("evaluation") is not None:
         return Finding(
-            key="one-evaluation", severity=NOTE, title="No evaluation has ended yet",
+            key="few-evaluations", severity=NOTE, title="No evaluation has ended yet",
             text="`evaluation` is set, but evaluations.jsonl has no result.",
         )  # fmt: skip
     return Finding(
@@ -321,7 +321,7 @@ def failed_groups(evidence: Evidence) -> Finding | None:
     kinds = {name.removeprefix("failures/"): evidence.last(name) or 0.0 for name in evidence.names("failures/")}
     kinds |= dict(evidence.errors)
     kind = max(kinds, key=kinds.__getitem__, default=None)
-    why = "" if kind is None else f" The most frequent failure, {kinds[kind]:.0f} times: {kind}"
+    why = "" if kind is None else f" The most frequent failure, {count(round(kinds[kind]), 'time')}: {kind}"
     return Finding(
         key="failed-groups", severity=ERROR if fraction >= _OFTEN else WARNING, title="Rollouts fail", numbers={"failed": fraction},
         text=f"{percent(fraction)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}",

@@ -23,7 +23,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.statistics import mean_over_time
 from grpo_async.utils.files import numbers
-from grpo_async.utils.text import duration
+from grpo_async.utils.text import count, duration
 
 _IDLE = 0.15
 """From this fraction of a step on, idleness is worth mentioning."""
@@ -157,11 +157,12 @@ def _wasted(metrics: PipelineMetrics, setup: PipelineSetup) -> Iterator[Finding]
     suggested = _whole_groups(running, setup)
     if usage >= _KV_FULL and waiting >= max(1.0, 0.1 * running) and suggested < rollout.max_in_flight:
         # what is admitted beyond the cache is preempted and computed again
-        why = f"the servers' KV cache is {usage:.0%} full and {waiting:.0f} requests wait for room while {running:.0f} run"
+        requests = f"{count(round(waiting), 'request')} waiting for room and {running:.0f} running"
+        why = f"the servers' KV cache is {usage:.0%} full, with {requests}"
         yield _change("the KV cache", why, "rollout.max_in_flight", rollout.max_in_flight, suggested)
     stale, staleness = metrics.stale_fraction or 0.0, rollout.max_staleness
     if stale >= _MANY_STALE and staleness < _MAX_STALENESS:
-        why = f"{stale:.0%} of the groups are dropped because they are older than {staleness} steps"
+        why = f"{stale:.0%} of the groups are dropped because they are older than {count(staleness, 'step')}"
         yield _change("dropped groups", why, "rollout.max_staleness", staleness, staleness + 1)
     # fewer pushes, as far as samples may be behind: a fraction p with k steps between them falls to 10 % with k x p / 0.1
     pushes, current = metrics.push_fraction or 0.0, config.training.weight_sync_steps

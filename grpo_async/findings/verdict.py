@@ -85,7 +85,8 @@ def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict
             return _verdict(None, "little", "Hardly", trend)
         if change is not None:
             return _verdict(None, "unconfirmed", "Not confirmed", by_key["held-out"])
-        evaluation = next(each for each in (by_key.get(f"{key}-evaluation") for key in ("failed", "one", "no")) if each)
+        why_none = ("failed-evaluation", "few-evaluations", "no-evaluation")
+        evaluation = next(by_key[key] for key in why_none if key in by_key)
         return _verdict(True, "learns", "Yes, by the sampled reward", trend, evaluation)
     widest = max(sampled.high, 0.0 if change is None else change.high)
     if widest < _TOO_WIDE * scale or sampled.count >= _MANY_STEPS:

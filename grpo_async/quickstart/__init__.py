@@ -22,3 +22,4 @@ CONFIGS = {
     "reasoning_gym": ("reasoning-gym.yaml",),
 }
 """The files in configs/ that train each task."""
+DEFAULT_TASK = "think"

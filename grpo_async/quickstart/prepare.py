@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import ConfigError
+from grpo_async.quickstart import DEFAULT_TASK
 from grpo_async.quickstart.tasks import TASKS, Task
 from grpo_async.utils.files import put_in_place
 from grpo_async.utils.text import backticked, did_you_mean
 
 RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warmup changes: prepared folders are then made again
-DEFAULT_TASK = "think"
 _MARKER = "prepared.json"
 
 

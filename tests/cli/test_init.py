@@ -114,10 +114,12 @@ def test_init_replaces_nothing_and_takes_one_kind(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", ["2024", "1e5", "true", "null"])
-def test_a_folder_whose_name_yaml_takes_for_another_type_gives_a_config_that_loads(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["2024", "1e5", "true", "null", "x" * 201])
+def test_a_folder_whose_name_yaml_takes_for_another_type_or_is_too_long_gives_a_config_that_loads(
+    tmp_path: Path, name: str
+) -> None:
     assert CliRunner().invoke(app, ["init", str(tmp_path / name)]).exit_code == 0
-    assert load_config(tmp_path / name / "train.yaml").run.name == name
+    assert load_config(tmp_path / name / "train.yaml").run.name == name[:200]
 
 
 @pytest.mark.nightly

@@ -131,7 +131,7 @@ def test_json_lines_hold_the_stored_row_and_its_statistics(store: RolloutStore) 
         (["demo", "--group", "0", "--rollout", "0-1"], "--group shows only one; leave out --rollout"),
         (["demo", "--sort", "length,ength"], "--sort length,ength: groups have no "),
         (["demo", "--sort", "-reward:asc"], "--sort -reward:asc: write a field"),
-        (["runs", "--web", "--evaluation", "5"], "for --evaluation: name the run that it is one of"),
+        (["runs", "--web", "--evaluation", "5"], "for --evaluation: name the run that was evaluated"),
         (["demo", "--sort", "reward:up"], "--sort reward:up: write a field"),
         (["demo", "reward<0.2 adn truncated"], "reward<0.2 adn truncated ^^^"),
         (["demo", "rewrd<1"], "did you mean reward"),

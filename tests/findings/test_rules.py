@@ -63,6 +63,8 @@ CASES = [
     Case(key="reward-trend", severity=NOTE, metrics=steps(5)),  # too few steps
     Case(key="reward-trend", severity=WARNING, what=["The reward was at its maximum from the first step on"],
          metrics=steps(20, first=1.0, last=1.0, reward_min=0.5)),
+    Case(key="reward-trend", severity=WARNING, what=["The reward is flat"],  # far below the best, in rewards of up to 0.02
+         metrics=steps(20, first=0.001, last=0.001, reward_min=0.0, reward_max=0.02)),
     Case(key="zero-variance", severity=NOTE, what=["Most groups are solved by now"],
          metrics=steps(30, first=0.2, last=1.0, frac_reward_zero_std=0.8)),
     Case(key="zero-variance", severity=ERROR, what=["rewards are all equal"],
@@ -105,6 +107,8 @@ CASES = [
                                 ("call", 0.0, "The tools are hardly ever called"))),
     Case(key="failed-groups", severity=ERROR, what=["60% of the groups failed", "7 times: ReadTimeout"],
          metrics=_flat(ledger__groups__failed=60.0), more={"errors": [("ReadTimeout", 7)]}),
+    Case(key="failed-groups", severity=ERROR, what=["failure, 1 time: ReadTimeout"],
+         metrics=_flat(ledger__groups__failed=60.0), more={"errors": [("ReadTimeout", 1)]}),
     Case(key="no-gradient", severity=ERROR, what=["The gradient is 0"], metrics=_flat(grad_norm=0.0)),
     # samples of the policy itself have a ratio of 1 whatever the step is
     Case(key="hardly-moves", severity=None, metrics=_flat(**STILL, lr=1e-6, async__staleness_mean=0.0)),

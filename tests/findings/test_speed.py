@@ -55,10 +55,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
      "too few rollouts in flight", (IN_FLIGHT, 64, 128), ""),
     # a full cache: 45 run, 5 whole groups of 8; full, and nobody waits
     ({}, {"kv_usage": 0.98, "running": 45.0, "waiting": 19.0}, "the KV cache", (IN_FLIGHT, 64, 40),
-     "98% full and 19 requests wait"),
+     "98% full, with 19 requests waiting for room and 45 running"),
     ({}, {"kv_usage": 0.98, "running": 45.0, "waiting": 0.5}, "nothing", None, ""),
     # dropped groups
-    ({}, {"stale_fraction": 0.12}, "dropped groups", (STALENESS, 1, 2), ""),
+    ({}, {"stale_fraction": 0.12}, "dropped groups", (STALENESS, 1, 2), "because they are older than 1 step:"),
     ({"max_staleness": 4}, {"stale_fraction": 0.5}, "nothing", None, ""),
     # 1 x 0.3 / 0.1 = 3 steps between pushes; max_staleness 1 allows 2, max_staleness 3 the 3
     ({}, {"push_fraction": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 2), ""),

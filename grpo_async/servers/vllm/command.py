@@ -21,6 +21,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE, require_token
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
 from grpo_async.utils.processes import die_with_launcher, is_cpu_build
+from grpo_async.utils.text import count
 
 Platform = Literal["cpu", "gpu"]
 
@@ -106,7 +107,7 @@ def vllm_installed() -> tuple[bool, str]:
             False,
             f"{name} {version} is installed, but torch sees no GPU, and a CPU needs a different build; {INSTALL}",
         )
-    return True, f"{name} {version} is installed and torch sees {torch.cuda.device_count()} GPU(s)"
+    return True, f"{name} {version} is installed and torch sees {count(torch.cuda.device_count(), 'GPU')}"
 
 
 def installation_fault(name: str, version: str) -> str | None:
