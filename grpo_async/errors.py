@@ -132,6 +132,14 @@ def exit_code_of(error: GrpoAsyncError) -> int:
 
 def message_of(error: BaseException) -> str:
     """The text to show of an error: ours are complete sentences, others get their type in front."""
-    if isinstance(error, GrpoAsyncError):
-        return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return str(error) if isinstance(error, GrpoAsyncError) else with_type(error)
+
+
+def with_type(error: BaseException) -> str:
+    """Type and message: KeyError("a") -> `KeyError: 'a'`."""
+    kind = type(error).__name__
+    try:
+        message = str(error)
+    except Exception as broken:  # noqa: BLE001 - a user's exception may raise in its __str__
+        message = f"(its message cannot be read: {type(broken).__name__})"
+    return f"{kind}: {message}" if message else kind

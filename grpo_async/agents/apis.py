@@ -441,11 +441,16 @@ def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise bad_request(f"{where} has no tool_call_id", param=f"{where}.tool_call_id")
         read["tool_call_id"] = message["tool_call_id"]
     if read["role"] == "assistant" and (calls := message.get("tool_calls")):
-        for call in calls if isinstance(calls, list) else [None]:
-            function = call.get("function") if isinstance(call, Mapping) else None
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        for each in calls if isinstance(calls, list) else [None]:
+            call = each if isinstance(each, Mapping) else {}
+            function = call.get("function")
+            if (
+                not isinstance(function, Mapping)
+                or not isinstance(function.get("name"), str)
+                or not isinstance(call.get("id"), str | int | None)
+            ):
                 raise bad_request(
-                    f"{where}.tool_calls is not a list of calls with a function's name each",
+                    f"{where}.tool_calls is not a list of calls with a function's name and an id each",
                     param=f"{where}.tool_calls",
                 )
         read["tool_calls"] = calls

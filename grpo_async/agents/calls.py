@@ -26,6 +26,10 @@ class Call:
     """Further fields of the request that would change what is sampled but are ignored."""
 
 
+BUDGET_EXHAUSTED = "rollout_budget_exhausted"
+"""The `code` of the error for a call after the rollout has used its tokens or turns."""
+
+
 class ApiError(Exception):
     """A call that is answered with an error in the format of its API.
 

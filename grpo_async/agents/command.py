@@ -18,11 +18,10 @@ import shutil
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-import orjson
 
 from grpo_async.agents.agent import Agent, AgentError, AgentResult, read_result
 from grpo_async.agents.session import AgentSession
@@ -42,6 +41,7 @@ from grpo_async.sandbox import (
 from grpo_async.sandbox import startup_notes as sandbox_notes
 from grpo_async.sandbox.execution import START_TIMEOUT_S, Job, execute, find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
+from grpo_async.utils.files import json_safe
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.text import clipped
 
@@ -103,8 +103,7 @@ class CommandAgent(Agent):
             )
 
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
-        options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-        stdin = orjson.dumps(row, default=str, option=options).decode()
+        stdin = json.dumps(json_safe(row), default=_plain)  # not orjson: integers of any size, and lone surrogates
         run = self._run if self._sandbox is None else self._run_in_sandbox
         try:
             result = await run(stdin, session)
@@ -183,6 +182,10 @@ def _model_variables(session: AgentSession, base_url: str, anthropic_base_url: s
     }
 
 
+def _plain(value: Any) -> str:
+    return value.isoformat() if isinstance(value, (date, time)) else str(value)
+
+
 def _last_json(stdout: str) -> Any:
     """The last non-empty line, or the whole output, as JSON; None if nothing was written.
 
@@ -192,7 +195,7 @@ def _last_json(stdout: str) -> Any:
     if not lines:
         return None
     for text in (lines[-1], stdout):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(text)
     raise AgentError(
         f"the last line that the agent's command wrote to stdout is not JSON: {clipped(lines[-1].strip(), 200)!r}; its result "

@@ -51,7 +51,7 @@ class FunctionAgent(Agent):
         except CallError as error:
             if isinstance(error.error, AgentError):
                 raise error.error from error.error.__cause__
-            hint = "; raise `rollout.agent.timeout_s` if that is expected" if error.is_timeout else ""
+            hint = "; raise `rollout.agent.timeout_s` if this is expected" if error.is_timeout else ""
             raise AgentError(f"the agent {error.problem}{hint}") from error.origin
 
     async def aclose(self) -> None:

@@ -32,9 +32,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.agents.calls import ApiError, Call, bad_request
+from grpo_async.agents.calls import BUDGET_EXHAUSTED, ApiError, Call, bad_request
 from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
-from grpo_async.errors import GrpoAsyncError, RequestRejectedError
+from grpo_async.errors import GrpoAsyncError, RequestRejectedError, message_of
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
@@ -272,7 +272,7 @@ class AgentSession:
                 raise bad_request(
                     f"the rollout has used its {settings.max_completion_tokens} tokens or {settings.max_turns} calls "
                     "(rollout.max_completion_tokens, rollout.max_turns)",
-                    code="rollout_budget_exhausted",
+                    code=BUDGET_EXHAUSTED,
                 )
             self.is_out_of_budget = self.is_truncated = True
             return 0
@@ -298,7 +298,7 @@ class AgentSession:
         except RequestRejectedError as error:
             raise bad_request(str(error)) from error  # for example response_format with an engine without grammars
         except GrpoAsyncError as error:
-            self.last_error = f"{type(error).__name__}: {error}"
+            self.last_error = message_of(error)
             raise ApiError(503, "server_error", self.last_error) from error
         finally:
             self._running.discard(task)

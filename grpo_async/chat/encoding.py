@@ -138,7 +138,7 @@ class Encoder:
                     self._as_text[token] = ids
                     break
             else:
-                raise ChatError(f"the tokenizer cannot spell its control token {token!r}, which a tool result contains")
+                raise ChatError(f"the tokenizer cannot spell the control token {token!r} of an untrusted message")
         return self._as_text[token]
 
     def _refuse_hidden_tokens(self, texts: Sequence[str]) -> None:

@@ -15,7 +15,6 @@ hold, are the turn's parse error: the whole text is then the message.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,7 @@ from grpo_async.chat.json_calls import calls_of, named_call
 from grpo_async.chat.turn import ParsedTurn, SampledTurn
 from grpo_async.errors import ConfigError
 from grpo_async.records import ToolCall, answer_start
-from grpo_async.user_code.calls import is_async
-from grpo_async.user_code.references import resolve_function
+from grpo_async.user_code.references import resolve_and_check
 from grpo_async.utils.strict_json import UnreadableError, read_json, scan_json
 from grpo_async.utils.text import backticked, did_you_mean, json_kind
 
@@ -202,7 +200,7 @@ FORMATS: dict[str, type[Hermes] | type[Llama3Json] | type[Mistral] | type[Harmon
 
 
 AUTO = "auto"
-_SIGNS = {
+_MARKS = {
     "<|call|>": "harmony",
     "[TOOL_CALLS]": "mistral",
     "<tool_call>": "hermes",
@@ -252,15 +250,14 @@ def choose_parser(setting: str, *, template_source: str, vocabulary: Mapping[str
 
 
 def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str, str] | None:
-    """The name of the format, and the sign of it."""
-
+    """The name of the format, and why it is that one."""
     if any(mark in template_source for mark in ("<function=", "<arg_key>")):
         return None  # Qwen3-Coder and GLM write no JSON inside <tool_call>
-    for mark, name in _SIGNS.items():
+    for mark, name in _MARKS.items():
         if mark in template_source:
             return name, f"the chat template writes {mark}"
     return next(
-        ((name, f"{mark} is a token of the tokenizer") for mark, name in _SIGNS.items() if mark in vocabulary), None
+        ((name, f"{mark} is a token of the tokenizer") for mark, name in _MARKS.items() if mark in vocabulary), None
     )
 
 
@@ -271,20 +268,14 @@ class UserParser:
         reference: `module:attribute`.
 
     Raises:
-        ConfigError: there is no such object, or it cannot be called as `parse(text)`.
+        ConfigError: there is no such object, it is async, or it cannot be called as `parse(text)`.
     """
 
     special_tokens: tuple[str, ...] = ()
 
     def __init__(self, reference: str) -> None:
         self._reference = reference
-        self._parse = resolve_function(reference, f"tool_calling.parser: {reference}")
-        if is_async(self._parse):
-            raise ConfigError(f"tool_calling.parser: `{reference}` is async; a parser is a plain function")
-        try:
-            inspect.signature(self._parse).bind("text")
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"tool_calling.parser: `{reference}` cannot be called as parse(text): {error}") from error
+        self._parse = resolve_and_check(reference, "tool_calling.parser", given={"text": "text"})
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
         """Raises whatever the user's function raises, and TypeError for what it may not return."""

@@ -347,7 +347,7 @@ def _token_id(tokenizer: Any, token: str) -> int:
 
 
 def _generation_config_ends(model_path: str, revision: str | None) -> list[int]:
-    """Those of generation_config.json; a model need not have that file."""
+    """The end-of-turn tokens of generation_config.json; a model need not have that file."""
     folder = Path(model_path)
     if folder.is_dir():
         file = folder / "generation_config.json"

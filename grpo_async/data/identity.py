@@ -17,17 +17,15 @@ from collections.abc import Collection
 from typing import Any
 
 from grpo_async.config.sections import EnvironmentSource, Source
-from grpo_async.data.rows import Row, Rows
+from grpo_async.data.rows import ENVIRONMENT_COLUMN, Row, Rows
 from grpo_async.errors import ConfigError
 from grpo_async.utils.text import shortlist
-
-_ALWAYS = frozenset({"environment"})  # chooses the environment: another one is another task
 
 
 def task_columns(source: Source) -> set[str]:
     """Columns of the source that belong to a row's task, apart from the prompt."""
     own = {"seed"} if isinstance(source, EnvironmentSource) else set()
-    return {*source.task_columns, *own, *_ALWAYS}
+    return {*source.task_columns, *own, ENVIRONMENT_COLUMN}  # another environment is another task
 
 
 def task_key(row: Row, columns: Collection[str]) -> str:

@@ -22,8 +22,9 @@ from grpo_async.config.sections import (
     JsonlSource,
     ParquetSource,
 )
-from grpo_async.data.rows import LocatedRows, Row, check_values
-from grpo_async.errors import ConfigError
+from grpo_async.data.rows import ENVIRONMENT_COLUMN, LocatedRows, Row, check_values
+from grpo_async.errors import ConfigError, message_of
+from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.text import backticked, duplicates, json_kind
@@ -52,19 +53,21 @@ def read_jsonl(source: JsonlSource) -> LocatedRows:
 
 def read_csv(source: CsvSource) -> LocatedRows:
     csv.field_size_limit(sys.maxsize)  # a prompt may be longer than csv's own limit of 131,072 characters
-    reader = csv.DictReader(_lines(source.path), strict=True)
+    reader = csv.reader(_lines(source.path), strict=True)
     begins_at = 1  # a quoted value may span lines; the location is where the row begins
     try:
-        _check_columns(source.path, reader.fieldnames or ())
+        names = next(reader, [])
+        _check_columns(source.path, names)
         begins_at = reader.line_num + 1
-        for row in reader:
+        for values in reader:
             location = f"{source.path}:{begins_at}"
-            if None in row or None in row.values():
+            if values and len(values) != len(names):
                 raise ConfigError(
-                    f"{location}: this row has not as many values as the header has columns "
-                    f"({backticked(reader.fieldnames or ())}); put values that hold a comma or a line break into double quotes"
+                    f"{location}: this row has not as many values as the header has columns ({backticked(names)}); put values "
+                    "that hold a comma or a line break into double quotes"
                 )
-            yield location, row
+            if values:  # not a blank line
+                yield location, dict(zip(names, values, strict=True))
             begins_at = reader.line_num + 1
     except csv.Error as error:
         raise ConfigError(
@@ -95,7 +98,7 @@ def read_parquet(source: ParquetSource) -> LocatedRows:
         # ValueError and OverflowError: dates and times that Python's types cannot hold
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"{path}: this file cannot be read as Parquet, from row {number} on ({type(error).__name__}: {error}); "
+                f"{path}: this file cannot be read as Parquet, from row {number} on ({message_of(error)}); "
                 "check that it is whole and that `path` names a Parquet file"
             ) from error
 
@@ -141,11 +144,19 @@ def read_hub(source: HubSource) -> LocatedRows:
         raise
     except Exception as error:  # its own, the hub's, httpx's and OS errors: all mean this
         raise ConfigError(
-            f"{hub_name(source)}: the dataset cannot be loaded ({type(error).__name__}: {error}); "
+            f"{hub_name(source)}: the dataset cannot be loaded ({message_of(error)}); "
             "check `name`, `subset` and `split`, and that this machine reaches the hub or holds the dataset in its cache"
         ) from error
-    for number, row in enumerate(dataset.with_format(None)):  # numpy and torch formats were saved along
-        yield f"{hub_name(source)}, row {number}", dict(row)
+    number = 0
+    try:
+        for row in dataset.with_format(None):  # numpy and torch formats were saved along
+            yield f"{hub_name(source)}, row {number}", dict(row)
+            number += 1
+    except Exception as error:  # of what decodes images and audio
+        raise ConfigError(
+            f"{hub_name(source)}, row {number}: cannot be decoded ({message_of(error)}); install what is missing, or write the "
+            "columns that you need to a file (type: parquet)"
+        ) from error
 
 
 def hub_name(source: HubSource) -> str:
@@ -205,7 +216,7 @@ def read_environment(source: EnvironmentSource) -> LocatedRows:
     for number in range(source.num_prompts):
         row: Row = {"prompt": [{"role": "user", "content": source.prompt}], "seed": source.first_seed + number}
         if names:
-            row["environment"] = names[number % len(names)]
+            row[ENVIRONMENT_COLUMN] = names[number % len(names)]
         yield f"seed {source.first_seed + number}", row
 
 
@@ -214,15 +225,19 @@ def _rows(source: GeneratorSource) -> Iterator[tuple[str, Row]]:
     try:
         made = function(**source.arguments)
         if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
-            raise TypeError(f"it must yield rows, or return a list of them, not {json_kind(made)}")
+            raise ConfigError(
+                f"{location}: the function must yield rows, or return a list of them, not {json_kind(made)}"
+            )
         for number, row in enumerate(made):
             location = f"{source.function}, row {number}"
             if not isinstance(row, dict):
-                raise TypeError(f'it must yield dicts such as {{"prompt": "..."}}, got {json_kind(row)}')
+                raise ConfigError(
+                    f'{location}: the function must yield dicts such as {{"prompt": "..."}}, got {json_kind(row)}'
+                )
             check_values(row, location)
             yield location, row
             location = f"{source.function}, row {number + 1}"
     except ConfigError:
         raise
     except Exception as error:  # the user's code: whatever it raises means this
-        raise ConfigError(f"{location}: the function raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{location}: the function {Raised(error).problem}") from error

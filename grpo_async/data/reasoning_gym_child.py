@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from grpo_async.errors import message_of
 from grpo_async.utils.processes import die_with_parent
 
 
@@ -52,9 +53,7 @@ def make_rows(task: Mapping[str, Any], number: int, seed: int) -> list[list[Any]
             entry = dataset[index]
             task_data = as_literal({"config": config, "entry": entry})
         except Exception as error:
-            raise TaskError(
-                f"tasks.{number}: {name}, row {index}: making it raised {type(error).__name__}: {error}"
-            ) from error
+            raise TaskError(f"tasks.{number}: {name}, row {index}: making it failed: {message_of(error)}") from error
         made.append([plain(entry["question"]), plain(entry["answer"]), task_data])
     return made
 
@@ -65,15 +64,14 @@ def _create(name: str, config: Mapping[str, Any], number: int, seed: int, size: 
 
     where = f"tasks.{number}"
     if name not in DATASETS:
+        # wider than `did_you_mean`: many names are as short as `gcd`
         near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(f'`{other}`' for other in near)}?" if near else f"it has {sorted(DATASETS)}"
         raise TaskError(f"{where}.name: reasoning-gym has no task `{name}`; {hint}")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config)
     except Exception as error:
-        raise TaskError(
-            f"{where}.config: the task `{name}` refuses {dict(config)}: {type(error).__name__}: {error}"
-        ) from error
+        raise TaskError(f"{where}.config: the task `{name}` refuses {dict(config)}: {message_of(error)}") from error
 
 
 def as_literal(value: Any) -> str:

@@ -17,6 +17,9 @@ from grpo_async.utils.text import json_kind
 Row = dict[str, Any]
 LocatedRows = Iterator[tuple[str, Row]]
 
+ENVIRONMENT_COLUMN = "environment"
+"""The column that names a row's environment."""
+
 # Plain values: they pickle, print the same in every process, and mean the same to a reward function in a worker process.
 _SCALARS = (type(None), bool, int, float, str, bytes, decimal.Decimal)
 _TIMES = (datetime.date, datetime.time, datetime.timedelta)  # a datetime is a date
@@ -45,7 +48,7 @@ def check_values(row: Row, location: str) -> None:
         if unsupported is not None:
             raise ConfigError(
                 f"{location}: column `{name}` holds a {type(unsupported).__module__}.{type(unsupported).__qualname__}, but only "
-                "text, numbers, truth values, null, lists and objects with text keys (also dates, decimals, bytes) can be used; "
+                "text, numbers, booleans, null, lists and objects with text keys (also dates, decimals, bytes) can be used; "
                 f"convert it, or leave the column out with `remove_columns: [{name}]`"
             )
 

@@ -141,7 +141,8 @@ class PromptStream:
 def shuffled_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
     """A permutation of range(num_rows), the same on every machine and Python version.
 
-    Sorted by random() rather than shuffled: only the sequence of random() is promised to stay the same between versions.
+    Sorted by random() rather than shuffled: only the sequence of random() is promised to stay the same between versions. The digest
+    stays as it is, too, instead of `seed_of`: another one would continue a checkpoint in another order.
     """
     digest = hashlib.sha256(f"epoch order, seed {seed}, epoch {epoch}".encode()).digest()
     rng = random.Random(int.from_bytes(digest[:8], "big"))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_async.config.sections import EnvironmentSection
+from grpo_async.data.rows import ENVIRONMENT_COLUMN
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.tools.results import ToolError, encodable, joined_parts
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
@@ -72,7 +73,7 @@ class EnvironmentKind:
             EnvironmentCallError: the row lacks a column.
         """
         if self.selected_by_column:
-            row = {name: value for name, value in row.items() if name != COLUMN}
+            row = {name: value for name, value in row.items() if name != ENVIRONMENT_COLUMN}
         missing = self.reset_parameters.missing(row)
         if missing:
             raise EnvironmentCallError(
@@ -166,7 +167,6 @@ def _has_method(probe: Any, name: str) -> bool:
 MAX_RESET_CHARS = 1_000_000
 """Maximum length of the text that `reset` returns: far above every context, and far below a length that takes minutes to
 tokenize."""
-COLUMN = "environment"  # column of the data that names a row's environment
 
 
 class EnvironmentCallError(GrpoAsyncError):
@@ -328,7 +328,7 @@ def close_instance(instance: Any, name: str, timeout_s: float) -> None:
         logger.warning("environment `%s`: `close` could not be called: %s", name, error)
         return
     if isinstance(result, Raised):
-        logger.warning("environment `%s`: `close` raised %s%s", name, result.summary, result.place)
+        logger.warning("environment `%s`: `close` %s", name, result.problem)
 
 
 class _BadResultError(Exception):

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_async.config.sections import EnvironmentSection
-from grpo_async.envs.environment import COLUMN, Environment, EnvironmentCallError, EnvironmentKind, examine
+from grpo_async.data.rows import ENVIRONMENT_COLUMN
+from grpo_async.envs.environment import Environment, EnvironmentCallError, EnvironmentKind, examine
 from grpo_async.envs.pool import Construction, EnvironmentPool
 from grpo_async.errors import ConfigError, Problems
 from grpo_async.tools.schema import UnusableError
@@ -55,18 +56,18 @@ class Environments:
             ConfigError: the column is missing or does not name an environment.
         """
         names = list(self.pools)
-        if COLUMN not in columns:
+        if ENVIRONMENT_COLUMN not in columns:
             if len(names) == 1:
                 return self.pools[names[0]]
             raise ConfigError(
-                f"the column `{COLUMN}` is missing, which says which of the environments {names} a row uses"
+                f"the column `{ENVIRONMENT_COLUMN}` is missing, which says which of the environments {names} a row uses"
             )
-        value = columns[COLUMN]
+        value = columns[ENVIRONMENT_COLUMN]
         if isinstance(value, str) and value in self.pools:
             return self.pools[value]
         raise ConfigError(
-            f"the column `{COLUMN}` says {value!r}, but the environments are {names}{did_you_mean(str(value), names)} (if the "
-            "column means something else, rename it with `data.train.columns`)"
+            f"the column `{ENVIRONMENT_COLUMN}` says {value!r}, but the environments are {names}{did_you_mean(str(value), names)} "
+            "(if the column means something else, rename it with `data.train.columns`)"
         )
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -57,8 +57,7 @@ class Construction:
             )
         raised = self.future.result(timeout=0.0)
         if raised is not None:
-            problem = f"making an instance raised {raised.summary}{raised.place}"
-            raise EnvironmentCallError(self._name, problem) from raised.error
+            raise EnvironmentCallError(self._name, f"making an instance {raised.problem}") from raised.error
         return self._made[0]
 
     def give_up(self) -> Future[Any]:

@@ -16,7 +16,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import SAMPLING, EvaluationSection, RolloutSection
 from grpo_async.envs import Environments, load_environments
-from grpo_async.errors import ConfigError, Problems
+from grpo_async.errors import Problems
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import AGENT_REWARD, Prompt
@@ -27,7 +27,7 @@ from grpo_async.rollout.function_trainer import FunctionSetup
 from grpo_async.rollout.group import NO_SLOTS, ErrorLog, GroupProducer
 from grpo_async.tools import Tool, load_tools
 from grpo_async.tracking.timeline import Slots
-from grpo_async.user_code.references import resolve_function
+from grpo_async.user_code.references import resolve_and_check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,13 +192,10 @@ def load_components(config: ExperimentConfig) -> Components:
 def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:
     if config.rollout_function is None:
         return None
-    where = f"rollout_function.function: {config.rollout_function.function}"
-    function = resolve_function(config.rollout_function.function, where)
-    try:
-        inspect.signature(function).bind([], None)
-    except TypeError as error:
-        raise ConfigError(f"{where}: it is called as f(prompts, trainer), but: {error}") from error
-    return function
+    given: dict[str, Any] = {"prompts": [], "trainer": None}
+    return resolve_and_check(
+        config.rollout_function.function, "rollout_function.function", given=given, may_be_async=True
+    )
 
 
 def _load_agent(config: ExperimentConfig) -> AgentHost | None:

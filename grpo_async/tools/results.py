@@ -11,8 +11,8 @@ from grpo_async.utils.text import text_of_parts
 
 
 class ToolError(GrpoAsyncError):
-    """One tool call failed. The model sees the message: short, one line, and with a way out. A tool may raise it, too;
-    then the model gets the message unchanged, without the type's name."""
+    """One tool call failed. The model sees the message: one short line that says how to do better. A tool may raise it,
+    too; then the model gets the message unchanged, without the type's name."""
 
 
 def as_text(value: Any) -> str:

@@ -22,7 +22,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
-from grpo_async.user_code.calls import own_name, partials_of, unwrap_partial
+from grpo_async.user_code.calls import NO_SIGNATURE, Raised, own_name, partials_of, unwrap_partial
 from grpo_async.utils.text import backticked, clipped, did_you_mean, shortlist
 
 Validator = TypeAdapter[dict[str, Any]]
@@ -48,6 +48,8 @@ def check_arguments(
         return validator.validate_json(json.dumps(_with_integers(arguments)))
     except ValidationError as error:
         problems = [_problem(each, parameters) for each in error.errors(include_url=False)]
+    except Exception as error:  # noqa: BLE001 - a type hint may be a class of the user, whose `__post_init__` may raise anything
+        problems = [Raised(error).summary]
     raise ToolError(f"{shortlist(problems)}. {_signature(parameters)}")
 
 
@@ -134,7 +136,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     try:
         signature = inspect.signature(function)
     except ValueError as error:
-        raise UnusableError(["has no signature that can be read; wrap it in a `def`"]) from error
+        raise UnusableError([NO_SIGNATURE]) from error
     hidden = {*hidden, *(name for partial in partials_of(function) for name in partial.keywords)}
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
     problems = _problems_of(parameters)
@@ -191,7 +193,7 @@ def _problems_of(parameters: list[inspect.Parameter]) -> list[str]:
 
 
 def _view(name: str, documentation: str, signature: inspect.Signature, hints: dict[str, Any]) -> Callable[..., Any]:
-    """A function that looks as the model should see ours: Transformers handles partials and callable objects wrongly, and
+    """A stand-in that looks as the model should see the function: Transformers handles partials and callable objects wrongly, and
     cannot omit arguments."""
 
     def view() -> None: ...

@@ -23,7 +23,7 @@ from grpo_async.errors import ConfigError, GrpoAsyncError, Problems
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools.results import ToolError, as_text, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
-from grpo_async.user_code.calls import Caller, CallError, Raised, Result, UserCall
+from grpo_async.user_code.calls import NO_SIGNATURE, Caller, CallError, Raised, Result, UserCall
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
@@ -116,7 +116,7 @@ class Tool:
             if error.error is None:
                 self._log(origin, error.problem)
                 raise ToolError(error.problem) from origin
-            self._log(origin, f"{raised.summary}\n{raised.trace.rstrip()}")
+            self._log(origin, f"{raised.summary}\n{raised.traceback.rstrip()}")
             raise ToolError(str(origin) if isinstance(origin, ToolError) else raised.summary) from origin
         except GrpoAsyncError as error:
             self._log(error, str(error))
@@ -153,7 +153,7 @@ def _load(section: ToolSection, path: str) -> Tool:
     try:
         names = list(inspect.signature(function).parameters)
     except ValueError as error:
-        raise ConfigError(f"{where}: has no signature that can be read; wrap it in a `def`") from error
+        raise ConfigError(f"{where}: {NO_SIGNATURE}") from error
     for argument in section.arguments:
         if argument not in names:
             takes = f"it takes {names}" if names else "it takes no arguments"

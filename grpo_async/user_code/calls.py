@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from grpo_async.errors import GrpoAsyncError
+from grpo_async.errors import GrpoAsyncError, with_type
 from grpo_async.records import MAX_REWARD
 from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.threads import InstanceThread, ThreadRunner, ThreadsExhaustedError
@@ -66,22 +66,22 @@ class Raised:
     @property
     def summary(self) -> str:
         """Type and message in one line; KeyError("a") -> `KeyError: 'a'`."""
-        kind = type(self.error).__name__
-        try:
-            message = " ".join(str(self.error).split())
-        except Exception as error:  # noqa: BLE001 - a user's exception may raise in its __str__
-            message = f"(its message cannot be read: {type(error).__name__})"
-        return f"{kind}: {message}" if message else kind
+        return " ".join(with_type(self.error).split())
 
     @property
-    def trace(self) -> str:
+    def problem(self) -> str:
+        """See `CallError.problem`."""
+        return f"raised {self.summary}{self.place}"
+
+    @property
+    def traceback(self) -> str:
         return "".join(traceback.format_exception(self.error))
 
     @property
     def place(self) -> str:
-        """The user's file and line, even if a library raised: " (/home/me/env.py, line 7)"; "" if there is
-        no traceback."""
-        stack = traceback.extract_tb(self.error.__traceback__)
+        """The user's file and line, even if a library raised: " (/home/me/env.py, line 7)"; "" if no function
+        ran, as with wrong arguments."""
+        stack = traceback.extract_tb(self.error.__traceback__)[1:]  # without the frame that caught it
         theirs = [frame for frame in stack if not _is_library(frame.filename)] or stack
         return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
@@ -155,7 +155,7 @@ class Caller:
         except ThreadsExhaustedError as error:
             raise CallError(f"cannot be called: {error}") from error
         if isinstance(result, Raised):
-            raise CallError(f"raised {result.summary}{result.place}", error=result.error) from result.error
+            raise CallError(result.problem, error=result.error) from result.error
         return result
 
 
@@ -189,6 +189,9 @@ def own_name(function: Callable[..., Any]) -> str:
     inner = unwrap_partial(function)
     name = getattr(inner, "__name__", None)
     return name if isinstance(name, str) else type(inner).__name__
+
+
+NO_SIGNATURE = "has no signature that can be read; wrap it in a `def`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_async.errors import ConfigError
-from grpo_async.user_code.calls import Raised, is_async
+from grpo_async.user_code.calls import NO_SIGNATURE, Raised, is_async
 from grpo_async.utils.text import did_you_mean, shortlist
 
 
@@ -84,8 +84,9 @@ def _import(module_name: str) -> ModuleType:
             "folder that holds it"
         ) from error
     except (Exception, SystemExit) as error:
-        place = "" if isinstance(error, SyntaxError) else Raised(error).place
-        raise ConfigError(f"importing `{module_name}` raised {type(error).__name__}: {error}{place}") from error
+        raised = Raised(error)
+        place = "" if isinstance(error, SyntaxError) else raised.place  # a SyntaxError names its line itself
+        raise ConfigError(f"importing `{module_name}` raised {raised.summary}{place}") from error
 
 
 def _choices(wanted: str, available: Sequence[str]) -> str:
@@ -96,13 +97,19 @@ def _choices(wanted: str, available: Sequence[str]) -> str:
 
 
 def resolve_and_check(
-    reference: str, setting: str, *, given: Mapping[str, Any], arguments: Mapping[str, Any], may_be_async: bool = False
+    reference: str,
+    setting: str,
+    *,
+    given: Mapping[str, Any],
+    arguments: Mapping[str, Any] | None = None,
+    may_be_async: bool = False,
 ) -> Callable[..., Any]:
     """A user's function that is called as f(*given, **arguments), checked before anything is started.
 
     Args:
-        setting: path of the setting that names it, such as `loss.function`; its arguments are next to it.
+        setting: path of the setting that names it, such as `loss.function`.
         given: name and an example of each positional argument.
+        arguments: the setting `arguments` next to it; None if there is none.
 
     Raises:
         ConfigError: it does not exist, is async although it must not be, or does not accept its arguments.
@@ -112,13 +119,15 @@ def resolve_and_check(
     if is_async(function) and not may_be_async:
         raise ConfigError(f"{where}: is async; make it a plain function")
     names = ", ".join(given)
+    further = "" if arguments is None else f", **{setting.removesuffix('function')}arguments"
+    arguments = arguments or {}
     try:
         inspect.signature(function).bind(*given.values(), **arguments)
     except TypeError as error:
         raise ConfigError(
             f"{where}: does not take ({names}{''.join(f', {name}=' for name in arguments)}): {error}; it is called as "
-            f"f({names}, **{setting.removesuffix('function')}arguments)"
+            f"f({names}{further})"
         ) from error
-    except ValueError as error:  # a builtin without a signature
-        raise ConfigError(f"{where}: has no signature to check; wrap it in a function of your own") from error
+    except ValueError as error:  # a builtin
+        raise ConfigError(f"{where}: {NO_SIGNATURE}") from error
     return function

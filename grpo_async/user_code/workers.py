@@ -70,8 +70,8 @@ class WorkerPool:
         self._is_closed = False
 
     async def run(self, request: Request, timeout_s: float) -> Any:
-        """Run one call; if cancelled, kill the worker. CallError: it raised (its trace is a note of the error), took longer than
-        `timeout_s` seconds in a worker, or the worker died."""
+        """Run one call; if cancelled, kill the worker. CallError: it raised (its traceback is a note of the error), took longer
+        than `timeout_s` seconds in a worker, or the worker died."""
         try:
             payload = pickle.dumps(request)
         except Exception as error:
@@ -87,13 +87,13 @@ class WorkerPool:
                 raise _closed_error() from error
             raise
         try:
-            is_result, result, trace, error_of_call = pickle.loads(answer)
+            is_result, result, traceback, error_of_call = pickle.loads(answer)
         except Exception as error:
             raise CallError(f"returned something that cannot be read back: {error}") from error
         if is_result:
             return result
         if error_of_call is not None:
-            error_of_call.add_note(trace)
+            error_of_call.add_note(traceback)
         raise CallError(result, error=error_of_call) from error_of_call
 
     def close(self) -> None:
@@ -241,8 +241,8 @@ def main(descriptor: int, reference: str, module: str) -> None:
 
 
 def _answer(reference: str, request: bytes, runner: asyncio.Runner) -> bytes:
-    """Run one pickled request. Returns, pickled: whether it has a result; the result or the problem; the trace; and the error if
-    it can be pickled."""
+    """Run one pickled request. Returns, pickled: whether it has a result; the result or the problem; the traceback; and the error
+    if it can be pickled."""
     try:
         call = pickle.loads(request).call(_load(reference))
         result = runner.run(call.attempt_async()) if call.is_async else call.attempt()
@@ -253,12 +253,11 @@ def _answer(reference: str, request: bytes, runner: asyncio.Runner) -> bytes:
             return pickle.dumps((True, result, "", None))
         except Exception as error:  # noqa: BLE001 - a user's __reduce__ may raise anything
             result = Raised(TypeError(f"a value given to log_extra cannot leave the worker process: {error}"))
-    problem = f"raised {result.summary}{result.place}"
     try:
-        answer = pickle.dumps((False, problem, result.trace, result.error))
+        answer = pickle.dumps((False, result.problem, result.traceback, result.error))
         pickle.loads(answer)  # exceptions with their own `__init__` often pickle but do not unpickle
     except Exception:  # noqa: BLE001 - as above
-        return pickle.dumps((False, problem, result.trace, None))
+        return pickle.dumps((False, result.problem, result.traceback, None))
     return answer
 
 

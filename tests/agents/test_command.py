@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import errno
 import os
 import signal
@@ -123,6 +124,19 @@ def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float |
     assert (result.reward, result.columns) == (reward, columns)
 
 
+def test_a_row_may_hold_what_json_has_not_and_what_other_libraries_refuse() -> None:
+    row = {
+        "prompt": "hi",
+        "number": 2**70,
+        "text": "\ud800",
+        "score": float("nan"),
+        "day": datetime.datetime(2024, 2, 29),
+    }
+    code = "import sys; print('{\"row\": ' + sys.stdin.read() + '}')"
+    given = asyncio.run(_run([*PYTHON, code], row)).columns["row"]
+    assert given == {**row, "score": None, "day": "2024-02-29T00:00:00"}
+
+
 @pytest.mark.parametrize(
     ("code", "section", "told"),
     [
@@ -130,6 +144,7 @@ def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float |
         ("import os; os._exit(3)", {}, r"ended with exit code 3; its stderr is empty"),
         ("import os; os.kill(os.getpid(), 9)", {}, r"was killed by SIGKILL"),
         (DAEMON + "import time; time.sleep(1000)", {"timeout_s": 2.0}, r"rollout\.agent\.timeout_s = 2 s and was killed"),
+        ("print('[' * 100_000)", {}, r"is not JSON: '\[\[\["),
         ("print('done, I think')", {}, r"is not JSON: 'done, I think'; its result belongs there"),
         ("print('[1]')", {}, r"the agent's result is \[1\] \(list\)"),
         ('print(\'{"reward": "high"}\')', {}, r"`reward` of the agent's result is 'high' \(str\)"),

@@ -298,6 +298,8 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
 CHAT: dict[str, Any] = {"messages": [user("q")]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 ONE_CALL = {"role": "assistant", "tool_calls": {"id": "1", "type": "function", "function": {"name": "add"}}}  # no list
+LISTED_ID = {"role": "assistant", "tool_calls": [{"id": ["1"], "type": "function", "function": {"name": "add"}}]}
+TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
 
 
 @pytest.mark.parametrize(
@@ -310,6 +312,7 @@ ONE_CALL = {"role": "assistant", "tool_calls": {"id": "1", "type": "function", "
         ("chat/completions", {"messages": [{"role": "alien"}]}, 400, "messages[0].role"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
         ("chat/completions", {"messages": [ONE_CALL]}, 400, "messages[0].tool_calls"),
+        ("chat/completions", {"messages": [LISTED_ID, TOOL_RESULT]}, 400, "messages[0].tool_calls"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice"),
         ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),

@@ -173,7 +173,7 @@ def test_servers_that_do_not_answer_are_a_503_and_the_session_knows_why() -> Non
         with pytest.raises(ApiError, match="nobody is there") as caught:
             await ask(session, user("q"))
         assert caught.value.status == 503
-        assert session.last_error == "ServerUnavailableError: nobody is there"
+        assert session.last_error == "nobody is there"
 
     asyncio.run(main())
 

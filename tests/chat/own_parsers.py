@@ -33,6 +33,15 @@ def raises(text: str) -> dict[str, Any]:
     raise RuntimeError("no such luck")
 
 
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def raises_something_unreadable(text: str) -> dict[str, Any]:
+    raise UnreadableError
+
+
 def leaves(text: str) -> dict[str, Any]:
     raise SystemExit(3)
 

@@ -251,6 +251,7 @@ def test_no_calls_are_no_calls(name: str) -> None:
     ("name", "error"),
     [
         ("raises", "RuntimeError: no such luck"),
+        ("raises_something_unreadable", "UnreadableError: (its message cannot be read: ValueError)"),
         ("leaves", "SystemExit: 3"),
         ("returns_text", "returned a string ('search()') as tool calls; return a list"),
         ("content_is_a_number", "returned a number (3) as content; return text"),
@@ -271,7 +272,7 @@ def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, erro
         ("absent", "has no `absent`"),
         ("NOT_CALLABLE", "is of type dict, which cannot be called"),
         ("waits", "is async"),
-        ("takes_two", r"cannot be called as parse\(text\)"),
+        ("takes_two", r"does not take \(text\): missing a required argument: 'other'; it is called as f\(text\)$"),
     ],
 )
 def test_a_parser_that_cannot_be_called_is_refused_at_the_start(name: str, error: str) -> None:

@@ -17,6 +17,7 @@ from grpo_async.data.messages import check_prompt
 from grpo_async.data.sources import remove_columns, rename
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
+from tests.data import generators
 
 USER = {"role": "user", "content": "q"}
 
@@ -102,6 +103,7 @@ def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_pa
             'prompt,answer\n"a\nb",1\nc\n',
             "rows.txt:4: this row has not as many values as the header has columns",
         ),
+        ("csv", "prompt,answer\n\n\na\n", "rows.txt:4: this row has not as many values"),
         ("csv", 'prompt,answer\n"a,1\n', "rows.txt:2: this row is not valid CSV"),
         ("csv", "prompt,prompt\na,b\n", "`prompt` names more than one column"),
         ("parquet", '{"prompt": "a"}\n', "cannot be read as Parquet"),
@@ -188,6 +190,12 @@ def test_a_saved_dataset_gives_python_values_whatever_its_format(tmp_path: Path,
         assert f"has no `{setting}`; leave it out" in _error("hub", name=folder, **{setting: "main"})
 
 
+def test_a_row_of_a_dataset_that_cannot_be_decoded_is_named(tmp_path: Path, datasets: Any) -> None:
+    made = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [{"bytes": b"no image", "path": None}]})
+    made.cast_column("picture", datasets.Image()).save_to_disk(tmp_path / "saved")
+    assert "saved [train], row 0: cannot be decoded (" in _error("hub", name=str(tmp_path / "saved"))
+
+
 def test_splits_of_saved_collections_and_folders_of_files_are_taken_by_name(tmp_path: Path, datasets: Any) -> None:
     one = datasets.Dataset.from_dict({"prompt": ["b"]})
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
@@ -235,12 +243,12 @@ def test_a_generator_without_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("raises_at_two", "row 2: the function raised ZeroDivisionError: no third one"),
+        ("raises_at_two", "row 2: the function raised ZeroDivisionError: no third one (" + generators.__file__),
         ("unseeded", "row 0: a second call of the function makes another row"),
-        ("no_dict", "row 1: the function raised TypeError: it must yield dicts"),
+        ("no_dict", "row 1: the function must yield dicts"),
         ("strange_value", "row 0: column `answer` holds a builtins.set"),
-        ("asynchronous", "it must yield rows"),
-        ("returns_text", "it must yield rows, or return a list of them, not a string ('abc')"),
+        ("asynchronous", "asynchronous: the function must yield rows"),
+        ("returns_text", "the function must yield rows, or return a list of them, not a string ('abc')"),
         ("not_a_function", "not callable"),
         ("sum", "did you mean"),
         ("sums", "missing 1 required positional argument: 'num_rows'"),

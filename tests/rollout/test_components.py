@@ -47,8 +47,9 @@ def one_argument(prompts: list[Any]) -> dict[str, Any]:
         ("tests.trainer.sides:nowhere", r"rollout_function\.function: tests\.trainer\.sides:nowhere: .*nowhere"),
         (
             "tests.rollout.test_components:one_argument",
-            r"one_argument: it is called as f\(prompts, trainer\), but: too many positional",
+            r"one_argument: does not take \(prompts, trainer\): too many positional .* called as f\(prompts, trainer\)$",
         ),
+        ("builtins:max", r"max: has no signature that can be read; wrap it in a `def`"),
     ],
 )
 def test_a_rollout_function_that_cannot_be_found_or_called_is_named_before_anything_starts(

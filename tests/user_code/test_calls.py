@@ -80,6 +80,9 @@ def test_the_place_is_the_last_line_of_the_users_own_code_whatever_library_raise
     assert isinstance(in_ours, Raised)
     assert "references.py, line" in in_ours.place  # no frame is the user's: the last one of all
     assert Raised(ValueError("never raised")).place == ""
+    wrong_arguments = UserCall(fails, {"number": 1}).attempt()
+    assert isinstance(wrong_arguments, Raised)
+    assert wrong_arguments.problem.endswith("got an unexpected keyword argument 'number'")
 
 
 def test_a_cancelled_error_of_the_functions_own_is_a_value_and_one_of_the_caller_is_not() -> None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from grpo_async.agents.function import AgentClient, FunctionAgent
 from grpo_async.config.sections import AgentSection
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import ConfigError, GrpoAsyncError, message_of
 from grpo_async.user_code.references import make_working_directory_importable
 from grpo_async.utils.extras import needs
 
@@ -66,9 +66,7 @@ class EnvironmentAgent(FunctionAgent):
         await asyncio.wait({ended}, timeout=_CLOSE_TIMEOUT_S)
         await super().aclose()
         if ended.done() and not ended.cancelled() and (error := ended.exception()) is not None:
-            raise GrpoAsyncError(
-                f"{SETTING}: closing the environment raised {type(error).__name__}: {error}"
-            ) from error
+            raise GrpoAsyncError(f"{SETTING}: the environment could not be closed: {message_of(error)}") from error
 
 
 def load_environment_agent(section: AgentSection, *, max_concurrent: int) -> EnvironmentAgent:

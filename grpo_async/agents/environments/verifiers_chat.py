@@ -21,6 +21,7 @@ from verifiers.v1.runtimes import ProgramResult, Runtime
 from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 
+from grpo_async.agents.calls import BUDGET_EXHAUSTED
 from grpo_async.agents.function import OpenAiClients
 
 __all__ = ["ChatHarness"]  # the library finds a module's harness here
@@ -67,7 +68,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 try:
                     completion = await client.chat.completions.create(model=ctx.model, messages=messages, **tools)
                 except BadRequestError as error:
-                    if "rollout_budget_exhausted" not in str(error):
+                    if BUDGET_EXHAUSTED not in str(error):
                         raise
                     trace.stop("max_output_tokens")  # the task scores the conversation so far
                     break
