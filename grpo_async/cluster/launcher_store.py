@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_async.errors import RunError
 from grpo_async.utils.network import listening_store
+from grpo_async.utils.text import clipped
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -42,7 +43,7 @@ class ForgedError(RunError):
 
 
 class LauncherStore:
-    """One machine's end. Every method asks the store and is short.
+    """One machine's end of the store. Its methods block for a moment only.
 
     Args:
         rank: of this machine among `count`.
@@ -86,7 +87,9 @@ class LauncherStore:
 
     def post(self, to: int, kind: str, **content: Any) -> None:
         """Have a message sent at the next exchange. Long texts are cut off."""
-        short = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in content.items()}
+        short = {
+            name: clipped(value, _MAX_TEXT) if isinstance(value, str) else value for name, value in content.items()
+        }
         self._outbox.append((to, {"kind": kind, "from": self.rank, **short}))
 
     def exchange(self) -> list[Message]:
@@ -135,7 +138,7 @@ def sign(token: str, key: str, content: Mapping[str, Any]) -> str:
 
 
 def read_signed(token: str, key: str, value: bytes) -> dict[str, Any]:
-    """What `sign` made.
+    """The content that `sign` was given.
 
     Raises:
         ForgedError: it was not signed with the token.

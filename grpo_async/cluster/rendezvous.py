@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +28,10 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import read_values
-from grpo_async.errors import ConfigError, DeadlineError, RunError, message_of
+from grpo_async.errors import ConfigError, DeadlineError, Problems, RunError, message_of
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node
-from grpo_async.run_directory import RunDir, attempt_config
+from grpo_async.run_directory import RunDir, attempt_config, attempt_number
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.safe_text import plain
 
@@ -53,7 +54,7 @@ class NodeInfo(BaseModel):
     def of(cls, config: ExperimentConfig, node: Node, engine: EngineChoice) -> NodeInfo:
         """This machine, which starts its servers soon: one for each of `inference.replicas`, unless others run them."""
         urls = own_urls(config, node.own_address) if node.serves else ()
-        return cls(rank=node.rank, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
+        return cls(rank=node.rank, host=platform.node(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
 
     @property
     def name(self) -> str:
@@ -93,14 +94,14 @@ def hosting(node: Node, token: str) -> Iterator[LauncherStore]:
     except BaseException as error:
         for rank in range(1, node.count):
             launchers.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {message_of(error)}")
-        deliver_last_messages(launchers, range(1, node.count), timeout_s=_END_TIMEOUT_S)
+        deliver_last_messages(launchers, range(1, node.count))
         raise
 
 
-def deliver_last_messages(launchers: LauncherStore, ranks: range, *, timeout_s: float = _END_TIMEOUT_S) -> None:
-    """Until the others have read the last message to them, or are gone: the store ends with this process."""
+def deliver_last_messages(launchers: LauncherStore, ranks: range) -> None:
+    """Wait until the others have read the last message to them, or are gone: the store ends with this process."""
     with contextlib.suppress(ForgedError):
-        for _ in _ticks(time.monotonic() + timeout_s):
+        for _ in _ticks(time.monotonic() + _END_TIMEOUT_S):
             launchers.exchange()
             gone = launchers.silent(ranks, longer_than_s=5.0)
             if all(launchers.has_read(rank) or rank in gone for rank in ranks):
@@ -114,7 +115,7 @@ def gather(
     own: NodeInfo,
     say: Callable[[str], None],
 ) -> list[NodeInfo]:
-    """Wait until every machine is ready; in the order of their ranks, without node 0.
+    """Wait until every machine is ready; returns the others, in the order of their ranks.
 
     Args:
         assignment: node 0's, as far as it is known.
@@ -125,7 +126,7 @@ def gather(
         RunError: one cannot take part, is gone again, or serves in another way.
     """
     timeout_s, count = config.launch.rdzv_timeout_s, assignment.node.count
-    launchers.put(_RUN, {"attempt": assignment.attempt_dir.name, "versions": versions()})
+    launchers.put(_RUN, {"attempt": attempt_number(assignment.attempt_dir), "versions": versions()})
     ready: dict[int, NodeInfo] = {}
     missing = list(range(1, count))
     say(f"waiting for {_nodes(missing)} at {assignment.node.address}:{assignment.node.port}")
@@ -168,7 +169,7 @@ def _nodes(ranks: Any) -> str:
 
 
 class JoinedRun(NamedTuple):
-    """This machine in the run of node 0. `assignment` is node 0's, but for `node`."""
+    """This machine in the run of node 0. `assignment` is node 0's, with `node`, `run_dir` and `attempt_dir` of this machine."""
 
     launchers: LauncherStore
     token: str
@@ -202,9 +203,10 @@ def join(
         launchers = LauncherStore(store, token, rank=node.rank, count=node.count)
         if not launchers.claim():
             raise ConfigError(f"node {node.rank} has joined already; each machine needs its own --node-rank")
-        own = NodeInfo(rank=node.rank, host=socket.gethostname())
+        own = NodeInfo(rank=node.rank, host=platform.node())
         try:
-            _compare(config, run_dir.logs / run["attempt"], run["versions"])
+            attempt_dir = run_dir.attempt(run["attempt"])
+            _compare(config, attempt_dir, run["versions"])
             own = NodeInfo.of(config, node, engine)
         except BaseException as error:  # a signal, too: node 0 would wait for this machine
             launchers.post(0, "refused", node=own.model_dump(), reason=message_of(error))
@@ -217,7 +219,8 @@ def join(
         assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are not RuntimeErrors
         raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
-    return JoinedRun(launchers, token, assignment.model_copy(update={"node": node}))
+    own_places = {"run_dir": run_dir, "attempt_dir": attempt_dir, "node": node}
+    return JoinedRun(launchers, token, assignment.model_copy(update=own_places))
 
 
 def _reach(config: ExperimentConfig, node: Node, ends_at: float, say: Callable[[str], None]) -> tuple[str, str]:
@@ -255,10 +258,9 @@ def _read_run(store: Any, run_dir: RunDir, where: str, ends_at: float) -> tuple[
 
 def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str, str]) -> None:
     """Raises ConfigError: this machine has another configuration or other versions than node 0."""
-    problems: list[str] = []
+    problems = Problems()
     its_config, own_config = read_values(attempt_config(attempt), problems), config.model_dump(mode="json")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems.raise_if_any()
     if own_config != its_config:
         listed = [f"  {each}" for each in differences([its_config, own_config])]
         raise ConfigError("\n".join(["its configuration is not that of node 0 (node 0 -> here):", *listed]))

@@ -57,9 +57,7 @@ def follow(
     """
     with exit_on_signals(), private_folder() as private:
         joined = join(config, node, run_dir, engine=engine, say=output.say)
-        attempt = run_dir.logs / joined.assignment.attempt_dir.name
-        own = {"run_dir": run_dir, "attempt_dir": attempt, "private_dir": private}
-        assignment = joined.assignment.model_copy(update=own)
+        assignment = joined.assignment.model_copy(update={"private_dir": private})
         plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token, notes=notes)
         output.say(plan.describe())
         display = output.display(run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True)
@@ -164,7 +162,7 @@ class Follower:
         return RunOutcome(exit_code=self._exit_code, error=error)
 
     async def _listen(self) -> None:
-        """What node 0 says, until it says that the run is over, or is gone."""
+        """Take what node 0 says, until the run is over or node 0 is gone."""
         while not self._ended.is_set():
             try:
                 for message in await exchange(self._launchers):

@@ -25,7 +25,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
 from grpo_async.utils.safe_text import plain
-from grpo_async.utils.text import last_line
+from grpo_async.utils.text import clipped, last_line
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
@@ -112,7 +112,7 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
 
 def _write_report(run_dir: RunDir, timeout_s: float) -> str | None:
     """Why there is no report, or None. A child writes it: reading a large store takes memory and may fail in a library, and neither
-    is to touch the end of the run. It ends with an exception here."""
+    is to touch the end of the run. An exception in this process (a signal) ends the child, too."""
     command = (sys.executable, "-m", "grpo_async", "report", str(run_dir.root))
     try:  # in its own session: a Ctrl-C now is for this process, which then ends the child
         done = subprocess.run(
@@ -124,5 +124,5 @@ def _write_report(run_dir: RunDir, timeout_s: float) -> str | None:
         return str(error)
     if done.returncode == 0:
         return None
-    said = last_line(done.stderr.decode(errors="replace"))[:_MAX_PROBLEM] if done.returncode > 0 else ""
-    return said or f"its process {describe_exit(done.returncode)}"
+    said = last_line(done.stderr.decode(errors="replace")) if done.returncode > 0 else ""
+    return clipped(said, _MAX_PROBLEM) or f"its process {describe_exit(done.returncode)}"

@@ -18,6 +18,7 @@ from grpo_async.processes.heartbeat import Heartbeat, RankFailure, report
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
+from grpo_async.utils.text import clipped
 
 logger = logging.getLogger("grpo_async")
 
@@ -26,11 +27,11 @@ _MAX_CHARS = 1000
 
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
-    """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log and sent to the
+    """Do `work` and end this process: exit code 0 when it returned, 1 when it raised; the error is then in the log, and sent to the
     launcher. Only rank 0 has a connection to the launcher.
 
-    It ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be awaited
-    in a collective that it will never join, and libraries that are torn down under their own threads abort.
+    The process ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be
+    awaited in a collective that it will never join, and libraries that are torn down under their own threads abort.
     """
     die_with_parent()
     # the log may be on a full disk: what user code prints is not a reason to fail
@@ -86,4 +87,4 @@ class WarningForwarder(logging.Handler):
             self.handleError(record)
             return
         text = "\n".join(lines) if len(lines) <= 3 else f"{lines[0]} ... {lines[-1].strip()}"
-        self._tell(text[:_MAX_CHARS])
+        self._tell(clipped(text, _MAX_CHARS))

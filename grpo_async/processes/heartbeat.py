@@ -1,4 +1,4 @@
-"""What the processes of the trainer tell the launcher from outside of their work: that they live, and how they fail. No torch.
+"""What the processes of the trainer tell the launcher beside their work: that they live, and how they fail. No torch.
 
 Heartbeats   of each process, every second (launcher.liveness judges them). A thread sends them, and a thread gets the GIL every
              few milliseconds whatever else computes. So they stop only when the process is stopped, or when one of its threads
@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.safe_text import plain
+from grpo_async.utils.text import clipped
 
 STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
@@ -78,8 +79,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """How a rank ended. `time` is seconds since the epoch, and `error` that of message_of. `is_expected`: this package raised the
-    error on purpose, so its traceback stays in the log."""
+    """How a rank ended. `time` is seconds since the epoch, and `error` the text of message_of. `is_expected`: this package raised
+    the error on purpose, so its traceback stays in the log."""
 
     rank: int
     time: float
@@ -90,12 +91,12 @@ class RankFailure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankFailure:
-        """That of a rank which `error` ends now."""
+        """The failure of a rank that `error` ends now."""
         trace = "".join(traceback.format_exception(error))
         return cls(
             rank=rank,
             time=time.time(),
-            error=message_of(error)[:_MAX_CHARS],
+            error=clipped(message_of(error), _MAX_CHARS),
             traceback=trace[-_MAX_CHARS:],
             is_expected=isinstance(error, GrpoAsyncError),
         )

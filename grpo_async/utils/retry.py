@@ -10,6 +10,8 @@ import json
 import random
 from dataclasses import dataclass, field
 
+from grpo_async.utils.text import clipped
+
 _MAX_MESSAGE_CHARS = 2000
 
 
@@ -38,8 +40,8 @@ def server_message(body: bytes) -> str:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):
-        return text[:_MAX_MESSAGE_CHARS] or "(empty body)"
+        return clipped(text, _MAX_MESSAGE_CHARS) or "(empty body)"
     error = parsed.get("error", parsed.get("detail", parsed)) if isinstance(parsed, dict) else parsed
     if isinstance(error, dict):
         error = error.get("message", error)
-    return str(error)[:_MAX_MESSAGE_CHARS]
+    return clipped(str(error), _MAX_MESSAGE_CHARS)

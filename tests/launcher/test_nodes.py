@@ -29,7 +29,7 @@ from grpo_async.processes import addresses
 from grpo_async.processes.addresses import interface_of, weights_host
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.processes.machine import Machine
-from grpo_async.run_directory import RunDir
+from grpo_async.run_directory import RunDir, attempt_number
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import is_loopback
@@ -333,7 +333,7 @@ def test_other_versions_another_folder_and_a_rank_that_is_taken_are_refused(
     with ExitStack() as stack:
         run = _Run(_config(tmp_path, rdzv_timeout_s=5.0), stack)
         found = rendezvous.versions()
-        run.launchers.put("run", {"attempt": run.assignment.attempt_dir.name, "versions": found})
+        run.launchers.put("run", {"attempt": attempt_number(run.assignment.attempt_dir), "versions": found})
         own_folder = RunDir(tmp_path / "a folder of its own")
         own_folder.create("")
         stack.enter_context(own_folder.new_token())
