@@ -102,8 +102,7 @@ class Children:
 
     async def __aexit__(self, *_: object) -> None:
         try:
-            for process in await self.kill():
-                self._warn(f"process {process.pid} survived SIGKILL (it is stuck in the kernel)")
+            await self.kill()
         finally:
             _set_subreaper(False)
 
@@ -137,8 +136,8 @@ class Children:
         self._all.append(child)
         return child
 
-    async def kill(self, child: Child | None = None) -> list[psutil.Process]:
-        """SIGKILL everything that is left, or what descends from one child, again and again until nothing is; returns what outlived
+    async def kill(self, child: Child | None = None) -> None:
+        """SIGKILL everything that is left, or what descends from one child, again and again until nothing is; warn of what outlives
         KILL_TIMEOUT_S. `exited` of the children is done then, or soon."""
         deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
         adopted: set[int] = set()
@@ -155,7 +154,9 @@ class Children:
         watched = [each.exited for each in ([child] if child is not None else self._all)]
         if watched:
             await asyncio.wait(watched, timeout=KILL_TIMEOUT_S)
-        return left
+        whose = "" if child is None else f" of the {child.name}"
+        for process in left:
+            self._warn(f"process {process.pid}{whose} survived SIGKILL (it is stuck in the kernel)")
 
     def _alive(self) -> list[psutil.Process]:
         """A snapshot, parents before their children; zombies are left out (they run no more)."""

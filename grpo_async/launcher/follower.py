@@ -20,7 +20,7 @@ from grpo_async.cluster.rendezvous import JoinedRun, join
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output
-from grpo_async.errors import RunError
+from grpo_async.errors import RunError, message_of
 from grpo_async.launcher.hub import exchange
 from grpo_async.launcher.local import GRACE_S, LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
@@ -53,17 +53,25 @@ def follow(
         notes: shown with the plan of this machine.
 
     Raises:
-        ConfigError, DeadlineError, RunError: see rendezvous.join.
+        ConfigError, DeadlineError, RunError: see rendezvous.join; or the processes here cannot be planned or started.
     """
     with exit_on_signals(), private_folder() as private:
         joined = join(config, node, run_dir, engine=engine, say=output.say)
         assignment = joined.assignment.model_copy(update={"private_dir": private})
-        plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token, notes=notes)
-        output.say(plan.describe())
-        display = output.display(run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True)
-        display.views.append(_Relay(joined.launchers))
-        with display:
-            return asyncio.run(Follower(config, joined, plan, display).run())
+        try:
+            plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token, notes=notes)
+            output.say(plan.describe())
+            display = output.display(
+                run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True
+            )
+            display.views.append(_Relay(joined.launchers))
+            with display:
+                return asyncio.run(Follower(config, joined, plan, display).run())
+        except BaseException as error:  # a signal, too: node 0 would wait for this machine
+            with suppress(RuntimeError, RunError):  # node 0 is gone
+                joined.launchers.post(0, "refused", reason=message_of(error))
+                joined.launchers.exchange()
+            raise
 
 
 class _Relay(View):

@@ -3,6 +3,7 @@
     node K -> node 0   "note", "warning": for the user
                        "server_event": index, event, detail, num_restarts; for the trainer (processes.control)
                        "signal": it is to stop; "failed": its servers, before they served
+                       "refused": why its launcher could not begin, or has failed
                        "exited": status and error of its trainer, and what its ranks reported
     node 0 -> node K   "restart_server", "server_serving": of the trainer; "start", "end"
 
@@ -90,7 +91,8 @@ class NodeHub:
             for message in messages:
                 self._take(message)
             for rank in self._launchers.silent([r for r in self._nodes if r not in self._gone], self._limit_s):
-                self._lose(self._nodes[rank])
+                node = self._nodes[rank]
+                self._lose(node, f"{node.name} is gone: its launcher was killed, or the machine or the network failed")
             await asyncio.sleep(HEARTBEAT_S)
 
     def tell_server(self, index: int, message: Mapping[str, Any]) -> None:
@@ -141,21 +143,22 @@ class NodeHub:
                     self._fail(f"the trainer of {node.name} failed: {plain(str(message.get('error')))}")
             case {"kind": "failed", "error": str(error)}:
                 self._local.lose_servers(f"on {node.name} {plain(error)}")
+            case {"kind": "refused", "reason": str(reason)}:
+                self._lose(node, f"{node.name} cannot take part: {plain(reason)}")
             case _:
                 self._display.warning(f"{node.name} sent an unknown message: {clipped(str(dict(message)), 200)}")
 
-    def _lose(self, node: NodeInfo) -> None:
+    def _lose(self, node: NodeInfo, why: str) -> None:
         self._gone.add(node.rank)
         self._note_end(node)
-        gone = f"{node.name} is gone: its launcher was killed, or the machine or the network failed"
         if self._assignment.node.trains_on(node.rank):
             self.has_lost_a_node = True
-            self._fail(gone)
+            self._fail(why)
             return
         lost = [index for index, url in enumerate(self._assignment.server_urls) if url in node.urls]
         for index in lost:
-            self._local.tell_trainer(index=index, event="given_up", detail=gone, num_restarts=0)
-        self._local.give_up(lost, gone)
+            self._local.tell_trainer(index=index, event="given_up", detail=why, num_restarts=0)
+        self._local.give_up(lost, why)
 
     def _note_end(self, node: NodeInfo) -> None:
         self._ended.add(node.rank)

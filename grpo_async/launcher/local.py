@@ -345,10 +345,7 @@ class SpawnedServer:
         child, self.child = self.child, None
         if child is None:  # it could not be started at all
             return f"{self.name} {end.how}"
-        for process in await self._local.children.kill(child):
-            self._local.display.warning(
-                f"process {process.pid} of the {self.name} survived SIGKILL (it is stuck in the kernel)"
-            )
+        await self._local.children.kill(child)
         return child.describe_end(how=end.how)
 
     async def _restart(self) -> _End | None:

@@ -440,6 +440,17 @@ def test_a_launcher_that_is_killed_ends_the_other_and_all_that_it_has_started(tm
 
 
 @pytest.mark.slow
+def test_a_machine_that_cannot_start_its_servers_says_so_at_once(tmp_path: Path) -> None:
+    first, second = _launchers(tmp_path, "ignore-stop", server="missing")
+    with second as serves, first as trains:
+        assert serves.end() == 1
+        trains.wait_for_line(f"node 1 ({socket.gethostname()}) cannot take part: cannot start the inference server")
+        assert trains.end() == 1
+        assert "is gone" not in trains.output
+        assert trains.left() == {}
+
+
+@pytest.mark.slow
 def test_a_server_that_fails_before_it_serves_ends_the_run_with_its_last_words_on_both_machines(tmp_path: Path) -> None:
     first, second = _launchers(tmp_path, "ignore-stop", server="crash")
     with second as serves, first as trains:
