@@ -22,7 +22,7 @@ from grpo_async.findings.finding import worst_first
 from grpo_async.records import Prompt
 from grpo_async.rewards.call import RewardError
 from grpo_async.rewards.function import RewardFunction
-from grpo_async.rewards.text import last_boxed
+from grpo_async.rewards.text import answer_of_solution
 
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")
 GOLD, WRONG, LONG = "right answer", "wrong answer", "very long"
@@ -66,7 +66,7 @@ def candidates(prompt: Prompt, gold: str | None) -> list[tuple[str, str]]:
     """(kind, text) of the completions to try for a row."""
     found = []
     if gold is not None:
-        final = last_boxed(gold) or gold.rpartition("####")[2].strip() or gold  # extracted from a whole solution
+        final = answer_of_solution(gold) or gold
         for answer in dict.fromkeys([gold, final]):
             found += [(GOLD, text) for text in _forms(answer)]
         if (wrong := _same_shape(final)) != final:
@@ -261,7 +261,10 @@ def _comparisons(golds: ScoreByRow, best: Mapping[str, ScoreByRow], tolerance: f
     floors = {row: min(rows[row] for rows in best.values() if row in rows) for row in golds}
     unrewarded = []
     for row, gold in golds.items():
-        kind, score = max(((kind, rows.get(row, gold)) for kind, rows in others.items()), key=lambda entry: entry[1])
+        scored = [(kind, rows[row]) for kind, rows in others.items() if row in rows]
+        if not scored:
+            continue  # nothing to compare with
+        kind, score = max(scored, key=lambda entry: entry[1])
         if score - gold > tolerance or gold - floors[row] <= tolerance:
             unrewarded.append((row, gold, kind, score))
     if unrewarded:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.rewards.call import with_checked_arguments
-from grpo_async.rewards.text import after_thinking, final_text, last_boxed
+from grpo_async.rewards.text import after_thinking, answer_of_solution, final_text, last_boxed
 from grpo_async.utils.extras import needs
 
 if importlib.util.find_spec("math_verify") is None:
@@ -108,8 +108,7 @@ def _score(text: str, gold: str, require_boxed: bool) -> float | None:
 
 def _bare(gold: str) -> str:
     r"""The gold without its surroundings: "72 + 1 ... #### 73" -> "73"; r"$\frac{1}{2}$" -> r"\frac{1}{2}"."""
-    boxed = last_boxed(gold)
-    bare = (boxed if boxed is not None else gold.rpartition("####")[2]).strip()
+    bare = answer_of_solution(gold)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if bare.startswith(opening) and bare.endswith(closing) and len(bare) > len(opening) + len(closing):
             bare = bare[len(opening) : -len(closing)].strip()

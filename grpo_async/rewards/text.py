@@ -136,6 +136,12 @@ def after_thinking(text: str) -> str:
     return text[answer_start(text) :]
 
 
+def answer_of_solution(solution: str) -> str:
+    r"""Its last \boxed{}, or what follows `####`, or all of it: "72 + 1 ... #### 73" -> "73"."""
+    boxed = last_boxed(solution)
+    return (solution.rpartition("####")[2] if boxed is None else boxed).strip()
+
+
 def last_boxed(text: str) -> str | None:
     r"""Content of the last complete \boxed{...} or \fbox{...}, braces balanced; None if there is none.
 

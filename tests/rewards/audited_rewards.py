@@ -46,6 +46,13 @@ def never_applies(completions: list[str], **kwargs: Any) -> list[None]:
     return [None] * len(completions)
 
 
+def judges_the_right_answer_only(completions: list[str], answer: list[str]) -> list[float | None]:
+    return [
+        1.0 if c == gold else 0.5 if c.endswith(f">\n{gold}") else None
+        for c, gold in zip(completions, answer, strict=True)
+    ]
+
+
 def noisy(completions: list[str], answer: list[str]) -> list[float]:
     return [float(c == gold) + random.random() / 20 for c, gold in zip(completions, answer, strict=True)]
 

@@ -72,6 +72,11 @@ def test_a_function_that_ends_or_holds_its_process_does_not_hold_up_the_check(fu
     assert stopped.title == "It took longer than its timeout_s, or ended its process, 4 times."
 
 
+def test_a_right_answer_is_judged_where_the_function_applies_to_nothing_else() -> None:
+    found = _report("judges_the_right_answer_only")
+    assert (found.findings, list(found.scores)) == ([], [GOLD])
+
+
 @pytest.mark.parametrize(
     ("function", "conversational"),
     [("math:math_answer", True), ("text:number_match", False), ("text:exact_match", True)],
