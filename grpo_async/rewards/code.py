@@ -35,7 +35,15 @@ from grpo_async.config.base import Count, Seconds
 from grpo_async.rewards.call import shared_slots, with_checked_arguments
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
-from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
+from grpo_async.sandbox import (
+    REQUIRED,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    SandboxStatus,
+    capabilities,
+    startup_notes,
+)
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.processes import usable_cpus
 from grpo_async.utils.warn_once import WarnOnce
@@ -71,7 +79,7 @@ _EXAMINER_SPARE_S = 10.0  # time for the examiner to report the verdict after th
 
 def prepare_worker() -> None:
     """Called once in each worker process, so that finding out what the sandbox can enforce is not part of a call."""
-    startup_notes()
+    capabilities()
 
 
 @with_checked_arguments

@@ -1,4 +1,4 @@
-"""The main functions of the two processes of a test run; `code_peer` has their protocol."""
+"""The main functions of the two processes of a test run. They talk through `code_peer`, which defines the protocol."""
 
 from __future__ import annotations
 

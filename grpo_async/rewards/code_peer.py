@@ -6,10 +6,10 @@
       9 == 9 is decided here, and reported to the owner
 
 They exchange plain data, rebuilt by the receiver: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
-frozenset, dict, range, Decimal, Fraction, the types of `collections` and `datetime`, all of the exact type; numpy's arrays and
-scalars as lists and numbers. Everything else of the candidate (its functions, its classes and their instances) stays where it is,
-and the tests get a `Handle`. Through a handle they can call, read and set attributes, iterate, and get text, length and truth: each
-gives plain data in the end, which the examiner compares. Two things are refused, which fails the test:
+frozenset, dict, range, Decimal, Fraction, the types of `collections` and `datetime` in `_MODULE_OF`, all of the exact type; numpy's
+arrays and scalars as lists and numbers. Everything else of the candidate (its functions, its classes and their instances) stays
+where it is, and the tests get a `Handle`. Through a handle they can call, read and set attributes, iterate, and get text, length
+and truth: each gives plain data in the end, which the examiner compares. Two things are refused, which fails the test:
 
     to compare or calculate with a handle: the candidate would see the expected value and decide
     to pass it a function or an object of the tests: it would lead to the tests' globals
@@ -110,7 +110,7 @@ class Channel:
 
 _MODULE_OF = {  # modules of the kinds that are not builtins
     **dict.fromkeys(("deque", "OrderedDict", "defaultdict", "Counter"), "collections"),
-    **dict.fromkeys(("date", "timedelta", "datetime"), "datetime"),
+    **dict.fromkeys(("date", "time", "timedelta", "datetime"), "datetime"),
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
@@ -122,6 +122,7 @@ _FIELDS_OF = {
     "range": ("start", "stop", "step"),
     "Fraction": ("numerator", "denominator"),
     "date": ("year", "month", "day"),
+    "time": ("hour", "minute", "second", "microsecond"),
     "timedelta": ("days", "seconds", "microseconds"),
     "datetime": ("year", "month", "day", "hour", "minute", "second", "microsecond"),
 }
@@ -235,7 +236,7 @@ def serve(channel: Channel, load: Callable[[list[str]], dict[str, Any]]) -> None
             values = [decode(item, find) for item in arguments]
             by_name = {key: decode(item, find) for key, item in keywords}
             value = _operation(name)(shown[number], *values, **by_name)
-            changed = values if value is None else []
+            changed = [*values, *by_name.values()] if value is None else []
             now = [encode(item if type(item) in (list, dict, set, bytearray) else None, show) for item in changed]
             answer = f'["value",{encode(value, show)},[{",".join(now)}]]'
         except BaseException as error:  # noqa: BLE001 - raised at the other end
@@ -349,8 +350,9 @@ class Candidate:
     ) -> Any:
         """Make the candidate do something; returns its result or raises its exception."""
         self.num_asked += 1
+        keywords = keywords or {}
         given = ",".join([encode(item, self._show) for item in arguments])
-        by_name = ",".join([f"[{_text(key)},{encode(item, self._show)}]" for key, item in (keywords or {}).items()])
+        by_name = ",".join([f"[{_text(key)},{encode(item, self._show)}]" for key, item in keywords.items()])
         self._channel.send(f"[{_text(operation)},{number},[{given}],[{by_name}]]")
         message = self._channel.receive()
         try:
@@ -365,7 +367,7 @@ class Candidate:
             raise self.failed(ValueError(problem)) from error
         if kind == "error":
             raise value
-        for given_item, item in zip(arguments, now, strict=False):
+        for given_item, item in zip((*arguments, *keywords.values()), now, strict=False):
             _update(given_item, item)
         return value
 

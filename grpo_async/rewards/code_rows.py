@@ -25,11 +25,12 @@ _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re
 class RowKind(StrEnum):
     """The kind of `RowTests.tests`, and so how they are run."""
 
-    ASSERTS = (
-        "asserts"  # statements, each a test: "assert add(1, 2) == 3" (MBPP's `test_list`), or calls of the entry point
-    )
-    SCRIPT = "script"  # one script: `check(candidate)` as in HumanEval, functions `test_...`, unittest classes, or bare asserts
-    PROGRAMS = "programs"  # runs of the whole program: (stdin, expected stdout)
+    # Statements, each a test: "assert add(1, 2) == 3" (MBPP's `test_list`), or calls of the entry point.
+    ASSERTS = "asserts"
+    # One script: `check(candidate)` as in HumanEval, functions `test_...`, unittest classes, or bare asserts.
+    SCRIPT = "script"
+    # Runs of the whole program: (stdin, expected stdout).
+    PROGRAMS = "programs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,8 @@ def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests
     function = tests.get("fn_name") if isinstance(tests, Mapping) else None
     name = str(function or entry_point) if function or entry_point else None
     kind, found = _read(tests, name)
+    if not found:
+        return None
     before = "\n".join(setup) if isinstance(setup, list | tuple) else str(setup or "")
     row = RowTests(kind=kind, tests=found, entry_point=name, setup=before)
     if kind is not RowKind.PROGRAMS:

@@ -13,9 +13,9 @@ from unittest.mock import Mock
 import pytest
 
 from grpo_async.rewards import RewardError, RewardFunction
-from grpo_async.rewards.code import code_tests, is_same_output
+from grpo_async.rewards.code import code_tests, is_same_output, prepare_worker
 from grpo_async.rewards.code_rows import code_in, read_row
-from grpo_async.sandbox import Sandbox, SandboxError
+from grpo_async.sandbox import Capability, Sandbox, SandboxError
 from tests.rewards.helpers import loaded, score
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -152,7 +152,9 @@ def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
          "def f(): return (Decimal('1.5'), Fraction(1, 3), datetime.date(2020, 1, 2), datetime.timedelta(1), range(3))",
          "from decimal import Decimal\nfrom fractions import Fraction\nimport datetime\n"
          "assert f() == (Decimal('1.5'), Fraction(1, 3), datetime.date(2020, 1, 2), datetime.timedelta(1), range(3))"),
+        ("import datetime\ndef f(): return datetime.time(10, 30)", "from datetime import time\nassert f() == time(10, 30)"),
         ("def f(x):\n    x.sort()\n    return x[0]", "a = [2, 1]\nassert f(a) == min(a)"),
+        ("def f(x, y):\n    x.sort()\n    y.append(3)", "a, b = [2, 1], []\nf(a, y=b)\nassert (a, b) == ([1, 2], [3])"),
         ("from math import isclose, sqrt\ndef f(x): return sqrt(x)", "assert isclose(f(4), 2)"),
         ("def gcd(a, b): return a if not b else gcd(b, a % b)", "assert gcd(10, 15) == 5"),
         ("def f(): return float('nan')", "import math\nassert math.isnan(f())"),
@@ -218,6 +220,13 @@ def test_tests_that_cannot_be_read_are_an_error(tests: Any, problem: str) -> Non
         read_row(tests)
 
 
+@pytest.mark.parametrize(
+    "tests", [None, "", [], {"inputs": [], "outputs": []}, {"fn_name": "f", "inputs": [], "outputs": []}]
+)
+def test_a_row_without_tests_is_not_scored(tests: Any) -> None:
+    assert _score(ADD, tests) is None
+
+
 def test_an_unreadable_row_fails_the_call_and_names_the_completion() -> None:
     with pytest.raises(ValueError, match="code_tests, completion 0: the tests are not valid Python"):
         _scores([ADD, ADD], ["assert ("])
@@ -261,6 +270,14 @@ def test_it_works_as_a_configured_reward(run_in: str) -> None:
         assert reward.name == "code_tests"
         outcome = asyncio.run(score(reward, [ADD, "x"], columns={"tests": [TWO, TWO]}))
     assert outcome.values == [0.5, 0.0]
+
+
+def test_a_worker_starts_where_nothing_is_enforced_that_the_section_may_not_require(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = Capability(name="network", is_available=False, how="", consequence="")
+    monkeypatch.setattr("grpo_async.sandbox.sandbox.capabilities", lambda: [missing])
+    prepare_worker()
 
 
 def test_a_call_that_is_given_up_leaves_nothing_running() -> None:
