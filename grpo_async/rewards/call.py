@@ -35,7 +35,7 @@ ENVIRONMENTS = "environments"
 ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 OFFERED = ALWAYS_OFFERED | {ENVIRONMENTS}
 """Arguments that every reward may ask for; no column of the data can have such a name."""
-# TRL's documentation spells it this way in its examples; given only to functions that name it.
+# TRL's documentation has this spelling in its examples; only functions that name the alias get it.
 ALIASES = {"completions_ids": "completion_ids"}
 
 

@@ -28,7 +28,7 @@ import httpx
 from pydantic import field_validator
 
 from grpo_async.config.base import Count, StrictModel, read_arguments
-from grpo_async.errors import GrpoAsyncError
+from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.rewards.call import ENVIRONMENTS, shared_slots
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.retry import RetryPolicy, server_message
@@ -156,7 +156,7 @@ async def _answer(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
         try:
             response = await client.post(url, content=body, headers={"content-type": "application/json"})
         except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = message_of(error)
         else:
             problem = f"it answered {response.status_code}: {server_message(response.content)}"
             if response.is_success:

@@ -19,8 +19,9 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from grpo_async.errors import message_of
 from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.rewards.text import after_thinking, final_text, last_boxed
 from grpo_async.utils.extras import needs
@@ -144,8 +145,8 @@ def task_score(
             <answer>...</answer> of it. A completion without box or tag gets 0.0.
         binarize: 1.0 for the full score and 0.0 for anything less.
     """
-    if answer_from not in ("after_thinking", "boxed", "tag"):
-        raise ValueError(f"answer_from must be after_thinking, boxed or tag, got {answer_from!r}")
+    if answer_from not in get_args(AnswerFrom):
+        raise ValueError(f"answer_from must be one of {', '.join(get_args(AnswerFrom))}, got {answer_from!r}")
     scorers = {data: _Scorer(name, data) for name, data in set(zip(task, task_data, strict=True))}
     scores: list[float | None] = []
     for completion, data in zip(completions, task_data, strict=True):
@@ -181,10 +182,9 @@ class _Scorer:
             if not math.isfinite(score):
                 raise ValueError(f"it returned {score}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any exception means that the answer cannot be read
-            kind = (self._task, type(error).__name__)
             if not quiet:
-                text = "the scorer of %s failed (%s: %s): such answers get 0, which is logged once"
-                _warn_once(kind, text, *kind, error)
+                text = "the scorer of %s failed (%s): such answers get 0, which is logged once"
+                _warn_once((self._task, type(error)), text, self._task, message_of(error))
             return 0.0
         return min(1.0, max(0.0, score))
 
