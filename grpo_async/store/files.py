@@ -191,7 +191,7 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
 
 
 def lock_writer(folder: Path) -> int:
-    """A descriptor that holds `writer.lock` until it is closed. On a file system without locks it holds nothing. Raises OSError."""
+    """A descriptor that holds `writer.lock` until it is closed. Raises OSError, on a file system without locks too."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

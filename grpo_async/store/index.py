@@ -164,9 +164,13 @@ class Index:
         """
         with self._lock:
             generation, before = self.generation, self.metadata.superseded_condition()
-            self.metadata = read_metadata(self.folder)
+            try:
+                self.metadata = read_metadata(self.folder)
+                are_read = any(self._read_blocks() for _ in range(MAX_LISTINGS))
+            except OSError as error:
+                raise RunError(f"cannot read the rollouts in {self.folder}: {error}") from error
             superseded = self.metadata.superseded_condition()
-            if not any(self._read_blocks() for _ in range(MAX_LISTINGS)):
+            if not are_read:
                 raise RunError(f"the blocks in {self.folder} change faster than they can be read")
             if superseded != before:
                 with self._change():
@@ -226,7 +230,7 @@ class Index:
                 for block in blocks:
                     self._delete(block.first_seq)
                 num_damaged = self._insert(blocks)
-        except (duckdb.Error, FileNotFoundError) as error:
+        except (duckdb.Error, OSError) as error:
             first, path = blocks[0].first_seq, blocks[0].path
             if len(blocks) == 1 and path.exists():
                 with self._change():

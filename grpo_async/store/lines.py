@@ -1,13 +1,13 @@
-"""Groups to lines of JSON.
+"""Makes groups into lines of JSON.
 
     RolloutGroup + ScoredGroup + TokenStats... -> one line: {"schema", "seq", ..., "rollouts": [{...}, ...]}
 
 Example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 1.0] of the trained tokens: the line has
 "entropies": [0.5, 0.25, null, 1.0].
 
-Runs in the thread of the store, in parallel with training: each rollout is made into text by itself, so the GIL is
-never held for longer than one takes, and numbers with a fraction go as float32 arrays, whose text is half as long as that of
-Python's floats.
+This runs in the thread of the store, in parallel with training: each rollout is made into text by itself, so the GIL is never held
+for longer than one rollout takes, and numbers with a fraction go as float32 arrays, whose text is half as long as that of Python's
+floats.
 Whatever JSON cannot hold (a lone surrogate, integers above 64 bits, a user's own type) becomes text; NaN becomes null.
 """
 
@@ -104,13 +104,9 @@ def check_stats(group: RolloutGroup, stats: Mapping[str, TokenStats]) -> None:
         found = stats.get(name)
         if found is None:
             continue
-        columns = (found.logprobs, found.proximal_logprobs, found.weights, found.entropies, found.flags)
-        lengths = [len(column) for column in columns]
-        if set(lengths) != {path.num_own_tokens}:
-            raise ValueError(
-                f"{name} has {path.num_own_tokens} sampled tokens; the trainer's stats "
-                f"(logprobs, proximal_logprobs, weights, entropies, flags) have {lengths}"
-            )
+        lengths = {column.name: len(getattr(found, column.name)) for column in fields(found)}
+        if set(lengths.values()) != {path.num_own_tokens}:
+            raise ValueError(f"{name} has {path.num_own_tokens} sampled tokens; the trainer's stats have {lengths}")
 
 
 def prompt_hash(prompt: Prompt) -> str:

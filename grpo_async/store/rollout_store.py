@@ -42,6 +42,7 @@ from grpo_async.store.files import (
 )
 from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.utils.files import Outage, Writer
+from grpo_async.utils.text import count
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
     from grpo_async.config.sections import RolloutRecordSection
@@ -75,7 +76,7 @@ class RolloutStore(Writer):
         self._settings = settings or _default_settings()
         self._changed = threading.Condition()
         self._queue: deque[Entry] = deque()
-        self._is_writing = False  # an entry that is in the queue no more
+        self._is_writing = False  # an entry that is no longer in the queue
         self._next_seq: int | None = None  # None: the folder was not read yet
         self._error: RunError | None = None  # for the next call
         self._is_closed = False
@@ -149,7 +150,7 @@ class RolloutStore(Writer):
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._queue and not self._is_writing, timeout=_FLUSH_TIMEOUT_S):
-                raise self._hangs(f"{len(self._queue) + self._is_writing} groups", _FLUSH_TIMEOUT_S)
+                raise self._hangs(count(len(self._queue) + self._is_writing, "group"), _FLUSH_TIMEOUT_S)
             self._raise_error()
 
     def position(self) -> int:
@@ -213,7 +214,7 @@ class RolloutStore(Writer):
             raise error
 
     def _hangs(self, what: str, waited_s: float) -> RunError:
-        return RunError(f"{self._folder} has taken nothing for {waited_s:.0f} s, {what} not written; check its disk")
+        return RunError(f"cannot write {what}: {self._folder} has taken nothing for {waited_s:.0f} s; check its disk")
 
     def _save_metadata(self, *, is_open: bool | None = None) -> None:
         """Write `store.json` if it changed."""
@@ -276,7 +277,8 @@ class RolloutStore(Writer):
     def _recover_lines(self, path: Path) -> None:
         torn, size = torn_bytes(path), path.stat().st_size
         if torn:
-            self._metadata.num_lost += 1
+            with self._changed:
+                self._metadata.num_lost += 1
             self._save_metadata()
             logger.warning("%s: a kill had torn its last line, which is lost", path)
             os.truncate(path, size - torn)

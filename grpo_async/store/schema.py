@@ -162,8 +162,7 @@ COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
-_TOKENS = """prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies token_flags"""
-TOKEN_COLUMNS = tuple(_TOKENS.split())
+TOKEN_COLUMNS = tuple(column.name for column in COLUMNS if column.type in ("INTEGER[]", "UTINYINT[]", "FLOAT[]"))
 """The lists with an entry for each token."""
 
 _TYPES = {column.name: column.type for column in COLUMNS}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from grpo_async.store.files import TEMPORARY_SUFFIX, find_blocks, open_name, sea
 from grpo_async.store.schema import PARQUET_OPTIONS, select_from_lines
 from grpo_async.utils.files import sync
 from grpo_async.utils.processes import die_with_parent
+from grpo_async.utils.text import count
 
 
 def seal_block(path: Path) -> Path:
@@ -45,7 +45,8 @@ def seal_block(path: Path) -> Path:
         assert found is not None
         first, last, num_groups = found
         if num_groups != num_lines or path.name != open_name(first):
-            raise RunError(f"cannot seal {path}: it has {num_lines} lines, and {num_groups} groups from seq {first} on")
+            groups = count(num_groups, "group")
+            raise RunError(f"cannot seal {path}: it has {count(num_lines, 'line')}, and {groups} from seq {first} on")
         sync(temporary)
         sealed = folder / sealed_name(first, last)
         os.replace(temporary, sealed)
@@ -85,7 +86,7 @@ def main(arguments: list[str]) -> int:
         except FileNotFoundError:
             continue  # deleted to enforce the maximum size
         except (RunError, OSError) as error:
-            reason = re.sub(r"\s+", " ", str(error))
+            reason = " ".join(str(error).split())
             print(f"rollouts in {folder}: {name} stays as JSON lines, which loses nothing: {reason}", file=sys.stderr)
     return 0
 

@@ -154,7 +154,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChange:
-    """One prompt that was seen in two steps or more. `change` = last.reward_mean - first.reward_mean."""
+    """One prompt that was scored in two groups or more. `change` = last.reward_mean - first.reward_mean."""
 
     prompt_hash: str
     num_groups: int

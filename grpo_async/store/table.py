@@ -309,7 +309,7 @@ class RolloutTable:
     def extremes(self, query: Query = EVERYTHING, k: int = 10) -> Extremes:
         """The best and worst rollouts by reward, and the prompts whose mean reward changed most between their first group and their
         last. At most `k` of each."""
-        where = self._where(query, False)
+        where = self._where(query)
         scored = f"reward IS NOT NULL AND {where}"
         return Extremes(
             best=self._with_previews(self._index.fetch(_page(scored, "-reward,-advantage", 0, k), query)),

@@ -233,12 +233,12 @@ def test_lines_under_a_wrong_name_or_with_a_seq_twice_are_not_sealed(tmp_path: P
     write_groups(tmp_path, 0)
     wrong = tmp_path / "block-000000000007.jsonl"
     (tmp_path / "block-000000000000.jsonl").rename(wrong)
-    with pytest.raises(RunError, match=r"it has 1 lines, and 1 groups from seq 0 on"):
+    with pytest.raises(RunError, match=r"it has 1 line, and 1 group from seq 0 on"):
         seal_block(wrong)
     assert wrong.exists()
     doubled = tmp_path / "block-000000000000.jsonl"
     doubled.write_bytes(wrong.read_bytes() * 2)
-    with pytest.raises(RunError, match=r"it has 2 lines, and 1 groups from seq 0 on"):
+    with pytest.raises(RunError, match=r"it has 2 lines, and 1 group from seq 0 on"):
         seal_block(doubled)
     assert doubled.exists()
     assert not list(tmp_path.glob("*.sealing"))

@@ -194,6 +194,19 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(tmp_path: Path, mo
         assert (table.damage, table.count().groups) == ([], 3)
 
 
+def test_what_cannot_be_read_costs_its_own_rows_and_is_named(tmp_path: Path) -> None:
+    write_groups(tmp_path, 0)
+    (tmp_path / "block-000000000009.jsonl").mkdir()  # root may read any file: a folder in its place does the same
+    with RolloutTable.open(tmp_path) as table:
+        assert table.count().groups == 1
+        (damage,) = table.damage
+    assert "block-000000000009.jsonl is damaged, its rollouts are left out ([Errno 21] Is a directory" in damage
+    (tmp_path / "store.json").unlink(missing_ok=True)
+    (tmp_path / "store.json").mkdir()
+    with pytest.raises(RunError, match=r"cannot read the rollouts in .*Is a directory"):
+        RolloutTable.open(tmp_path)
+
+
 def test_damage_in_texts_and_tokens_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     """They are read when they are asked for."""
     write_groups(tmp_path, 0, seal=True)
