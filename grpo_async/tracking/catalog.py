@@ -44,7 +44,7 @@ _REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 class Better(StrEnum):
-    """Which direction is better; None of these: it depends."""
+    """Which direction of a metric is better; a metric where it depends has none."""
 
     HIGHER = "higher"
     LOWER = "lower"
@@ -109,12 +109,12 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("rollout/num_turns", "turns of a rollout"),
     _metric("rollout/done", "fraction of rollouts whose environment said that the episode is over", "fraction"),
     _metric("scoring/duration_s", "wall time of scoring a group", "s", better=_LOWER),
-    _metric("tools/call_frequency", "tool calls of a completion"),
+    _metric("tools/call_frequency", "tool calls per completion"),
     _metric("tools/failure_frequency", "fraction of all calls that failed", "fraction", better=_LOWER),
     _metric("tools/parse_error_frequency", "fraction of turns that could not be searched for calls", "fraction", better=_LOWER),
     _metric("tools/duration_s/mean", "wall time of a tool call", "s"),
     _metric("tools/duration_s/per_rollout", "wall time of all tool calls of a rollout", "s"),
-    _metric("tools/{name}/call_frequency", "calls of `{name}` of a completion"),
+    _metric("tools/{name}/call_frequency", "calls of `{name}` per completion"),
     _metric("tools/{name}/failure_frequency", "fraction of the calls of `{name}` that failed", "fraction", better=_LOWER),
     _metric("tools/{name}/duration_s", "wall time of a call of `{name}`", "s"),
     _metric("failures/{kind}", "failures of the kind `{kind}` since the run began", reduction=_LAST, better=_LOWER),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.utils.files import Outage, Writer, append_whole, json_safe, parse_object, write_atomically
+from grpo_async.utils.text import count
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ def keep_steps(path: Path, last_step: int) -> None:
     if None in steps:
         copy = path.with_name(f"{path.name}.damaged")
         shutil.copyfile(path, copy)
-        num_bad = steps.count(None)
-        logger.warning("%s: %d lines cannot be read and are left out; the whole file: %s", path, num_bad, copy)
+        bad = count(steps.count(None), "line")
+        logger.warning("%s: left out %s that cannot be read; the whole file: %s", path, bad, copy)
     kept = [line.decode() for line, step in zip(whole, steps, strict=True) if step is not None and step <= last_step]
     write_atomically(path, "".join(f"{line}\n" for line in kept))
 

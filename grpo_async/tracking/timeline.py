@@ -1,8 +1,8 @@
 """Records what happened when. Any thread and any coroutine records; one thread writes, about once a second.
 
-Times are unix seconds; an instant has start = end. A track is a row of a drawing. "rollout/3" is slot 3 of track "rollout": what
-runs at the same time has its own slot (`Slots`), so within one track spans only ever nest. The tracks are in
-`events.EVENTS`.
+Times are unix seconds; an instant has start = end. A track is a row of a drawing. What runs at the same time on a track has a slot
+each (`Slots`), which is a row of its own: "rollout/3" is slot 3 of the track "rollout". So within one row spans only ever nest. The
+tracks are in `events.EVENTS`.
 
 Invariant: recording never waits, never raises, and holds at most `_MAX_PENDING` events, including those that wait while the disk
 is full; what does not fit is counted, and the count is written. The file itself: timeline_file.
@@ -94,7 +94,7 @@ class Timeline:
         self.add(name, track, now, now, **details)
 
     def slots(self, track: str) -> Slots:
-        """Rows of `track` for what runs at the same time."""
+        """Slots of `track` for what runs at the same time."""
         return Slots(self, track)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Timeline:
 
 
 class Slots:
-    """The rows of one track: what runs at the same time has a row each, the lowest that is free. Safe from every thread."""
+    """The slots of one track: what runs at the same time has a slot each, the lowest that is free. Safe from every thread."""
 
     def __init__(self, timeline: Timeline, track: str) -> None:
         self._timeline = timeline
@@ -141,7 +141,7 @@ class Slots:
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[tuple[Track, Span]]:
-        """A span on its own row, and that row for what happens within it."""
+        """A span on a slot of its own, and that slot for what happens within it."""
         track = self.take()
         try:
             with track.span(name, **details) as span:
@@ -150,7 +150,7 @@ class Slots:
             self.release(track)
 
     def take(self) -> Track:
-        """A row; give it back with `release`."""
+        """A free slot; give it back with `release`."""
         with self._lock:
             if self._free:
                 slot = heapq.heappop(self._free)
@@ -159,14 +159,14 @@ class Slots:
         return Track(self._timeline, f"{self._track}/{slot}", slot)
 
     def release(self, track: Track) -> None:
-        """Give back a track that `take` returned, once."""
+        """Give back a slot that `take` returned, once."""
         with self._lock:
             heapq.heappush(self._free, track.slot)
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Records on one track of a timeline."""
+    """Records on one track of a timeline, or on one slot of it."""
 
     timeline: Timeline
     name: str

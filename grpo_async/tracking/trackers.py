@@ -4,6 +4,7 @@ because each tracker is called from its own thread. One that cannot be set up st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -127,8 +128,9 @@ def open_trackers(config: ExperimentConfig, run_dir: RunDir) -> Trackers:
             trackers.append((section.type, open_tracker(section, config, run_dir)))
         except Exception as error:
             for _, tracker in trackers:
-                tracker.close(failed=True)
+                with contextlib.suppress(Exception):  # the user has to know the other error
+                    tracker.close(failed=True)
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"tracking.{number}: {section.type} cannot be set up: {error}") from error
+            raise ConfigError(f"tracking.{number}: {section.type} cannot be set up: {message_of(error)}") from error
     return Trackers(trackers)

@@ -186,11 +186,12 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
 def test_a_tracker_that_cannot_be_set_up_stops_the_run_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no login")
 
     monkeypatch.setattr("wandb.init", refuse)
-    with pytest.raises(ConfigError, match=r"tracking.1: wandb cannot be set up: no login"):
+    monkeypatch.setattr("grpo_async.tracking.backends.Tensorboard.close", refuse)  # that of the one before
+    with pytest.raises(ConfigError, match=r"tracking.1: wandb cannot be set up: OSError: no login"):
         open_trackers(_config({"type": "tensorboard"}, {"type": "wandb", "project": "p"}), RunDir(tmp_path))
 
 
