@@ -2,7 +2,7 @@
 
     await Sandbox(limits).run(code) -> SandboxResult
       |- restrictions that work here, tried once per process  `restrictions`
-      |- one run, from start to the last process' death       `execution`
+      |- one run, from start to the last process's death      `execution`
       `- how the child restricts itself before the code       `inside`
 
 Invariants: a run returns shortly after `wall_s` at the latest, with no process left running and no file left on disk; the code sees

@@ -1,8 +1,8 @@
 """One run from the owner's side: its limits, its interpreter, and its course from start to end.
 
 `execute` starts the launcher, feeds and reads it, and ends it in time, also when cancelled; every process that the launcher started
-ends with it. Waits for the launcher's report, each line under a deadline. Output beyond its limit ends the run, so that neither
-memory nor CPU is spent on output that nobody reads.
+ends with it. `execute` waits for each line of the launcher's report under a deadline. Output beyond its limit ends the run, so
+that neither memory nor CPU is spent on output that nobody reads.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     Plan = dict[str, Any]
 
 _IS_LINUX = sys.platform == "linux"
-_OWNER_IS_GONE_S = 30.0  # the owner ends a run that takes too long; after this margin the launcher does it
+_OWNER_MARGIN_S = 30.0  # the owner ends a run that takes too long; after this margin the launcher does it
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGALRM}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_VERSION = 0x20080522
-_LOOK_EVERY_S = 0.05
+_MEMORY_INTERVAL_S = 0.05
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
@@ -232,7 +232,7 @@ def _wait_watching(child: int, *, memory_mb: int | None) -> tuple[int, float, bo
     while (ended := _reap(child)) is None:
         if memory_mb is None:
             signal.sigwait({signal.SIGCHLD})  # ends at the latest when the code is killed after wall_s
-        elif signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S) is None and _exceeds(memory_mb * 1024):
+        elif signal.sigtimedwait({signal.SIGCHLD}, _MEMORY_INTERVAL_S) is None and _exceeds(memory_mb * 1024):
             return 0, 0.0, True
     return *ended, False
 
@@ -285,7 +285,7 @@ def _fork(report: _Report, run: Callable[[], None]) -> int:
 
 def _wait_or_kill(child: int, plan: Plan, kill: Callable[[int, int], None]) -> tuple[int, float]:
     """Wait for the child; kill it on SIGTERM, or if the owner does not send that in time. Returns its status and CPU seconds."""
-    signal.setitimer(signal.ITIMER_REAL, plan["timeout_s"] + _OWNER_IS_GONE_S)
+    signal.setitimer(signal.ITIMER_REAL, plan["timeout_s"] + _OWNER_MARGIN_S)
     while (ended := _reap(child)) is None:
         if signal.sigwait(_AWAITED) != signal.SIGCHLD:  # ends at the latest by the timer above
             for end in (kill, os.kill):  # the child may not have its process group yet
