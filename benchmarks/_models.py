@@ -1,4 +1,4 @@
-"""Models with random weights: their sizes, what they compute and move, and what a GPU can do."""
+"""Models with random weights: their shapes, what they compute and move, and what a GPU can do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
+class ModelShape:
     """A dense decoder with grouped-query attention and a gated MLP (Qwen3, Llama 3)."""
 
     vocab: int = 151936
@@ -23,8 +23,8 @@ class ModelSize:
 
     @property
     def num_parameters(self) -> int:
-        """N, those of the matrix products (the norms have some thousands more): layers x (2 H A + 2 H K + 3 H I) + V H, with H
-        hidden, A = heads x head_dim, K = kv_heads x head_dim, I intermediate. An embedding of its own does not count: a lookup
+        """N, parameters of the matrix products (the norms have some thousands more): layers x (2 H A + 2 H K + 3 H I) + V H, with
+        H hidden, A = heads x head_dim, K = kv_heads x head_dim, I intermediate. An embedding of its own does not count: a lookup
         computes nothing."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
@@ -35,16 +35,16 @@ class ModelSize:
         return self.num_parameters + (0 if self.tied else self.vocab * self.hidden)
 
     def forward_flops(self, context: float) -> float:
-        """For one token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
+        """FLOPs for a token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
         return 2.0 * self.num_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
 
     def training_flops(self, length: float) -> float:
-        """For one token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1). Attention is causal: a
+        """FLOPs for a token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1). Attention is causal: a
         token attends to (length + 1) / 2 on average. Backward is twice forward. Recomputation (checkpointing) does not count."""
         return 3.0 * self.forward_flops((length + 1) / 2)
 
     def kv_bytes(self, itemsize: int) -> int:
-        """For one token: 2 L K values."""
+        """Bytes of the KV cache for a token: 2 L K values."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def build(self, *, seed: int, dtype: str = "float32", max_length: int = 2048, **more: Any) -> Any:
@@ -69,17 +69,17 @@ class ModelSize:
         return model.eval().requires_grad_(False)
 
 
-SIZES = {
-    "tiny": ModelSize(vocab=512, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=192),
-    "small": ModelSize(vocab=8192, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=768),
-    "95m": ModelSize(vocab=8192, hidden=512, layers=23, heads=8, kv_heads=4, head_dim=64, intermediate=2048),
-    "0.6b": ModelSize(hidden=1024, intermediate=3072),
-    "1.7b": ModelSize(hidden=2048, intermediate=6144),
-    "4b": ModelSize(hidden=2560, layers=36, heads=32, intermediate=9728),
-    "7b": ModelSize(vocab=152064, hidden=3584, heads=28, kv_heads=4, intermediate=18944, tied=False),  # Qwen2.5
-    "8b": ModelSize(hidden=4096, layers=36, heads=32, intermediate=12288, tied=False),
-    "32b": ModelSize(hidden=5120, layers=64, heads=64, intermediate=25600, tied=False),
-    "70b": ModelSize(vocab=128256, hidden=8192, layers=80, heads=64, intermediate=28672, tied=False),  # Llama 3
+SHAPES = {
+    "tiny": ModelShape(vocab=512, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=192),
+    "small": ModelShape(vocab=8192, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=768),
+    "95m": ModelShape(vocab=8192, hidden=512, layers=23, heads=8, kv_heads=4, head_dim=64, intermediate=2048),
+    "0.6b": ModelShape(hidden=1024, intermediate=3072),
+    "1.7b": ModelShape(hidden=2048, intermediate=6144),
+    "4b": ModelShape(hidden=2560, layers=36, heads=32, intermediate=9728),
+    "7b": ModelShape(vocab=152064, hidden=3584, heads=28, kv_heads=4, intermediate=18944, tied=False),  # Qwen2.5
+    "8b": ModelShape(hidden=4096, layers=36, heads=32, intermediate=12288, tied=False),
+    "32b": ModelShape(hidden=5120, layers=64, heads=64, intermediate=25600, tied=False),
+    "70b": ModelShape(vocab=128256, hidden=8192, layers=80, heads=64, intermediate=28672, tied=False),  # Llama 3
 }
 """Shapes of Qwen3 models, except where a comment names another."""
 
@@ -115,15 +115,15 @@ def listed_peaks(device_name: str) -> Peaks | None:
 
 
 def generation_bound_s(
-    size: ModelSize, peaks: Peaks, *, in_flight: int, prompt: int, completion: int, itemsize: int
+    shape: ModelShape, peaks: Peaks, *, in_flight: int, prompt: int, completion: int, itemsize: int
 ) -> float:
     """The least seconds in which `in_flight` completions can be generated: the prompts at the peak of FLOP/s, then `completion`
     steps, each of which reads all weights once and the KV of all, or computes, whichever takes longer.
 
     Worked example: N = 1e9 in 16 bit, 1 in flight, 1e12 bytes/s: 2 ms a token, 500 tokens/s at most; with 8 in flight 4000.
     """
-    prefill = in_flight * prompt * size.forward_flops(prompt / 2) / peaks.flops
+    prefill = in_flight * prompt * shape.forward_flops(prompt / 2) / peaks.flops
     context = prompt + completion / 2
-    num_bytes = size.num_parameters * itemsize + in_flight * context * size.kv_bytes(itemsize)
-    flops = in_flight * size.forward_flops(context)
+    num_bytes = shape.num_parameters * itemsize + in_flight * context * shape.kv_bytes(itemsize)
+    flops = in_flight * shape.forward_flops(context)
     return prefill + completion * max(num_bytes / peaks.memory, flops / peaks.flops)

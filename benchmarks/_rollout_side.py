@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks._rollout_server import ServerSettings
 from benchmarks.report import ROOT
+from grpo_async.rewards.text import final_text
 
 GROUP_SIZE = 8
 WAIT_S = 60.0
@@ -40,7 +41,7 @@ def load_tokenizer() -> Any:
 
 def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """Reads the text once, like a reward that compares an answer. It differs within a group, so that every group is trained."""
-    texts = (completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions)
+    texts = map(final_text, completions)
     return [float("return" in text) + ids[0] / 65536 for text, ids in zip(texts, completion_ids, strict=True)]
 
 

@@ -144,8 +144,8 @@ class SimulatedServer:
 
     Attributes:
         busy_s: seconds in which it was generating, until its last change.
-        stood_s: seconds from pauses until its rows continued.
-        row_s: seconds of all its rows, while it generated.
+        stalled_s: seconds from pauses until its rows continued.
+        slot_s: seconds of its used slots, added up, while it generated.
         load: its requests, with a slot or waiting for one.
     """
 
@@ -160,7 +160,7 @@ class SimulatedServer:
         self._timer: asyncio.TimerHandle | None = None
         self._resume_timer: asyncio.TimerHandle | None = None
         self._stopped_at = 0.0
-        self.busy_s = self.stood_s = self.row_s = 0.0
+        self.busy_s = self.stalled_s = self.slot_s = 0.0
         self.load = 0
 
     async def generate(self, length: int, on_start: Callable[[], None], on_cut: Callable[[int], None]) -> None:
@@ -203,7 +203,7 @@ class SimulatedServer:
     def _go_on(self) -> None:
         self.catch_up()
         self._paused = False
-        self.stood_s += self._loop.time() - self._stopped_at
+        self.stalled_s += self._loop.time() - self._stopped_at
         self._plan()
 
     def _decode_s(self) -> float:
@@ -215,7 +215,7 @@ class SimulatedServer:
         if self._rows and not self._paused:
             self._steps += passed / self._decode_s()
             self.busy_s += passed
-            self.row_s += passed * len(self._rows)
+            self.slot_s += passed * len(self._rows)
 
     def _plan(self) -> None:
         if self._timer is not None:

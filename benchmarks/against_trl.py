@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
-from benchmarks._models import ModelSize
+from benchmarks._models import ModelShape
 from benchmarks.report import ROOT, Report, figures, in_turns, parser_of, ratios
 
 OURS, TRL = "grpo-async", "TRL"
@@ -48,7 +48,7 @@ Step = Mapping[str, float]
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="with one run of each side")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, each with one run of each side")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are measured")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
     parser.add_argument("--in-flight", type=int, help="requests at once, for both sides; default: TRL's own choice")
@@ -133,8 +133,8 @@ def write_inputs(folder: str, seed: int) -> None:
     )  # the roles become tokens, too
     # Qwen3's own chat template, of which TRL has a copy: TRL refuses templates that it does not know
     tokenizer.chat_template = files("trl").joinpath("chat_templates/qwen3.jinja").read_text(encoding="utf-8")
-    size = ModelSize(vocab=len(tokenizer), hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, intermediate=768)
-    size.save(Path(folder) / "model", tokenizer, seed=seed)
+    shape = ModelShape(vocab=len(tokenizer), hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, intermediate=768)
+    shape.save(Path(folder) / "model", tokenizer, seed=seed)
     lines = [json.dumps({"prompt": [{"role": "user", "content": message}]}) + "\n" for message in messages]
     Path(folder, "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 

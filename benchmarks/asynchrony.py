@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
-from benchmarks._models import ModelSize
+from benchmarks._models import ModelShape
 from benchmarks.report import Report, figures, in_turns, parser_of, ratios
+from grpo_async.rewards.text import final_text
 
 RUN_TIMEOUT_S = 600.0
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
@@ -42,12 +43,14 @@ GROUPS_PER_STEP, GROUP_SIZE, SLOTS = 5, 8, 20
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--pairs", type=int, default=3, help="of a synchronous and an asynchronous run")
-    parser.add_argument("--steps", type=int, default=12, help="of each run")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of a synchronous and an asynchronous run")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run")
     parser.add_argument("--skip", type=int, default=2, help="first steps that are left out")
     parser.add_argument("--staleness", type=int, default=1, help="max_staleness of the asynchronous runs")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, for both")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="settings of the config, for both"
+    )
     options = parser.parse_args(arguments)
     if options.steps <= options.skip + options.staleness + 1:
         parser.error("--steps leaves no step between those that are skipped and the last")
@@ -153,7 +156,7 @@ def digits(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -
     """
     scores = []
     for completion in completions:
-        text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+        text = final_text(completion)
         num_digits = sum(character in "0123456789" for character in text)
         follow_on = sum(pair[0] + pair[1] in "01234567890" for pair in pairwise(text))
         scores.append((0.5 * num_digits + 0.5 * follow_on) / MAX_COMPLETION_TOKENS)
@@ -169,10 +172,10 @@ def write_task(folder: Path, *, seed: int) -> Path:
     task = TASKS["think"]
     tokenizer = train_tokenizer(task.vocabulary())
     write_rows(folder / "train.jsonl", map(task.row, task.training_items()), seed=seed)
-    size = ModelSize(
+    shape = ModelShape(
         vocab=len(tokenizer), hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, intermediate=768
     )  # 3.2 million parameters
-    size.save(folder / "model", tokenizer, seed=seed, max_length=256, initializer_range=0.05)
+    shape.save(folder / "model", tokenizer, seed=seed, max_length=256, initializer_range=0.05)
     return _server.write_config(
         folder,
         rollout={

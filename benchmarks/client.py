@@ -28,7 +28,7 @@ from benchmarks._rollout_side import Load, load_tokenizer, rollout_server, rollo
 from benchmarks.report import Report, in_turns, parser_of
 
 MOST_MS_PER_100_TOKENS = 1.0
-AT = 1024  # rollouts in flight, for this target
+TARGET_IN_FLIGHT = 1024  # rollouts, for this target
 MAX_RATIO = 1.5  # CPU time of the last turn of a conversation / that of the second
 TIMEOUT_S = 60.0
 
@@ -37,11 +37,11 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--part", choices=["rollouts", "conversation"], default="rollouts")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
     parser.add_argument("--tokens", type=int, default=256, help="mean length of a rollout")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=64, help="of a conversation")
+    parser.add_argument("--turns", type=int, default=64, help="turns of a conversation")
     parser.add_argument("--conversations", type=int, default=20)
     options = parser.parse_args(arguments)
     report = Report("client", options)
@@ -62,10 +62,10 @@ def _rollouts(report: Report, options: argparse.Namespace) -> None:
         for who in ("thread", "process"):
             spent = [1e5 * cost[who] / cost["tokens"] for cost in costs[name]]
             report.row(f"{name}: {who}", spent, "ms/100 tokens")
-        if load.in_flight == AT:
+        if load.in_flight == TARGET_IN_FLIGHT:
             what = f"CPU ms of the process per 100 tokens, {name}"
             report.target(what, statistics.median(spent), at_most=MOST_MS_PER_100_TOKENS)
-    report.note(f"rollouts of {options.tokens} tokens in the mean; streamed with {options.rate:g} tokens/s each")
+    report.note(f"rollouts of {options.tokens} tokens on average; streamed with {options.rate:g} tokens/s each")
 
 
 def _cost_of(load: Load, *, seconds: float) -> dict[str, float]:

@@ -8,7 +8,7 @@
 Without --part: tokens/s of a server with --in-flight completions at once and, if the GPU is listed in _models.py, as a fraction
 of the bound (generation_bound_s).
 
-part 1  doctor, the tests marked gpu of training and weights, the trainer's step with its MFU (`step --device cuda`)
+part 1  doctor, the tests of training and weights marked gpu, the trainer's step with its MFU (`step --device cuda`)
 part 2  preflight in float32, bfloat16 and float16, the last two also with a float32 head; the quickstart with vLLM over ipc
 part 3  pushes over ipc, over gloo, and over nccl between two processes (with two NCCL_HOSTIDs on a single card)
 part 4  generation at 1, 64 and 256; a run with CUDA graphs whose weights are verified after every push
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
-from benchmarks._models import SIZES, ModelSize, generation_bound_s, listed_peaks
+from benchmarks._models import SHAPES, ModelShape, generation_bound_s, listed_peaks
 from benchmarks.report import Report, parser_of
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -60,9 +60,9 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--part", type=int, choices=range(1, 6), help="run this part instead")
-    parser.add_argument("--shape", choices=sorted(SIZES), help=f"of the model; {_default('shape')}")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help=f"shape of the model; {_default('shape')}")
     parser.add_argument("--engine", choices=["vllm", "embedded"], help=_default("engine"))
-    parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help=f"that computes; {_default('dtype')}")
+    parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help=f"dtype of the server; {_default('dtype')}")
     parser.add_argument("--in-flight", nargs="+", type=int, help=_default("in_flight"))
     parser.add_argument("--prompt-tokens", type=int, help=_default("prompt_tokens"))
     parser.add_argument("--completion-tokens", type=int, help=_default("completion_tokens"))
@@ -83,25 +83,25 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     report = Report("gpu", options)
     if options.part is not None:
-        return _prove(report, parts(options.device)[options.part], options)
-    size = SIZES[options.shape]
-    report.note(f"{size.num_parameters / 1e6:.2f} M parameters")
+        return _run_part(report, parts(options.device)[options.part], options)
+    shape = SHAPES[options.shape]
+    report.note(f"{shape.num_parameters / 1e6:.2f} M parameters")
     if options.device == "cpu":
         report.note("on a CPU: this proves that the code runs, and says nothing of a GPU")
     peaks = listed_peaks(torch.cuda.get_device_name()) if options.device == "cuda" else None
-    for in_flight, seconds in _generate(size, options).items():
+    for in_flight, seconds in _generate(shape, options).items():
         name, tokens = f"{in_flight} in flight", in_flight * options.completion_tokens
         report.row(name, [tokens / each for each in seconds], "tokens/s")
         if peaks is not None:
             bound_s = generation_bound_s(
-                size, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
+                shape, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
                 itemsize=_ITEMSIZE[options.dtype],
             )  # fmt: skip
             report.row(f"{name}, of the bound", [bound_s / each for each in seconds], "fraction")
     return report.finish()
 
 
-# ------------------------------------------------------------------------------------------------------------- the proof
+# ------------------------------------------------------------------------------------------------------------- the parts
 
 _PART_S = 600.0
 
@@ -152,7 +152,7 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
     }
 
 
-def _prove(report: Report, commands: Sequence[str], options: argparse.Namespace) -> int:
+def _run_part(report: Report, commands: Sequence[str], options: argparse.Namespace) -> int:
     """Run all commands of a part, one after the other, within ten minutes; also after one that failed."""
     ends_at = time.monotonic() + _PART_S
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -172,7 +172,7 @@ def _prove(report: Report, commands: Sequence[str], options: argparse.Namespace)
 # -------------------------------------------------------------------------------------------------------------- generation
 
 
-def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
+def _generate(shape: ModelShape, options: argparse.Namespace) -> dict[int, list[float]]:
     """In flight -> seconds of each round of that many completions, of --completion-tokens each. A first round warms up."""
     from grpo_async.quickstart.model import train_tokenizer
 
@@ -184,7 +184,7 @@ def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[fl
     }
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         folder = Path(name)
-        size.save(folder / "model", train_tokenizer([]), seed=options.seed, dtype=options.dtype, max_length=length)
+        shape.save(folder / "model", train_tokenizer([]), seed=options.seed, dtype=options.dtype, max_length=length)
         config = _server.write_config(
             folder,
             rollout={"max_in_flight": most, "max_completion_tokens": options.completion_tokens},
@@ -193,10 +193,10 @@ def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[fl
             },
         )  # fmt: skip
         with _server.serving(config, options.engine) as server:
-            return asyncio.run(_rounds(server.url, size, options))
+            return asyncio.run(_rounds(server.url, shape, options))
 
 
-async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
+async def _rounds(url: str, shape: ModelShape, options: argparse.Namespace) -> dict[int, list[float]]:
     from grpo_async.inference.api import GenerateRequest
     from grpo_async.inference.client import InferenceClient
     from grpo_async.inference.router import FixedServers
@@ -206,7 +206,7 @@ async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dic
     def request() -> GenerateRequest:
         number = next(numbers)
         return GenerateRequest(
-            request_id=f"gpu-{number}", token_ids=[draw.randrange(min(256, size.vocab)) for _ in range(options.prompt_tokens)],
+            request_id=f"gpu-{number}", token_ids=[draw.randrange(min(256, shape.vocab)) for _ in range(options.prompt_tokens)],
             max_tokens=options.completion_tokens, temperature=1.0, seed=number, ignore_eos=True,
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ MAX_MEMORY = 1 / 8
 MAX_TIME = 1.1
 SAME = 1e-3  # relative difference of loss and norm of the gradients
 TIMEOUT_S = 1800.0
-MB = 1024 * 1024
+MIB = 1024 * 1024
 VARIANTS = ("chunked", "full")
 
 
@@ -52,9 +52,9 @@ def main(arguments: list[str]) -> int:
     report = Report("logprobs", options)
     chunked, full = (_run(name, arguments) for name in VARIANTS)
     for name, result in zip(VARIANTS, (chunked, full), strict=True):
-        report.row(f"{name}: memory beyond gradients", [result["peak_beyond_gradients_mb"]], "MiB")
-        report.row(f"{name}: memory with gradients", [result["peak_mb"]], "MiB")
-    memory = chunked["peak_beyond_gradients_mb"] / max(full["peak_beyond_gradients_mb"], 1e-9)
+        report.row(f"{name}: memory beyond gradients", [result["peak_beyond_gradients_mib"]], "MiB")
+        report.row(f"{name}: memory with gradients", [result["peak_mib"]], "MiB")
+    memory = chunked["peak_beyond_gradients_mib"] / max(full["peak_beyond_gradients_mib"], 1e-9)
     report.row("chunked / full: memory beyond gradients", [memory], "ratio")
     difference = max(abs(chunked[key] - full[key]) / max(1.0, abs(full[key])) for key in ("loss", "gradient"))
     report.row("difference of loss and gradient", [difference], "relative")
@@ -79,7 +79,7 @@ def _report_times(report: Report, options: argparse.Namespace) -> None:
 
 
 def _run(variant: str, arguments: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.logprobs", *arguments, "--variant", variant]
+    command = [sys.executable, "-m", "benchmarks", "logprobs", *arguments, "--variant", variant]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -103,8 +103,8 @@ def _measure_memory(options: argparse.Namespace) -> dict[str, float]:
     peak = (torch.cuda.max_memory_allocated() if on_gpu else _status_bytes("VmHWM")) - before
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
     return {
-        "peak_mb": peak / MB,
-        "peak_beyond_gradients_mb": max(0.0, peak - gradients) / MB,
+        "peak_mib": peak / MIB,
+        "peak_beyond_gradients_mib": max(0.0, peak - gradients) / MIB,
         "loss": loss,
         "gradient": gradient,
     }
@@ -158,7 +158,3 @@ def _make_step(
         return float(loss.detach()), norm
 
     return step, inputs
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

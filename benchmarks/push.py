@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import _server
-from benchmarks._models import SIZES
+from benchmarks._models import SHAPES
 from benchmarks.report import Report, in_turns, parser_of
 
 MAX_RATIO = 1.0
@@ -45,18 +45,18 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--transport", choices=["gloo", "nccl", "ipc"], default="gloo")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the server")
-    parser.add_argument("--shape", choices=sorted(SIZES), default="95m", help="of the model")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of trainer and server")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the server")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="95m", help="shape of the model")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-mb", type=int, help="default: as in a run, by the size of the model")
+    parser.add_argument("--bucket-mb", type=int, help="size of a bucket in MiB; default: as in a run, by the model")
     options = parser.parse_args(arguments)
     from grpo_async.quickstart.model import train_tokenizer
 
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
-        model = SIZES[options.shape].save(folder / "model", train_tokenizer([]), seed=options.seed)
+        model = SHAPES[options.shape].save(folder / "model", train_tokenizer([]), seed=options.seed)
         config = _server.write_config(folder, **_sections(options))
         environment = {**os.environ, **(_nccl_environment() if options.transport == "nccl" else {})}
         with (

@@ -112,9 +112,9 @@ class Report:
 
     def runs(self, runs: Mapping[str, Sequence[Mapping[str, float]]], units: Mapping[str, str]) -> None:
         """Add a row for each variant and each of its figures, with the value of every run."""
-        for variant in runs:
+        for variant, made in runs.items():
             for name, unit in units.items():
-                self.row(f"{variant}: {name}", figures(runs, name)[variant], unit)
+                self.row(f"{variant}: {name}", [run[name] for run in made], unit)
 
     def target(self, what: str, value: float, *, at_most: float | None = None, at_least: float | None = None) -> None:
         """Add a target, with one of at_most and at_least."""
@@ -161,13 +161,12 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    torch = sys.modules.get("torch")
-    num_gpus = torch.cuda.device_count() if torch is not None else 0
+    cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     return {
         "processor": named[0] if named else platform.processor() or platform.machine(),
         "cpus": usable_cpus(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(num_gpus)] if torch is not None else [],
+        "gpus": [cuda.get_device_name(i) for i in range(cuda.device_count())] if cuda is not None else [],
         "system": platform.platform(),
     }
 

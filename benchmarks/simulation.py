@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks._models import SIZES, ModelSize, listed_peaks
+from benchmarks._models import SHAPES, ModelShape, listed_peaks
 from benchmarks._simulated import (
     Lengths,
     ServerSpeed,
@@ -52,31 +52,33 @@ _NEVER_S = 1e9
 _H100 = listed_peaks("H100")
 _GPU_BYTES = 80e9
 _DECODE_EFFICIENCY = 0.74
-"""Of the memory's bandwidth, in a decode step: vLLM 0.21, Llama 3.1 8B in float16, one request: 6.48 ms a token for 16.06 GB of
-weights (yobitelcomm.github.io/bench/recipes/concurrency-sweep, May 2026); on an A100 0.77 (vLLM 0.23,
+"""Fraction of the memory's bandwidth that a decode step uses: vLLM 0.21, Llama 3.1 8B in float16, one request: 6.48 ms a token
+for 16.06 GB of weights (yobitelcomm.github.io/bench/recipes/concurrency-sweep, May 2026); on an A100 0.77 (vLLM 0.23,
 johnmusgrave.com/p/vllm-throughput-latency-sweep-on)."""
 _ROW_EFFICIENCY = 0.7
-"""Of the FLOPs, for what every row adds: so that 256 rows of the 8B with 500 tokens each come to 13,000 tokens/s, where 12,500 are
-reported for one H100 (morphllm.com/vllm-benchmarks, April 2026)."""
+"""Fraction of the peak FLOP/s at which each row is computed. With it 256 rows of the 8B with 500 tokens each come to 13,000
+tokens/s, where 12,500 are reported for one H100 (morphllm.com/vllm-benchmarks, April 2026)."""
 _MFU = 0.33
-"""Of a training step, FSDP2: 0.33 to 0.39 for Llama 3.1 8B on 8 to 128 H100 with selective checkpointing, bfloat16
+"""MFU of a training step with FSDP2: 0.33 to 0.39 for Llama 3.1 8B on 8 to 128 H100 with selective checkpointing, bfloat16
 (github.com/pytorch/torchtitan, docs/performance.md)."""
 _PREFILL_MFU = 0.5
 """An assumption: prompts are matrix products like those of the forward pass of training, without its traffic."""
 _WIRE_BYTES_S = 40e9
-"""Of a push: rank 0 sends through one network card of 400 Gb/s (that of torchtitan's machines), at 0.8 of it. With all cards of a
-machine checkpoint-engine reaches 61 to 76 GB/s (github.com/MoonshotAI/checkpoint-engine, README: 470 GB in 6.2 s)."""
+"""Bytes/s of a push: rank 0 sends through one network card of 400 Gb/s (that of torchtitan's machines), at 0.8 of it. With all
+cards of a machine checkpoint-engine reaches 61 to 76 GB/s (github.com/MoonshotAI/checkpoint-engine, README: 470 GB in 6.2 s)."""
 _PUSH_S = 0.04
-"""Calls of a push, without the bytes: measured, pause 4 ms, start, resume and calls 18 ms, around the sends 10 ms (NOTES.md)."""
+"""Seconds of the calls of a push, without the bytes: measured, pause 4 ms, start, resume and calls 18 ms, around the sends 10 ms
+(NOTES.md)."""
 _HOST_S = 0.3
-"""Packing a step of 8 million tokens and sending it to 8 ranks, where it does not hide behind the step before: the bound that is
-kept here (NOTES.md)."""
+"""Seconds to pack a step of 8 million tokens and send it to 8 ranks, where that does not hide behind the step before: the bound
+that `step --before-forward` keeps (NOTES.md)."""
 _STATE_BYTES = 16
-"""Of a parameter on the trainer, sharded: float32 weight, gradient and two moments of Adam."""
+"""Bytes of a parameter on the trainer, sharded: float32 weight, gradient and two moments of Adam."""
 _OPTIMIZER_BYTES = 28
-"""Of a parameter, read and written by a step of the optimizer: four values are read, three written."""
+"""Bytes of a parameter that a step of the optimizer moves: it reads four values and writes three."""
 _RESERVED_BYTES = 8e9
-"""Of a GPU, for what is not counted: CUDA, NCCL, the largest layer in full, temporaries; on a server 10% of it and 4 GB."""
+"""Bytes of a GPU for what is not counted: CUDA, NCCL, the largest layer in full, temporaries; a server reserves 10% of the GPU and
+4 GB."""
 _MAX_SEQS = 1024
 """vLLM's own limit of rows on GPUs of 70 GiB and more (engine/arg_utils.py of 0.33)."""
 
@@ -85,7 +87,7 @@ _MAX_SEQS = 1024
 class Scenario:
     """A model, GPUs and a task. The figures of the task are assumptions: give yours (--tokens, --sigma, --longest, --groups)."""
 
-    size: str
+    shape: str
     gpus: int
     tensor_parallel: int = 1
     """GPUs of a server."""
@@ -99,36 +101,36 @@ class Scenario:
     longest: int = 32768
 
     def push_s(self) -> float:
-        return _PUSH_S + 2 * SIZES[self.size].num_stored / _WIRE_BYTES_S
+        return _PUSH_S + 2 * SHAPES[self.shape].num_stored / _WIRE_BYTES_S
 
     def trainer_bytes(self, trainers: int) -> float:
         """Memory on a trainer's GPU: its shard, and the inputs of all layers for the longest sample (checkpointing)."""
-        size = SIZES[self.size]
-        inputs = 2.0 * (self.prompt + self.longest) * size.hidden * size.layers
-        return _STATE_BYTES * size.num_stored / trainers + inputs + _RESERVED_BYTES
+        shape = SHAPES[self.shape]
+        inputs = 2.0 * (self.prompt + self.longest) * shape.hidden * shape.layers
+        return _STATE_BYTES * shape.num_stored / trainers + inputs + _RESERVED_BYTES
 
 
 SCENARIOS = {
-    "7b": Scenario(size="7b", gpus=16, unit=2),
-    "32b": Scenario(size="32b", gpus=32, tensor_parallel=4, unit=4),
+    "7b": Scenario(shape="7b", gpus=16, unit=2),
+    "32b": Scenario(shape="32b", gpus=32, tensor_parallel=4, unit=4),
     # samples of 32768 tokens would need 87 GB on each of 32 trainers, and have room on 40
-    "70b": Scenario(size="70b", gpus=64, tensor_parallel=8, unit=8, longest=24576),
+    "70b": Scenario(shape="70b", gpus=64, tensor_parallel=8, unit=8, longest=24576),
     # configs/math.yaml on one machine
-    "math": Scenario(size="4b", gpus=8, groups=16, group_size=8, prompt=300, tokens=4000, sigma=0.6, longest=7168),
+    "math": Scenario(shape="4b", gpus=8, groups=16, group_size=8, prompt=300, tokens=4000, sigma=0.6, longest=7168),
 }
 
 
-def server_speed(size: ModelSize, *, gpus: int, context: float) -> ServerSpeed:
+def server_speed(shape: ModelShape, *, gpus: int, context: float) -> ServerSpeed:
     """The speed of a server on `gpus` GPUs whose rows have `context` tokens on average. All-reduces of tensor parallelism are
     ignored."""
     assert _H100 is not None
     memory, flops = gpus * _H100.memory * _DECODE_EFFICIENCY, gpus * _H100.flops
-    room = gpus * (0.9 * _GPU_BYTES - 4e9) - 2 * size.num_stored  # for keys and values
+    room = gpus * (0.9 * _GPU_BYTES - 4e9) - 2 * shape.num_stored  # for keys and values
     return ServerSpeed(
-        slots=max(1, min(_MAX_SEQS, int(room / (context * size.kv_bytes(2))))),
-        decode_s=2 * size.num_parameters / memory,
-        row_s=context * size.kv_bytes(2) / memory + size.forward_flops(context) / (flops * _ROW_EFFICIENCY),
-        prefill_s=size.forward_flops(context / 2) / (flops * _PREFILL_MFU),
+        slots=max(1, min(_MAX_SEQS, int(room / (context * shape.kv_bytes(2))))),
+        decode_s=2 * shape.num_parameters / memory,
+        row_s=context * shape.kv_bytes(2) / memory + shape.forward_flops(context) / (flops * _ROW_EFFICIENCY),
+        prefill_s=shape.forward_flops(context / 2) / (flops * _PREFILL_MFU),
     )
 
 
@@ -239,7 +241,7 @@ def simulate(setup: Setup) -> dict[str, float]:
             for server in servers:
                 server.catch_up()
             of_servers = {
-                name: fmean(getattr(server, name) for server in servers) for name in ("busy_s", "stood_s", "row_s")
+                name: fmean(getattr(server, name) for server in servers) for name in ("busy_s", "stalled_s", "slot_s")
             }
             ticks.append(
                 {"wall_s": loop.time(), "waited_s": waited_s, "trained_s": trained_s, "even_s": even_s, **of_servers}
@@ -259,8 +261,8 @@ def simulate(setup: Setup) -> dict[str, float]:
         "step s": wall / (last - _SKIP + 1),
         "trainer idle": spent["waited_s"] / wall,
         "servers idle": 1.0 - spent["busy_s"] / wall,
-        "rows": spent["row_s"] / wall / setup.speed.slots,
-        "stall": spent["stood_s"] / wall,
+        "rows": spent["slot_s"] / wall / setup.speed.slots,
+        "stall": spent["stalled_s"] / wall,
         "packing": spent["even_s"] / max(1e-9, spent["trained_s"]),
         "mean staleness": fmean(fmean(each) for each in ages[_SKIP:] if each),
         "thrown": tokens[GroupStatus.STALE] / max(1, tokens["started"]),
@@ -278,7 +280,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=16)
     for name in ("gpus", "groups", "group-size", "tokens", "longest"):
         parser.add_argument(f"--{name}", type=int, help="in place of the scenario's")
-    parser.add_argument("--sigma", type=float, help="of the lognormal lengths, in place of the scenario's; 0: constant")
+    parser.add_argument(
+        "--sigma", type=float, help="sigma of the lognormal lengths, in place of the scenario's; 0: constant"
+    )
     options = parser.parse_args(arguments)
     if options.steps < _SKIP + max(options.staleness) + 4:
         parser.error("--steps is too few for a steady state")
@@ -314,7 +318,7 @@ def _answer(report: Report, name: str, scenario: Scenario, options: argparse.Nam
 def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
     """Every split into GPUs that train and GPUs that generate, if the trainer fits."""
     assert _H100 is not None
-    size = SIZES[scenario.size]
+    shape = SHAPES[scenario.shape]
     lengths = Lengths(mean=scenario.tokens, sigma=scenario.sigma, longest=scenario.longest)
     drawn = [lengths.draw(seed) for seed in range(2000)]
     # at any moment most rows are long ones, halfway through
@@ -331,11 +335,11 @@ def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
             groups_per_step=scenario.groups,
             group_size=scenario.group_size,
             lengths=lengths,
-            speed=server_speed(size, gpus=scenario.tensor_parallel, context=context),
-            train_s=size.training_flops(0) / flops,
-            pair_s=(size.training_flops(1) - size.training_flops(0)) / flops,
+            speed=server_speed(shape, gpus=scenario.tensor_parallel, context=context),
+            train_s=shape.training_flops(0) / flops,
+            pair_s=(shape.training_flops(1) - shape.training_flops(0)) / flops,
             prompt=scenario.prompt,
-            step_s=_HOST_S + _OPTIMIZER_BYTES * size.num_stored / trainers / _H100.memory,
+            step_s=_HOST_S + _OPTIMIZER_BYTES * shape.num_stored / trainers / _H100.memory,
             push_s=scenario.push_s(),
             filtered=options.filtered,
             steps=options.steps,

@@ -11,7 +11,7 @@ equally many tokens in a micro-batch, padding included: one with `training.pack:
 of similar length to the longest of their micro-batch.
 
 Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency. On a GPU that is listed in _models.py
-the MFU is tokens/s x ModelSize.training_flops / peak. The exit code is 1 when the packed step is not as fast as the padded one.
+the MFU is tokens/s x ModelShape.training_flops / peak. The exit code is 1 when the packed step is not as fast as the padded one.
 Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; a run's timeline (`events.jsonl`) says
 where the time of a step goes.
 
@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._models import SIZES, listed_peaks
+from benchmarks._models import SHAPES, listed_peaks
 from benchmarks.report import ROOT, Report, device_of, parser_of, ratios, time_in_turns
 from grpo_async.utils.processes import usable_cpus
 
@@ -51,13 +51,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--group-size", type=int, default=8, help="samples that share a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--completion-tokens", type=int, default=256)
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of one forward pass, padding included")
-    parser.add_argument("--shape", choices=sorted(SIZES), default="small", help="of the model")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=2048, help="tokens of one forward pass, padding included"
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="small", help="shape of the model")
     parser.add_argument("--chunk", type=int, default=1024, help="training.logprob_chunk_tokens")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the forward pass")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the forward pass")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--ranks", type=int, default=1, help="of torchrun, with --before-forward")
-    parser.add_argument("--threads", type=int, default=usable_cpus(), help="of torch")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of torchrun, with --before-forward")
+    parser.add_argument("--threads", type=int, default=usable_cpus(), help="threads of torch")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--before-forward", action="store_true", help="time planning, sending and packing only")
     options = parser.parse_args(arguments)
@@ -71,7 +73,7 @@ def main(arguments: list[str]) -> int:
 def _under_torchrun(world_size: int, arguments: list[str]) -> int:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(world_size), "-m", "benchmarks.step", *arguments,
+        "--nproc-per-node", str(world_size), "-m", "benchmarks", "step", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, check=False).returncode
@@ -85,7 +87,7 @@ def _measure(options: argparse.Namespace) -> int:
     samples = make_samples(options)
     trained = sum(sample.num_trained_tokens for sample in samples)
     lengths = [len(sample.token_ids) for sample in samples]
-    size = SIZES[options.shape]
+    shape = SHAPES[options.shape]
     report = Report("step", options)
     with process_group(1, device):
         sides = {name: _trainer(samples, options, device, pack=name == "packed") for name in ("packed", "padded")}
@@ -103,13 +105,13 @@ def _measure(options: argparse.Namespace) -> int:
         report.row(f"{name}: needed / computed tokens", [sum(lengths) / tokens], "fraction")
     if device.type == "cuda":
         if (peaks := listed_peaks(torch.cuda.get_device_name())) is not None:
-            flops = sum(length * size.training_flops(length) for length in lengths)
+            flops = sum(length * shape.training_flops(length) for length in lengths)
             report.row("packed: MFU", [flops / peaks.flops / each for each in seconds["packed"]], "fraction")
         report.row("memory of both, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
     report.target("packed over padded, median of the rounds", statistics.median(speedups), at_least=1.0)
     report.note(
         f"{len(samples)} samples, {sum(lengths)} tokens, {trained} of them trained; {options.threads} threads, {device.type}; "
-        f"{size.num_parameters / 1e6:.1f} M parameters"
+        f"{shape.num_parameters / 1e6:.1f} M parameters"
     )
     return report.finish()
 
@@ -133,7 +135,9 @@ def _trainer(
 
     section, dtype = OptimizerSection(), getattr(torch, options.dtype)
     longest = options.prompt_tokens + options.completion_tokens
-    model = SIZES[options.shape].build(seed=options.seed, max_length=longest, use_cache=False).train()  # master weights
+    model = (
+        SHAPES[options.shape].build(seed=options.seed, max_length=longest, use_cache=False).train()
+    )  # master weights
     attention, _ = choose_attention("auto", device=device, dtype=dtype, config=model.config)
     policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention)
     shard_policy(policy, make_mesh(device.type, world_size=1), compute_dtype=dtype)
@@ -166,7 +170,7 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
     from grpo_async.records import RolloutSample
 
     draw = np.random.default_rng(options.seed)
-    vocab = SIZES[options.shape].vocab
+    vocab = SHAPES[options.shape].vocab
     samples = []
     num_prompt = 0
     prompt = np.empty(0, np.int32)
@@ -271,7 +275,3 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
     if num_tokens >= 8_000_000:
         report.target("CPU time of all, median", statistics.median(whole), at_most=0.3)
     return report.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

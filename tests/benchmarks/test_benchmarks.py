@@ -106,7 +106,7 @@ def test_every_command_of_the_proof_on_a_gpu_is_read(part: int, parse: Callable[
 
 def test_a_part_of_the_proof_runs_every_command_and_fails_with_any() -> None:
     report = Report("gpu", argparse.Namespace())
-    assert gpu._prove(report, ("-c raise(SystemExit(3))", "-c pass"), argparse.Namespace(device="cpu")) == 1
+    assert gpu._run_part(report, ("-c raise(SystemExit(3))", "-c pass"), argparse.Namespace(device="cpu")) == 1
     assert [(target.value, target.met) for target in report.targets] == [(3.0, False), (0.0, True)]
 
 

@@ -67,7 +67,7 @@ def test_variants_take_turns_and_ratios_are_within_a_round() -> None:
 
 # --------------------------------------------------------------------------------------------------------------------- gpu
 
-SMALL = _models.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
+SMALL = _models.ModelShape(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
 PEAKS = _models.Peaks(flops=1e6, memory=1e4)
 
 

@@ -29,6 +29,7 @@ def run(tmp_path: Path) -> Run:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         print(done.stdout, done.stderr)
         found: dict[str, Any] = json.loads(file.read_text())
+        assert found["command"] == ["python", *command[1:]]
         assert done.returncode == (0 if all(target["met"] for target in found["targets"]) else 1)
         return found
 
