@@ -32,13 +32,14 @@ import aiohttp
 import numpy as np
 from pydantic import ValidationError
 
-from grpo_async.errors import BadResponseError, ServerUnavailableError
+from grpo_async.errors import BadResponseError, ServerUnavailableError, message_of
 from grpo_async.inference.api import KEEP_ALIVE_S, GenerateChunk, GenerateRequest
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.router import FencedError, Router, ServerAddress, Servers
 from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
 from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
 from grpo_async.utils.retry import RetryPolicy
+from grpo_async.utils.text import count
 
 _FREE_ABORTS = 3
 """Consecutive aborts without a token that are not attempts: several pushes may follow each other while a request waits."""
@@ -236,8 +237,8 @@ class InferenceClient:
                     self._servers.suspect(avoid)
                 if attempt >= self._retry.max_retries:
                     raise ServerUnavailableError(
-                        f"request {request.request_id} failed {attempt + 1} times in a row; the last error was "
-                        f"{type(error).__name__}: {error}"
+                        f"request {request.request_id} failed {count(attempt + 1, 'time')} in a row; the last error: "
+                        f"{message_of(error)}"
                     ) from error
                 await asyncio.sleep(self._retry.delay_s(attempt))
                 attempt += 1
@@ -304,7 +305,7 @@ class InferenceClient:
         except aiohttp.SocketTimeoutError as error:
             raise ServerUnavailableError(f"{url} was silent for {self._request_timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise ServerUnavailableError(f"{type(error).__name__}: {error}") from error
+            raise ServerUnavailableError(message_of(error)) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

@@ -6,7 +6,13 @@ import functools
 import ssl
 from pathlib import Path
 
-from grpo_async.errors import ConfigError, InferenceError, RequestRejectedError, ServerUnavailableError
+from grpo_async.errors import (
+    ConfigError,
+    DeadlineError,
+    InferenceError,
+    RequestRejectedError,
+    ServerUnavailableError,
+)
 from grpo_async.utils.retry import server_message
 
 
@@ -38,4 +44,6 @@ def error_for_status(status: int, body: bytes) -> InferenceError:
 
 def is_answer(error: Exception) -> bool:
     """Whether the server answered, though with an error."""
-    return not isinstance(error, ServerUnavailableError) or error.answered
+    if isinstance(error, ServerUnavailableError):
+        return error.answered
+    return not isinstance(error, DeadlineError)

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from grpo_async.errors import BadResponseError, ServerUnavailableError
+from grpo_async.errors import BadResponseError, ServerUnavailableError, message_of
 from grpo_async.inference.api import (
     NOT_DRAINED,
     PauseMode,
@@ -26,16 +26,13 @@ from grpo_async.inference.api import (
 )
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.utils.retry import RetryPolicy
+from grpo_async.utils.text import count
 from grpo_async.utils.validation import problems_of
 
-_DRAIN_MARGIN_S = 10.0
-"""Margin for a draining server to report that it could not drain."""
+_DRAIN_MARGIN_S = 5.0
+"""Margin for a draining server to report that it could not drain; shorter than that of a push for the call (push.GRACE_S)."""
 
 Answer = TypeVar("Answer", bound=BaseModel)
-
-
-class _PauseState(BaseModel):
-    is_paused: bool
 
 
 class _Tokens(BaseModel):
@@ -120,17 +117,14 @@ class ServerControl:
         body = {"prompt": text, "add_special_tokens": False}
         return _read(_Tokens, self._request("POST", "/tokenize", body)).tokens
 
-    def is_paused(self) -> bool:
-        """Ask the engine whether it is paused: answers only while the engine runs."""
-        return _read(_PauseState, self._request("GET", "/is_paused")).is_paused
-
     def health(self, *, timeout_s: float) -> None:
         """Return when the server says that it can generate. A connection that breaks is tried once again."""
         self._request("GET", "/health", retries=1, timeout_s=timeout_s)
 
-    def heartbeat(self, *, timeout_s: float) -> ServerInfo:
+    def heartbeat(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The server's report, after its engine core has answered: /health stays 200 on a server whose engine hangs. A
         connection that breaks is tried once again."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         ends_at = time.monotonic() + timeout_s
         self._request("GET", "/is_paused", retries=1, timeout_s=timeout_s)
         return self.info(timeout_s=ends_at - time.monotonic(), retries=1)
@@ -207,8 +201,8 @@ class ServerControl:
                 # retries share the time of the call, and a silent attempt uses all of it: a hung server is waited for once
                 if not may_retry or attempt >= max_retries or time.monotonic() + delay_s >= ends_at:
                     raise ServerUnavailableError(
-                        f"{method} {self.url}{path} failed {attempt + 1} times within {timeout_s:g} s; the last error was "
-                        f"{type(error).__name__}: {error}",
+                        f"{method} {self.url}{path} failed {count(attempt + 1, 'time')} within {timeout_s:g} s; the last error: "
+                        f"{message_of(error)}",
                         answered=answered,
                     ) from error
                 time.sleep(delay_s)  # backoff, within the time of the call

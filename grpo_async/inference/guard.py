@@ -86,7 +86,8 @@ class GuardedProtocol(_Base):  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None:  # the headers have arrived
+        # the headers have arrived: those of a request, or of a WebSocket, whose protocol has taken the connection over
+        if self.cycle is not None or self not in self.connections:
             self._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from grpo_async.errors import DeadlineError, GrpoAsyncError
+from grpo_async.errors import DeadlineError, GrpoAsyncError, message_of
 from grpo_async.inference.api import (
     NOT_DRAINED,
     OUT_OF_ORDER,
@@ -175,7 +175,7 @@ class RolloutApp:
             "/update_weights": self._update,
             "/finish_weight_update": self._finish_update,
         }
-        kinds = (HTTPException, ValidationError, ClientDisconnect, EngineDeadError, GrpoAsyncError, Exception)
+        kinds = (HTTPException, ValidationError, ClientDisconnect, GrpoAsyncError, Exception)
         self.app = Starlette(
             routes=[
                 *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
@@ -256,7 +256,8 @@ class RolloutApp:
             raise HTTPException(400, f"{len(token_ids)} {what} are more than inference.max_model_len: {limit}")
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             wrong = [token for token in token_ids if not 0 <= token < size]
-            raise HTTPException(400, f"token ids {wrong[:5]} are outside the vocabulary of {size} tokens")
+            ids = shortlist(list(map(str, wrong)), ", ")
+            raise HTTPException(400, f"token ids {ids} are outside the vocabulary of {size} tokens")
 
     # ---- pauses ----
 
@@ -323,6 +324,7 @@ class RolloutApp:
         self._pause_number += 1  # cancels a /pause that is still draining
         async with self._lock:
             await self._engine.sleep()
+            self._announced = None  # no update is loaded into memory that was given back
             self._requests.gate.close()
         return JSONResponse({"is_paused": True})
 
@@ -361,9 +363,7 @@ class RolloutApp:
             if info is None:
                 raise HTTPException(OUT_OF_ORDER, "no update was started: POST /start_weight_update first")
             if not await self._engine.is_paused():
-                raise HTTPException(
-                    OUT_OF_ORDER, "a server has to be paused and awake to load an update: POST /pause first"
-                )
+                raise HTTPException(OUT_OF_ORDER, "a server has to be paused to load an update: POST /pause first")
             self._is_whole = self._is_loaded = False
             try:
                 await self._engine.load_update(info)
@@ -436,7 +436,7 @@ def _json(content: BaseModel) -> Response:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    status, message = 500, f"{type(error).__name__}: {error}"  # uvicorn logs unexpected errors
+    status, message = 500, message_of(error)  # uvicorn logs unexpected errors
     match error:
         case HTTPException():
             status, message = error.status_code, error.detail
@@ -445,11 +445,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         case ValidationError():
             status, message = 400, problems_of(error)
         case UpdateRefusedError():
-            status, message = 400, str(error)
+            status = 400
         case EngineDeadError() | DeadlineError():
-            status, message = 503, str(error)
-        case GrpoAsyncError():
-            message = str(error)
+            status = 503
     if status >= 500 and not isinstance(error, ClientDisconnect):
         logger.warning("%s %s: %s", request.method, request.url.path, message)
     return JSONResponse({"error": message}, status)

@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.records import FinishReason
 
 NOT_FINITE = "the model's logits are not finite; the pushed weights are broken"
 
 
-class EngineDeadError(Exception):
+class EngineDeadError(GrpoAsyncError):
     """The engine has stopped answering; the message says why."""
 
 

@@ -59,8 +59,7 @@ def has_died(fleet: Fleet, server: Server) -> bool:
     if all(server.instance_id != other.instance_id for other in fleet.serving()):
         return True
     try:
-        server.control.is_paused()  # this request goes through the engine
-        return server.control.info().instance_id != server.instance_id
+        return server.control.heartbeat().instance_id != server.instance_id
     except InferenceError:
         fleet.suspect(server.index)
         return True

@@ -89,6 +89,7 @@ def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Back
 
     Raises:
         RuntimeError: the group did not form within `info.timeout_s`, or this transport is impossible on `device`.
+        OSError: no route of this machine leads to the trainer.
     """
     check_device(info.transport, device)
     timeout = timedelta(seconds=info.timeout_s)
@@ -244,16 +245,17 @@ class GlooBackend(_BroadcastBackend):
         self._works[number] = self._open().broadcast([tensor], _from_rank_0(timeout_s))
 
         def wait() -> None:
-            if number not in self._works:
-                raise GroupClosedError
-            self._works.pop(number).wait()  # its options have the deadline
+            try:
+                self._works.pop(number).wait()  # its options have the deadline
+            except KeyError as error:
+                raise GroupClosedError from error
 
         return wait
 
     def _open(self) -> Any:
-        if self._group is None:
+        if (group := self._group) is None:  # read once: `close` may come from another thread
             raise GroupClosedError
-        return self._group
+        return group
 
 
 class NcclBackend(_BroadcastBackend):
@@ -444,9 +446,9 @@ class IpcBackend(Backend):
         self._release()
 
     def _open(self) -> dist.Store:
-        if self._store is None:
+        if (store := self._store) is None:
             raise GroupClosedError
-        return self._store
+        return store
 
     def _share(self, buffer: torch.Tensor) -> Handle:
         """The handle with which one other process maps `buffer`. Call it once for each process."""

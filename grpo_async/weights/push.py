@@ -34,7 +34,7 @@ import torch
 
 from grpo_async.config.base import PushMode, TransportKind
 from grpo_async.config.sections import WeightsSection
-from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
+from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError, message_of
 from grpo_async.inference.api import OUT_OF_ORDER, PauseMode, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
@@ -82,7 +82,7 @@ class PushFailedError(WeightPushError):
         self.failures = dict(failures)
         self.affected = dict(affected or {})
         named = self.failures or self.affected
-        causes = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in named.items())
+        causes = "; ".join(f"{name}: {message_of(error)}" for name, error in named.items())
         super().__init__(f"{what} failed{f': {causes}' if causes else ''}{f' ({hint})' if hint else ''}")
 
 
@@ -148,7 +148,7 @@ class WeightTransport:
             try:
                 server.init_weight_transfer(info, timeout_s=self._timeout_s + GRACE_S)
             except Exception as error:
-                rendezvous.abort(f"{server.name} did not join: {error}")
+                rendezvous.abort(f"{server.name} did not join: {message_of(error)}")
                 raise
 
         joins = _start_calls(servers, ask_to_join, phase="connect")
@@ -282,7 +282,7 @@ def push_weights(
         _resume_after({}, servers, timeout_s=timeout_s)
         if isinstance(error, WeightPushError) or not isinstance(error, Exception):
             raise
-        raise WeightPushError(f"pushing version {version} failed: {type(error).__name__}: {error}") from error
+        raise WeightPushError(f"pushing version {version} failed: {message_of(error)}") from error
     ended = time.monotonic()
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     return {

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.utils.text import shortlist
 
 SINGLE = "model.safetensors"
@@ -58,7 +58,7 @@ def _names_in(index: Path) -> list[str]:
     try:
         return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
+        raise ConfigError(f"model.path: {index} is broken: {message_of(error)}; copy the model again") from error
 
 
 def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:

@@ -51,7 +51,7 @@ def own(tiny_model: Path) -> Iterator[Live]:
     ("change", "words"),
     [
         ({"max_tokens": 512}, "max_model_len: 512"),
-        ({"token_ids": [1, 5000]}, r"[5000] are outside the vocabulary"),
+        ({"token_ids": [1, 5000]}, "token ids 5000 are outside the vocabulary"),
         ({"stop_token_ids": [-1]}, "outside the vocabulary"),
         ({"token_ids": []}, "token_ids"),
         ({"temperature": -1.0}, "temperature"),
@@ -250,6 +250,19 @@ def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
         response = server.client.post("/init_weight_transfer_engine", json=info)
         assert (response.status_code, words in response.json()["error"]) == (status, True)
     assert time.monotonic() - began < 15.0
+
+
+def test_a_server_that_sleeps_loads_no_update_that_was_announced_before(own: Live, model_b: Any) -> None:
+    async def sleep() -> None: ...  # as in an engine that can
+
+    own.server.sleep = sleep  # type: ignore[method-assign]
+    with WeightPusher(own.url, None, timeout_s=3.0) as pusher:
+        pusher.connect()
+        pusher.post("/pause")
+        pusher.start(weights_of(model_b))
+        pusher.post("/sleep")
+        refused = own.post("/update_weights")
+        assert (refused.status_code, "/start_weight_update first" in refused.json()["error"]) == (409, True)
 
 
 def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_one(own: Live, model_b: Any) -> None:

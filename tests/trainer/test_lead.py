@@ -63,13 +63,13 @@ class _Fleet:
         if not any(event.startswith("push") for event in self.events):
             return []
         info = SimpleNamespace(engine="embedded", instance_id=self.life)
-        control = SimpleNamespace(info=self._info, is_paused=self._is_paused)
+        control = SimpleNamespace(info=self._info, heartbeat=self._heartbeat)
         return [SimpleNamespace(info=info, instance_id=self.life, index=0, name="server 0", control=control)]
 
-    def _is_paused(self) -> bool:
+    def _heartbeat(self) -> SimpleNamespace:
         if self.is_silent:
             raise ServerUnavailableError("Connection refused")
-        return False
+        return self._info()
 
     def _info(self) -> SimpleNamespace:
         """A process answers this also when its engine hangs."""

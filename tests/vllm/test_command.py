@@ -108,6 +108,15 @@ def test_what_would_open_the_server_is_taken_out_of_the_environment() -> None:
     assert environment.keys() & _made(environment=environment).env.keys() == {"A"}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, None), ("", "grpo_async"), ("a,b", "a,b,grpo_async"), ("grpo_async", "grpo_async")]
+)
+def test_a_list_of_allowed_plugins_contains_ours_also_if_it_was_empty(given: str | None, expected: str | None) -> None:
+    """Otherwise versions would be stamped wrong, and vLLM's processes outlive their parent."""
+    environment = {} if given is None else {"VLLM_PLUGINS": given}
+    assert _made(environment=environment).env.get("VLLM_PLUGINS") == expected
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.2", "somewhere.example"])
 def test_a_host_that_others_reach_needs_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match="GRPO_ASYNC_TOKEN"):

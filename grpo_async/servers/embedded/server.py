@@ -52,7 +52,7 @@ class EmbeddedEngine(Engine):
     Args:
         engine: the engine; only the thread uses it from `start` on.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
-        from_hub: with which the model was loaded: `revision` and `trust_remote_code`. Tokenizer and base are of the same revision.
+        from_hub: `revision` and `trust_remote_code` with which the model was loaded. Tokenizer and base are of the same revision.
         on_failure: called in the event loop after the engine failed and every request got the error.
         timeout_s: time for the engine to finish its step, after which the answer is 503.
     """
@@ -173,7 +173,7 @@ class EmbeddedEngine(Engine):
                 future.set_result(command())
             except Exception as error:
                 future.set_exception(error)
-                if not isinstance(error, GrpoAsyncError | EngineDeadError):
+                if not isinstance(error, GrpoAsyncError):
                     raise
 
         self._commands.put(run)
@@ -211,7 +211,7 @@ class EmbeddedEngine(Engine):
                 AutoTokenizer.from_pretrained, self.description.model, **self._from_hub
             )
         except Exception as error:  # transformers may raise anything for a folder without a tokenizer
-            raise HTTPException(400, f"stop: the model's tokenizer cannot be loaded: {error}") from error
+            raise HTTPException(400, f"stop: the model's tokenizer cannot be loaded: {message_of(error)}") from error
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

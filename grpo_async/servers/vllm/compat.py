@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from grpo_async.config.sections import SAMPLING
-from grpo_async.errors import GrpoAsyncError
+from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.requests import EngineOutput
 from grpo_async.servers.vllm.command import release
@@ -255,7 +255,7 @@ def _scored(output: Any, last: int) -> EngineOutput:
 
 
 def _failed(output: Any) -> EngineOutput:
-    return EngineOutput(error=f"the engine failed: {type(output).__name__}: {output}")
+    return EngineOutput(error=f"the engine failed: {message_of(output)}")
 
 
 async def ask_workers(engine: Any, method: str, argument: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """ASGI middleware in front of vLLM's own app (`--middleware`): requires the token, serves `inference.api`, and passes on
 the rest. Our routes replace vLLM's routes of the same name: a policy version must change at an exact point of the token stream.
-Requests to vLLM's own generating routes are also held while the server is paused, and salted by policy version."""
+Requests to vLLM's own generating routes are also held while the server is paused, and salted like ours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from starlette.routing import Route
 
+from grpo_async.errors import message_of
 from grpo_async.inference.guard import App, Receive, Scope, Send, TokenGuard
 from grpo_async.servers.app import RolloutApp
 from grpo_async.servers.requests import EngineDeadError
@@ -45,7 +46,7 @@ class RolloutMiddleware:
         except Exception as error:
             logger.exception("the first requests failed: stopping this server")
             await receive()  # returns at once with lifespan.startup
-            return await send({"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"})
+            return await send({"type": "lifespan.startup.failed", "message": message_of(error)})
         self._ours = RolloutApp(self._engine).app
         self._paths = {route.path for route in self._ours.routes if isinstance(route, Route)}
         return await self._app(scope, receive, send)
