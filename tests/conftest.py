@@ -101,9 +101,9 @@ def browser(chromium: str) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def needs_vllm() -> None:
     """Skip, saying why, where the real vLLM is missing; fail where GRPO_REQUIRE asks for it."""
-    from grpo_async.servers.vllm.command import vllm_installed
+    from grpo_async.servers.vllm.command import vllm_usable
 
-    usable, reason = vllm_installed()
+    usable, reason = vllm_usable()
     if usable:
         return
     if "vllm" in os.environ.get("GRPO_REQUIRE", ""):

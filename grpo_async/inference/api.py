@@ -30,8 +30,8 @@ generates and scores nothing: requests wait, and if the update breaks (a trainer
 one, which may come from another trainer. A refused update has changed nothing. A worker that cannot load parameters that
 arrived ends its server.
 
-Prefix caches: a server salts every request with its own policy version when it accepts the request, so that no later request
-starts from a KV cache of another version's weights.
+Prefix caches: no request starts from a KV cache of other weights, even if they had the same version (a trainer that went back to a
+checkpoint). With keep_cache=true, requests in flight continue over theirs.
 
 The paths outside /rollout, and `weight_version`, have the names that vLLM gives them; both engines serve them as described here.
 
@@ -79,7 +79,7 @@ class GenerateRequest(ApiModel):
     top_k: int = Field(default=0, ge=0)
     """The number of most likely tokens to sample from; 0 = all."""
     min_p: MinP = 0.0
-    """Sample from tokens that are at least this times as likely as the most likely one; 0 = all."""
+    """Sample from tokens whose probability is at least this fraction of that of the most likely one; 0 = all."""
     repetition_penalty: RepetitionPenalty = 1.0
     """For every token in `token_ids` or the output, a positive logit is divided by this and any other is multiplied by it
     (arXiv 1909.05858), before the temperature."""

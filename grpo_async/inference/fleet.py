@@ -94,7 +94,7 @@ class ServerState(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Server(ServerAddress):
     """One server at one moment, as the instance `instance_id` (empty while it is unknown). Every change of state makes a new
-    record, and nothing else does, so the same record means that nothing has changed."""
+    record, so the same record means that nothing has changed."""
 
     control: ServerControl
     state: ServerState
@@ -290,8 +290,9 @@ class Fleet:
         return sorted(failures, key=lambda failure: failure.at)
 
     def metrics(self) -> dict[str, float]:
-        """`servers/recovery_s` is that of the last failure that is over; absent before. running and waiting are summed over the
-        servers that are up, kv_usage is averaged; all over the answers since the last call; absent if no server reports it."""
+        """The metrics servers/*. `recovery_s` is that of the failure that ended last, and absent before one has. `running` and
+        `waiting` are summed over the servers that are up, and `kv_usage` is averaged, each from the answers since the last call;
+        they are absent if no server reports them."""
         failures = self.failures
         metrics = {"servers/serving": float(len(self.serving())), "servers/failures": float(len(failures))}
         recoveries = [(each.at + each.recovery_s, each.recovery_s) for each in failures if each.recovery_s is not None]
@@ -341,7 +342,7 @@ class Fleet:
         """Wait until a server is up; False if `stop` was set meanwhile. `heartbeat` is called several times a second.
 
         Raises:
-            DeadlineError: no server was up within `deadline_s` seconds, those of inference.startup_timeout_s.
+            DeadlineError: no server was up within `deadline_s` seconds (inference.startup_timeout_s).
             RunError: all servers were given up.
         """
         ends_at = time.monotonic() + deadline_s

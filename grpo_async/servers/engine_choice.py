@@ -40,14 +40,14 @@ def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineCh
         reason = f"inference.engine: {inference.engine}; not checked, because other machines serve"
         return EngineChoice(engine="vllm", reason=reason, on_gpu=config.launch.device != "cpu")
 
-    from grpo_async.servers.vllm.command import installed_platform, vllm_installed
+    from grpo_async.servers.vllm.command import installed_platform, vllm_usable
 
-    installed, reason = vllm_installed()
+    usable, reason = vllm_usable()
     if inference.engine == "vllm":
-        if not installed:
+        if not usable:
             raise ConfigError(f"inference.engine: vllm is not usable here: {reason}; or set inference.engine: embedded")
         return EngineChoice(engine="vllm", reason="set by inference.engine", on_gpu=installed_platform() == "gpu")
     reason = f"{reason} (inference.engine: auto)"
-    if not installed:
+    if not usable:
         return EngineChoice(engine="embedded", reason=reason, on_gpu=embedded_on_gpu)
     return EngineChoice(engine="vllm", reason=reason, on_gpu=installed_platform() == "gpu")

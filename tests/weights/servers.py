@@ -130,7 +130,7 @@ class DyingWorkers(Workers):
         try:
             super().update_weights(timeout_s=timeout_s)
         except ServerUnavailableError as error:
-            raise ServerUnavailableError("POST /update_weights failed 1 times: ReadError") from error
+            raise ServerUnavailableError("POST /update_weights failed 1 time: ReadError") from error
 
 
 class Parameters(GatheredParameters):

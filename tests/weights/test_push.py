@@ -22,7 +22,7 @@ from grpo_async.weights.receiver import NOT_ARRIVED
 from tests.weights.servers import LIMIT_S, DyingWorkers, Events, Parameters, Workers
 
 SETTINGS = WeightsSection(timeout_s=LIMIT_S, drain_timeout_s=2 * LIMIT_S)
-BROKEN = ServerUnavailableError("POST /x failed 1 times; the last error was ReadError")
+BROKEN = ServerUnavailableError("POST /x failed 1 time; the last error: ReadError")
 NOT_ARRIVED_ANSWER = ServerUnavailableError(f"the server answered 500: {NOT_ARRIVED} (bucket 1): reset", answered=True)
 OWN_ANSWER = ServerUnavailableError("the server answered 500: out of memory", answered=True)
 REFUSED = RequestRejectedError(400, "a is not a parameter of the served model")

@@ -80,7 +80,7 @@ def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
     Raises:
         ConfigError: vLLM is missing, of an unsupported version, or has no device, or the host is open without a token.
     """
-    usable, reason = vllm_installed()
+    usable, reason = vllm_usable()
     if not usable:
         raise ConfigError(reason)
     die_with_launcher()  # the kernel keeps this setting over the exec, because the pid stays
@@ -90,7 +90,7 @@ def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
     os.execve(command.argv[0], command.argv, command.env)
 
 
-def vllm_installed() -> tuple[bool, str]:
+def vllm_usable() -> tuple[bool, str]:
     """Whether this environment's vLLM can serve here, and why (not). Does not import vllm."""
     found = distribution()
     if found is None:

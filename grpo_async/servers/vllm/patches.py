@@ -1,5 +1,4 @@
-"""All runtime patches of vLLM, torch and uvicorn, each with its reason and the versions it was made
-for.
+"""All runtime patches of vLLM, torch and uvicorn, each with its reason.
 
 `plugin` applies those of a whole process, `middleware` those of its engine. All of them fit the versions of vLLM in `command`,
 and those of torch and uvicorn in pyproject.toml. tests/vllm fails if one no longer has any effect,
@@ -35,8 +34,8 @@ def limit_silent_connections() -> None:
 
 def bind_rendezvous_to_its_own_address() -> None:
     """Make torch's tcp:// rendezvous listen on the address it was given; by default it listens on every interface, where anybody
-    may read and write the store. A group of one process does not listen at all. (`import torch.distributed.rendezvous` as an
-    attribute gives the function.)"""
+    may read and write the store. A group of one process does not listen at all."""
+    # not `dist.rendezvous`, which is the function of that name
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._create_c10d_store = _create_store_on_its_own_address
 
