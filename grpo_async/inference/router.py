@@ -58,6 +58,8 @@ class Servers(Protocol):
 class FixedServers:
     """Servers without a watcher: for benchmarks and tests."""
 
+    num_changes = 0
+
     def __init__(self, urls: Sequence[str]) -> None:
         self._servers = [ServerAddress(index=index, name=url, url=url) for index, url in enumerate(urls)]
 
