@@ -1,7 +1,7 @@
 """Which of several machines this one is, and where they meet: the options of the command say it, else variables of its environment.
 
     --node-rank K, --master-addr HOST      by hand
-    NODE_RANK or GROUP_RANK, NNODES        torchrun's variables, and of everything that sets them: with MASTER_ADDR, MASTER_PORT
+    NODE_RANK or GROUP_RANK, NNODES        set by torchrun and other launchers, with MASTER_ADDR and MASTER_PORT
     SLURM_NODEID                           a task of `srun`: node 0 is the first machine of the step
     JOB_COMPLETION_INDEX                   a pod of a Kubernetes Indexed Job with a headless service: node 0 is the pod JOB-0
 
@@ -58,7 +58,8 @@ def find_node(
         master_addr: --master-addr, HOST or HOST:PORT.
 
     Raises:
-        ConfigError: it is not known, no rank of this run, or others were started than `launch.nodes` says.
+        ConfigError: the rank or the address is not known, the rank is none of this run, or another number of machines was started
+            than `launch.nodes` says.
     """
     nodes = config.launch.nodes
     if nodes.count == 1 and not node_rank:
@@ -148,15 +149,16 @@ def leading_node(node: Node) -> Node:
             f"{_RENDEZVOUS}: {node.address} would listen on every network; name the address of node 0 in the one that the machines "
             "share"
         )
+    node = node.model_copy(update={"address": address, "own_address": address})
     if (error := binding_error(address, node.port)) is not None:
-        raise cannot_listen(address, node.port, error) from error
-    return node.model_copy(update={"address": address, "own_address": address})
+        raise cannot_listen(node, error) from error
+    return node
 
 
-def cannot_listen(address: str, port: int, error: OSError) -> ConfigError:
-    """The error of node 0 when it cannot open the store there."""
+def cannot_listen(node: Node, error: OSError) -> ConfigError:
+    """The error of node 0 when it cannot open the store at its address."""
     return ConfigError(
-        f"{_RENDEZVOUS}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
+        f"{_RENDEZVOUS}: {node.endpoint} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
         "machine and a port that nothing uses"
     )
 

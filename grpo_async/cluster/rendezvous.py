@@ -88,7 +88,7 @@ def hosting(node: Node, token: str) -> Iterator[LauncherStore]:
     try:
         launchers = LauncherStore.open(node.address, node.port, token, count=node.count)
     except OSError as error:
-        raise cannot_listen(node.address, node.port, error) from error
+        raise cannot_listen(node, error) from error
     try:
         yield launchers
     except BaseException as error:
@@ -129,7 +129,7 @@ def gather(
     launchers.put(_RUN, {"attempt": attempt_number(assignment.attempt_dir), "versions": versions()})
     ready: dict[int, NodeInfo] = {}
     missing = list(range(1, count))
-    say(f"waiting for {_nodes(missing)} at {assignment.node.address}:{assignment.node.port}")
+    say(f"waiting for {_nodes(missing)} at {assignment.node.endpoint}")
     for _ in _ticks(time.monotonic() + timeout_s):
         for message in launchers.exchange():
             sender = NodeInfo.model_validate(message["node"])
@@ -193,7 +193,7 @@ def join(
     from torch.distributed import PrefixStore, TCPStore
 
     ends_at = time.monotonic() + config.launch.rdzv_timeout_s
-    where = f"{node.address}:{node.port}"
+    where = node.endpoint
     address, own_address = _reach(config, node, ends_at, say)
     node = node.model_copy(update={"address": address, "own_address": own_address})
     try:
@@ -233,10 +233,10 @@ def _reach(config: ExperimentConfig, node: Node, ends_at: float, say: Callable[[
                 return str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:
             if last is None:
-                say(f"waiting for node 0 at {node.address}:{node.port}")
+                say(f"waiting for node 0 at {node.endpoint}")
             last = error
     raise DeadlineError(
-        f"node 0 to listen at {node.address}:{node.port}",
+        f"node 0 to listen at {node.endpoint}",
         waited_s=config.launch.rdzv_timeout_s,
         setting="launch.rdzv_timeout_s",
         hint=f"It is the machine with node rank 0 of the same command; the last attempt: {last}",

@@ -1115,6 +1115,11 @@ class LaunchSection(StrictModel):
         assert port is not None
         return host, port
 
+    def on_one_machine(self, *, colocate: bool) -> LaunchSection:
+        """This section without the settings of several machines."""
+        alone = {"nodes": NodesSection(), "rdzv": None, "sharding": "full", "colocate": colocate}
+        return self.model_copy(update=alone)
+
     @property
     def world_size(self) -> int:
         """Trainer processes of all machines: nodes.train x num_trainer_ranks."""

@@ -14,13 +14,14 @@ from grpo_async.findings.evidence import MetricsReader
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
+from grpo_async.utils.files import append_whole
 
 _MIN_STEPS = 5
 
 
 class Advisor(View):
-    """Every `every_steps` steps it tells `display` what limits the speed, by the metrics of the steps since the last time, and
-    whether it learns, by the files of the run; the latter after each evaluation, too.
+    """Tells `display` every `every_steps` steps what limits the speed, by the metrics of the steps since the last time (of five at
+    least), and whether the run learns, by its files; the latter after each evaluation, too.
 
     Args:
         every_steps: 0: only after evaluations.
@@ -64,8 +65,9 @@ class Advisor(View):
         if advice is None:
             return
         self._display.advice(step, advice)
-        with self._warning(), self._log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **advice.as_advice()}) + "\n")
+        line = json.dumps({"step": step, **advice.as_advice()}) + "\n"
+        with self._warning(), self._log.open("ab") as file:
+            append_whole(file.fileno(), line.encode())
 
     def _judge(self) -> None:
         """Show the verdict when it has changed."""

@@ -41,7 +41,7 @@ from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Nod
 from grpo_async.processes.machine import Machine, inspect_machine
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
-from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url
+from grpo_async.utils.network import LOOPBACK, WILDCARDS
 from grpo_async.utils.text import count
 
 Fact: TypeAlias = tuple[str, str]
@@ -133,8 +133,7 @@ def plan_dry(
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
     """Plan a run without starting it. Names are placeholders: nothing is made or looked up, and port 0 means one that is chosen
-    at the start. The other machines of a cluster need not be there: they are assumed to have what the
-    configuration needs.
+    at the start. The other machines of a cluster need not be there: they are assumed to have what the configuration needs.
 
     Args:
         node: None: node 0.
@@ -253,7 +252,7 @@ def _servers(
     memory: MemoryPlan,
     shares: GpuShares,
 ) -> tuple[ProcessSpec, ...]:
-    """Those of this machine, one for each entry of `shares.servers`."""
+    """The servers of this machine, one for each entry of `shares.servers`."""
     if not shares.servers:
         return ()
     node, urls, sockets = assignment.node, assignment.server_urls, assignment.private_dir
@@ -268,10 +267,10 @@ def _servers(
     if not node.is_alone and config.inference.host not in WILDCARDS:
         overrides.append(f"inference.host={node.own_address}")
     command = "serve-vllm" if engine.engine == "vllm" else "serve-embedded"
-    is_alone = len(urls) == 1
+    is_only = len(urls) == 1
     return tuple(
         ProcessSpec(
-            name="inference server" if is_alone else f"inference server {index}",
+            name="inference server" if is_only else f"inference server {index}",
             command=(
                 *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
                 *("--port", str(urlsplit(urls[index]).port or 0)),
@@ -282,7 +281,7 @@ def _servers(
                 # unix sockets between vLLM's processes: by default in a folder that everybody can list
                 **({"VLLM_RPC_BASE_PATH": str(sockets)} if engine.engine == "vllm" else {}),
             },
-            log_name="server.log" if is_alone else f"server_{index}.log",
+            log_name="server.log" if is_only else f"server_{index}.log",
             num_processes=1,
             threads=config.inference.threads,
             gpus=own or (),
@@ -308,7 +307,7 @@ def _trainer(
     *,
     memory: str,
 ) -> ProcessSpec:
-    """torchrun with the ranks of this machine; of an evaluation one process that asks the servers."""
+    """torchrun with the ranks of this machine; for an evaluation one process that asks the servers."""
     launch, node = config.launch, assignment.node
     environment = {
         **_environment(common, launch.trainer_threads, gpus),
@@ -348,7 +347,7 @@ def _trainer(
     else:
         options |= {
             "--rdzv-backend": RENDEZVOUS_BACKEND,
-            "--rdzv-endpoint": f"{host_in_url(node.address)}:{node.port}",
+            "--rdzv-endpoint": node.endpoint,
             "--rdzv-conf": f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}",
         }
     return ProcessSpec(
@@ -373,7 +372,7 @@ def _nodes_facts(config: ExperimentConfig, engine: EngineChoice, machine: Machin
         return
     ranks, replicas = config.launch.num_trainer_ranks, config.inference.replicas
     gpus = tuple(map(str, range(gpus_needed(config, engine)))) if machine.gpus else ()
-    yield "nodes", f"{node.count}, which meet at {node.address}:{node.port}; sharding: {config.launch.sharding}"
+    yield "nodes", f"{node.count}, which meet at {node.endpoint}; sharding: {config.launch.sharding}"
     for rank in range(node.count):
         one = node.model_copy(update={"rank": rank})
         shares = share_gpus(config, engine, gpus, one)

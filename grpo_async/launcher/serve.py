@@ -11,7 +11,6 @@ import asyncio
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
-from grpo_async.config.sections import NodesSection
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
@@ -37,8 +36,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
     """
     output = Output()
     with exit_on_signals(), private_folder() as private:
-        launch = config.launch.model_copy(update={"nodes": NodesSection(), "colocate": False})
-        config = config.model_copy(update={"launch": launch})
+        config = config.model_copy(update={"launch": config.launch.on_one_machine(colocate=False)})
         run_dir = RunDir((config.run.dir / f"{config.run.name}.serve-{port}").absolute())
         with writing(run_dir):
             run_dir.create(dump_config(config))

@@ -22,7 +22,6 @@ from grpo_async.cluster.rendezvous import NodeInfo, gather, hosting
 from grpo_async.cluster.schedulers import job_note
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
-from grpo_async.config.sections import NodesSection
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import token_from_environment
@@ -98,7 +97,7 @@ def launch(
 
 
 def _find_node(config: ExperimentConfig, node_rank: int | None, master_addr: str | None, *, dry_run: bool) -> Node:
-    """A dry run needs no scheduler: it is node 0 where nothing says another."""
+    """This machine in the run. A dry run needs no scheduler: where nothing gives it a rank, it is node 0's."""
     try:
         return find_node(config, node_rank=node_rank, master_addr=master_addr)
     except ConfigError:
@@ -124,7 +123,7 @@ def run_preflight(config: ExperimentConfig, *, output: Output | None = None) -> 
     a temporary run directory; that of `config` is not touched. Of several machines only this one is checked.
 
     Returns:
-        Its exit code is 0 when no check failed, else 1; the checks, if they were made.
+        The outcome, with exit code 0 when no check failed, else 1, and with the checks, if they were made.
 
     Raises:
         ConfigError, RunError: see `launch`.
@@ -133,9 +132,7 @@ def run_preflight(config: ExperimentConfig, *, output: Output | None = None) -> 
     notes: tuple[str, ...] = ()
     with output.reporting():
         if (nodes := config.launch.nodes).count > 1:
-            colocate = config.launch.colocate or nodes.infer > 0
-            alone = {"nodes": NodesSection(), "rdzv": None, "sharding": "full", "colocate": colocate}
-            launch = config.launch.model_copy(update=alone)
+            launch = config.launch.on_one_machine(colocate=config.launch.colocate or nodes.infer > 0)
             inference = config.inference.model_copy(update={"replicas": 1})
             config = config.model_copy(update={"launch": launch, "inference": inference})
             notes = (
@@ -170,7 +167,7 @@ def lead_run(
     node: Node | None = None,
     notes: Sequence[str],
 ) -> RunOutcome:
-    """Work in the run directory, which is ours, with the processes of this machine, which leads.
+    """Carry out a run as the machine that leads, in its run directory, which this process holds.
 
     Args:
         config: it has been checked.

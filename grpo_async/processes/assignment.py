@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.network import host_in_url
 
 ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"
 Purpose: TypeAlias = Literal["train", "preflight", "evaluation"]
@@ -32,6 +33,11 @@ class Node(_Record):
     port: int = 0
     own_address: str = ""
     """This machine's, in the same network."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where the store listens: "10.0.0.1:29400", "[fd00::1]:29400"."""
+        return f"{host_in_url(self.address)}:{self.port}"
 
     @property
     def count(self) -> int:
@@ -67,8 +73,8 @@ class Assignment(_Record):
     attempt_dir: Path
     """Folder of this attempt's logs."""
     private_dir: Path
-    """A folder that only this user can enter, of this machine: sockets, the files through which ranks meet, and trainer and
-    servers for weights. The launcher removes it."""
+    """A folder of this machine that only this user can enter: for sockets, and for the files through which the ranks meet, as do
+    trainer and servers for the weights. The launcher removes it."""
     server_urls: tuple[str, ...] = ()
     """A server's index is its position here; it keeps its URL over restarts."""
     transport: TransportKind = "gloo"

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,22 @@ def test_a_file_system_that_fails_for_a_while_costs_a_verdict_and_not_the_run(
     display.learning.assert_not_called()
     advisor.show("evaluation", {})
     display.learning.assert_called_once()
+
+
+def test_advice_that_a_full_disk_cuts_off_costs_itself_alone(run_dir: RunDir) -> None:
+    display = Mock(spec=Display)
+    advisor = Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=10, run_dir=run_dir)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))  # half of a line
+    try:
+        for step in range(1, 11):
+            advisor.show("step", {"step": step, "metrics": STEP})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for step in range(11, 21):
+        advisor.show("step", {"step": step, "metrics": STEP})
+    display.warning.assert_called_once()
+    assert [json.loads(line)["step"] for line in run_dir.advice.read_text().splitlines()] == [20]
 
 
 def test_advice_is_given_every_so_many_steps_and_kept(run_dir: RunDir) -> None:

@@ -33,7 +33,7 @@ from grpo_async.run_directory import RunDir, attempt_number
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import is_loopback
-from tests.launcher.support import EMBEDDED, LauncherProcess, make_config
+from tests.launcher.support import EMBEDDED, MACHINE, LauncherProcess, make_config
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
@@ -133,6 +133,11 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_written(tmp_path: Pa
         taken.listen()
         with pytest.raises(ConfigError, match="cannot be bound on this machine, which is node 0"):
             leading_node(Node(num_train=2, address="127.0.0.1", port=taken.getsockname()[1]))
+
+
+def test_an_ipv6_address_has_brackets_before_its_port(tmp_path: Path) -> None:
+    plan = plan_dry(_config(tmp_path), Node(num_train=2, address="fd00::1", port=29400), machine=MACHINE)
+    assert "nodes      2, which meet at [fd00::1]:29400" in plan.describe()
 
 
 def test_gloo_and_nccl_go_over_the_interface_of_the_rendezvous_unless_the_user_says_otherwise() -> None:

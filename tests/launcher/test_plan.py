@@ -104,7 +104,8 @@ def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
         return 0
 
     monkeypatch.setattr("grpo_async.launcher.serve._serve", serve)
-    config = make_config(tmp_path, inference={"replicas": 2})
+    launch = {"nodes": {"train": 2}, "sharding": "hybrid", "rdzv": "node-0:29400"}  # of the run that they are for
+    config = make_config(tmp_path, inference={"replicas": 2}, launch=launch)
     for port in (443, 65_200):
         assert serve_replicas(config, EMBEDDED, port) == 0
         assert urls[-2:] == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
