@@ -80,7 +80,7 @@ class Index:
     # ------------------------------------------------------------------------------------------------- reading
 
     def fetch(self, sql: str, query: Query = EVERYTHING) -> list[tuple[Any, ...]]:
-        """The rows of a SELECT. `query` is in the SQL.
+        """The rows of a SELECT. `query` is the one in it, for errors.
 
         Raises:
             QueryError: a value of the store does not allow the query (a text that is not a number).
@@ -120,7 +120,8 @@ class Index:
             ]
 
     def condition(self, query: Query) -> str:
-        """What a query says, over the view `rollouts`. One that names texts is searched for, once. Raises as `fetch`."""
+        """The SQL of a query over the view `rollouts`. One that names texts reads the blocks once; its matches stay in a table.
+        Raises the errors of `fetch`."""
         if not query.reads_blocks:
             return query.sql
         with self._search_lock:

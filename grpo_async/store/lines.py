@@ -110,9 +110,9 @@ def check_stats(group: RolloutGroup, stats: Mapping[str, TokenStats]) -> None:
 
 
 def prompt_hash(prompt: Prompt) -> str:
-    """16 hexadecimal digits that the same prompt has in every run: of its messages, and where only an environment or an agent will
-    write them, so that they are blank or only the system prompt, of its other columns too. Exact, as the rollouts were made:
-    data.identity.task_key leaves out case, spaces and the system prompt."""
+    """16 hexadecimal digits that the same prompt has in every run: a hash of its messages. Where these are blank or only the system
+    prompt, because an environment or an agent will write the others, its other columns are hashed too. The hash is exact, as the
+    rollouts were made: data.identity.task_key leaves out case, spaces and the system prompt."""
     # not who wrote it: the system prompt of the config and that of the data read the same
     kept: list[Any] = [(m.role, m.content, m.tool_calls, m.name, m.tool_call_id) for m in prompt.messages]
     if not any(m.content.strip() or m.tool_calls for m in prompt.messages if m.role != "system"):

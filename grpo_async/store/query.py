@@ -151,7 +151,7 @@ def find_value(name: str, *, of_group: bool = False, text: str | None = None) ->
 
     Args:
         of_group: a value that all rollouts of a group share; "group_" may be left out.
-        text: where the name stands in, for the error.
+        text: the text in which the name stands, for the error.
 
     Raises:
         QueryError: there is no such value.
@@ -271,7 +271,7 @@ def _sql_of(cursor: DuckDBPyConnection, statement: dict[str, Any]) -> str:
 
 
 def _bind(cursor: DuckDBPyConnection, text: str) -> None:
-    """Names and types, as DuckDB sees them; nothing is run."""
+    """Have DuckDB check names and types; nothing is run."""
     import duckdb
 
     before = "DESCRIBE SELECT (\n"

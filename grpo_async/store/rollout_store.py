@@ -154,7 +154,7 @@ class RolloutStore(Writer):
             self._raise_error()
 
     def position(self) -> int:
-        """The seq of the next group. What was appended before this call is on the disk. Raises as `flush`."""
+        """The seq of the next group. What was appended before this call is on the disk. Raises the errors of `flush`."""
         with self._changed:
             seq = self._open()
             self.flush()

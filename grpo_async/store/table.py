@@ -193,21 +193,21 @@ class RolloutTable:
         return self.group_at(seq)
 
     def group_at(self, seq: int) -> GroupRow:
-        """As `group`, by the number of its line: for one of two with the same id. RunError: there is none."""
+        """As `group`, by its seq: for one of two with the same id. RunError: there is none."""
         rows = self._read(", ".join(f'"{name}"' for name in COLUMN_NAMES), [seq])
         if not rows:
             raise RunError(f"{self.folder} has no group with seq {seq}")
         return from_columns([dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows])
 
     def group_summary_at(self, seq: int) -> GroupSummary:
-        """One group, by the number of its line; all its rollouts count as matching. RunError: there is none."""
+        """One group, by its seq; all its rollouts count as matching. RunError: there is none."""
         found = self._group_summaries([seq])
         if not found:
             raise RunError(f"{self.folder} has no group with seq {seq}")
         return found[0]
 
     def rollout_summaries_at(self, seq: int) -> list[RolloutSummary]:
-        """The rollouts of one group, by the number of its line, in their order."""
+        """The rollouts of one group, by its seq, in their order."""
         return self._with_previews(self._index.fetch(_page(f"seq = {int(seq)}", "index", 0, 1 << 16)))
 
     def rollout(self, rollout_id: str) -> tuple[GroupRow, RolloutRow]:
@@ -276,8 +276,8 @@ class RolloutTable:
         ]
 
     def by_step(self, query: Query = EVERYTHING) -> list[StepSummary]:
-        """Ascending by step; those that no step saw last. Steps without a matching rollout or group are left out, and so
-        is the one that is not done yet."""
+        """A summary of each step, ascending; that of the rollouts that no step saw comes last. Steps without a matching rollout or
+        group are left out, and so is the one that is not done yet."""
         where = self._where(query)
         rewards: dict[int | None, dict[str, float]] = defaultdict(dict)
         parts = f"SELECT step, unnest(map_entries(rewards)) AS part FROM rollouts WHERE {where}"
@@ -337,8 +337,8 @@ class RolloutTable:
                 yield text
 
     def write_parquet(self, path: Path, query: Query = EVERYTHING, *, with_superseded: bool = False) -> None:
-        """As `dump_json`, into a Parquet file (zstd). Its folder was named as `writable`. Without a sort, which would hold
-        everything in memory: DuckDB keeps the order of the blocks and, within one, of the rows."""
+        """As `dump_json`, into a Parquet file (zstd). Its folder was named as `writable`. Nothing is sorted, because that
+        would hold everything in memory: DuckDB keeps the order of the blocks and, within one, of the rows."""
         none = f"SELECT {_DUMPED_SQL} FROM (SELECT *, false AS superseded FROM unsealed) LIMIT 0"
         rows = " UNION ALL ".join(self._dumps(query, _DUMPED_SQL, with_superseded)) or none
         self._index.fetch(f"COPY ({rows}) TO {quote(str(path.absolute()))} ({PARQUET_OPTIONS})", query)

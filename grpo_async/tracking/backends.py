@@ -242,7 +242,7 @@ def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: Run
 
 
 def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:
-    """The same for every attempt of a run, so that a resume continues the same curves."""
+    """The id of a run, which all its attempts share, so that a resume continues the same curves."""
     path = run_dir.trackers / file
     if not path.exists():
         write_atomically(path, make())
