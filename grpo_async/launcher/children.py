@@ -58,7 +58,7 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """As `not is_running`, but at once: `exited` is done only when the event loop has noticed."""
+        """Whether it has ended by now; `is_running` changes only when the event loop has noticed."""
         return not self.is_running or not is_running(self.pid)
 
     def describe_end(self, *, how: str | None = None) -> str:
@@ -69,20 +69,20 @@ class Child:
         return "\n".join([f"{self.name} (pid {self.pid}) {how}", *last_lines, f"log: {self.log}"])
 
     def terminate(self) -> None:
-        """SIGTERM; a child passes it on to its own children."""
+        """Send it SIGTERM, which a child passes on to its own children."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to its session, all at once."""
+        """Send SIGKILL to its whole session at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class Children:
-    """An async context manager: when it is left, everything that was started in it is killed, with all that descends from it: every
-    descendant of this process that was started since, in sessions other than its own, which leaves out whatever else runs in the
-    caller's. On Linux orphans become children of this process meanwhile.
+    """An async context manager: when it is left, everything that was started in it is killed, with all that descends from it. That
+    is every descendant of this process that was started since and is in another session: what else the caller runs in its own
+    session is left alone. On Linux orphans become children of this process meanwhile.
 
     Args:
         folder: for their logs.

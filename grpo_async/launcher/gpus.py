@@ -31,7 +31,7 @@ class GpuShares:
 
     @property
     def most_servers_on_a_gpu(self) -> int:
-        """2 where two servers have a GPU in common, 0 where no server has a GPU."""
+        """How many servers share a GPU at most: 2 where two have one in common, 0 where no server has a GPU."""
         taken = [gpu for gpus in self.servers for gpu in gpus or ()]
         return max((taken.count(gpu) for gpu in taken), default=0)
 
@@ -107,7 +107,7 @@ def assumed_gpus(config: ExperimentConfig, engine: EngineChoice) -> tuple[str, .
 
 
 def gpus_needed(config: ExperimentConfig, engine: EngineChoice) -> int:
-    """GPUs of a machine that is the same for all roles: what one needs that trains or one that serves, whichever is more.
+    """GPUs that every machine needs where all have as many: those of one that trains or of one that serves, whichever are more.
 
     Worked example: 8 ranks, 4 servers of 2 GPUs: 8 with machines for servers, 16 without.
     """
@@ -172,7 +172,7 @@ def _fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportK
 
 
 def gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:
-    """0 on the CPU; the embedded engine takes one."""
+    """GPUs that one server takes: none on the CPU, and one with the embedded engine."""
     if not engine.on_gpu:
         return 0
     return config.inference.vllm.num_gpus if engine.engine == "vllm" else 1

@@ -235,7 +235,7 @@ def _thread_times(process: psutil.Process) -> dict[int, float]:
 
 
 def _signal_thread(pid: int, thread: int, number: signal.Signals) -> None:
-    """To one thread, where that can be: the stacks then name it as the current one."""
+    """Send a signal to one thread, where the system can: the stacks then name it as the current one."""
     tgkill: Any = getattr(ctypes.CDLL(None), "tgkill", None)
     if tgkill is None or tgkill(pid, thread, int(number)) != 0:
         os.kill(pid, number)

@@ -138,7 +138,7 @@ class LocalProcesses:
         await _first_of(children, [self.signals.arrived, *events], timeout_s)
 
     async def end_trainer(self) -> None:
-        """SIGTERM; a signal to the launcher cuts the grace period short."""
+        """Send SIGTERM to the trainer and wait for its end; a signal to the launcher cuts the grace period short."""
         if self._trainer is not None:
             await self._end([self._trainer])
 
@@ -245,7 +245,7 @@ class _End(NamedTuple):
 
 
 class SpawnedServer:
-    """One server over all its restarts. Messages from before the last one are ignored. One that ends before it has ever
+    """One server over all its restarts. Messages from before the last restart are ignored. A server that ends before it has ever
     served cannot start, and ends the run.
 
     Args:
@@ -268,7 +268,7 @@ class SpawnedServer:
     async def start(self) -> None:
         self.child = await self._local.children.spawn(self._spec, num_restarts=self._num_restarts)
         if not self._local.has_trainer:
-            self._counts_as_serving()
+            self._count_as_serving()
 
     def serves(self, num_restarts: int) -> None:
         """The trainer has brought its weights to this server. `num_restarts`: those that the trainer knew of."""
@@ -277,9 +277,9 @@ class SpawnedServer:
         if self._down_since is not None:
             took_s = time.monotonic() - self._down_since
             self._local.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
-        self._counts_as_serving()
+        self._count_as_serving()
 
-    def _counts_as_serving(self) -> None:
+    def _count_as_serving(self) -> None:
         self._has_served = True
         self._restarts.serves()
         self._down_since = None
@@ -296,10 +296,8 @@ class SpawnedServer:
         self._asked.set()
 
     async def watch(self) -> None:
-        """Watch and restart until the run stops or the server is lost for good.
-
-        consumes: the end of the process, and requests to restart it; waits for: either, or `stopping`.
-        """
+        """Restart the server whenever its process ends or the trainer asks for it, until the run stops or the server is lost for
+        good."""
         local, restarts = self._local, self._restarts
         end = await self._wait_for_end()
         while end is not None:

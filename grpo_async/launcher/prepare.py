@@ -178,7 +178,7 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
     half_written = temporary_of(run_dir.config)  # by a run that was killed in its first moment
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
         raise ConfigError(f"{root} has no config.yaml, so it does not look like a run directory; remove it yourself")
-    inputs = config.model_dump(mode="json", exclude={"run", "tracking"})  # those two say where is written
+    inputs = config.model_dump(mode="json", exclude={"run", "tracking"})  # those two say where the run writes
     for name, text in [("the working directory", str(Path.cwd())), *texts_in(inputs)]:
         # most texts are no paths, and os.path finds no file for one that cannot be a path
         if os.path.exists(text) and Path(text).resolve().is_relative_to(root.resolve()):
@@ -186,7 +186,7 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
 
 
 def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
-    """From the checkpoint that `resume` names, or from the newest that is whole.
+    """Begin at the checkpoint that `resume` names, or at the newest that is whole.
 
     Raises:
         ConfigError: see `check_start`; the run has finished; or what a checkpoint means has changed.

@@ -37,7 +37,7 @@ def private_folder() -> Iterator[Path]:
         RunError: $TMPDIR is so long that a unix socket in it has no valid address.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-async-run-", ignore_cleanup_errors=True) as name:
-        if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:
+        if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:  # Assignment.heartbeat_socket, the longest
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
         command = (sys.executable, "-m", "grpo_async.launcher.reaper", str(os.getpid()), name)
         process = subprocess.Popen(

@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Every agent at its given rank (the ranks of a dynamic rendezvous follow from addresses: rank 0 might be anywhere)."""
+    """A rendezvous that keeps every agent at its given rank. A dynamic one would rank them by address: rank 0 might be anywhere."""
     from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous

@@ -31,7 +31,7 @@ from typing import Any, Protocol, TextIO, cast
 from grpo_async.user_code.calls import CallError, Raised, UserCall
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
-from grpo_async.utils.processes import describe_exit, die_with_parent, usable_cpus
+from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit, die_with_parent, usable_cpus
 from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
 
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine
@@ -40,7 +40,6 @@ _BOOT = (
     "importlib.import_module('grpo_async.user_code.workers').main(int(sys.argv[2]), *sys.argv[3:])"
 )
 _LOAD_TIMEOUT_S = 1800.0  # for a worker that first loads a model from a network file system
-_REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
 _LENGTH = struct.Struct(">Q")  # prefix of each message
 
 
@@ -100,7 +99,7 @@ class WorkerPool:
         """Kill the workers; current and waiting calls fail. Safe to call twice."""
         self._is_closed = True
         if self._workers:
-            self._loop.post(self._kill_all).result(2 * _REAP_TIMEOUT_S)
+            self._loop.post(self._kill_all).result(2 * KILL_TIMEOUT_S)
         self._loop.close()
 
     async def _kill_all(self) -> None:
@@ -206,7 +205,7 @@ class Worker:
             self._streams[1].close()
         else:
             self._socket.close()
-        return self._process.wait(_REAP_TIMEOUT_S)
+        return self._process.wait(KILL_TIMEOUT_S)
 
     def reap(self) -> int:
         """The exit code of a worker that closed its connection. Kills it if it does not end."""

@@ -1,6 +1,6 @@
 """A process that an event loop starts, feeds and reads, and ends together with what it started.
 
-In its own session: what is left of that when the process was killed, and so could end nothing itself, is killed too.
+The process has a session of its own. When it was killed, and so could end nothing itself, the rest of the session is killed, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ChildProcess(Process):
         return cls(transport, protocol)
 
     async def end(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL to one that does not end within the time; without effect on one that has ended by itself."""
+        """Send SIGTERM, and SIGKILL if it does not end within `timeout_s`. If it has ended by itself, nothing is sent."""
         with contextlib.suppress(ProcessLookupError):
             if self.returncode is None:
                 os.kill(self.pid, signal.SIGTERM)  # not `terminate`, which would take its exit code away from asyncio

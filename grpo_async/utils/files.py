@@ -247,8 +247,8 @@ class Writer(ABC):
 class GrowingFile:
     """The whole lines of a file, each once. A last line without a line feed waits until it has one. Not safe in several threads.
 
-    A file that became shorter, that was put in the place of another (a resume cuts metrics.jsonl so; the older half of a full
-    timeline is deleted so) or that is gone is another file: `forget` is called, and its lines come from the first on.
+    A file that became shorter, that was put in the place of another (as when a resume cuts metrics.jsonl, or a full timeline loses
+    its older half) or that is gone is another file: `forget` is called, and its lines come from the first on.
     """
 
     def __init__(self, path: Path, forget: Callable[[], None]) -> None:

@@ -21,13 +21,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(what: str, number: int, *arguments: object) -> int:
-    """A raw system call; OSError that names `what`. Integers are passed as 64 bits."""
+    """Make a raw system call; an OSError names `what`. Integers are passed as 64 bits."""
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _checked(what, int(_libc.syscall(ctypes.c_long(number), *converted)))
 
 
 def prctl(what: str, option: int, *arguments: object) -> int:
-    """Set an option of this process; OSError that names `what`."""
+    """Set an option of this process; an OSError names `what`."""
     converted = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     converted += [ctypes.c_ulong(0)] * (4 - len(converted))
     return _checked(what, int(_libc.prctl(option, *converted)))

@@ -21,9 +21,9 @@ LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
 TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
 """Its value names the child of the launcher that a process descends from; an orphan still has it."""
 KILL_TIMEOUT_S = 10.0
-"""For SIGKILL to take effect."""
+"""For SIGKILL to take effect; a process that takes longer is stuck in the kernel."""
 
-_CLOCK_S = 2.0  # the start of a process is measured in ticks, and of a clock that may be set
+_CLOCK_S = 2.0  # the start of a process is measured in ticks of a clock that may be set
 
 
 def die_with_launcher() -> None:
@@ -38,8 +38,8 @@ def die_with_parent(parent: int | None = None) -> None:
     """End this process as soon as its parent ends. Call it first thing in a child's main function.
 
     Args:
-        parent: its pid, by which one that ended while this interpreter was starting is noticed, too. None: the child does not
-            know, and notices an end from now on.
+        parent: its pid, so that an end while this interpreter was starting is noticed, too. None: the child does not know the pid,
+            and notices an end from now on.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":

@@ -67,7 +67,7 @@ class ResilientStream:
             self._on_lost(f"{self._name} can no longer be written ({error.strerror}); the run continues, see its logs")
 
     def _end(self) -> None:
-        """What is still buffered is lost if it cannot be written by now: the interpreter would end with its own exit code."""
+        """Write what is still buffered, or drop it: if the interpreter failed to, it would end with its own exit code."""
         try:
             self._stream.flush()
         except OSError:

@@ -91,7 +91,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def _check(value: Any) -> None:
-    """Without recursion: the depth is what is being checked."""
+    """Raise UnreadableError for what JSON allows and this module refuses; without recursion, since the depth is checked."""
     pending = [(value, 1)]
     while pending:
         item, depth = pending.pop()
