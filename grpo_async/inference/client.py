@@ -12,8 +12,8 @@ tokens, on the same server or another, and those tokens keep the logprobs and ve
 
 `max_retries` bounds the consecutive attempts without a token, and all attempts of a request that starts over.
 
-aiohttp and not httpx, which `control` uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and the
-trainer waits while this thread runs Python.
+It uses aiohttp, and not httpx like `control`: a request costs a fifth of the CPU (benchmarks/NOTES.md), and the trainer waits
+while this thread runs Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared by every connection to a server: the run's token, trusted certificates, and the error for each bad answer."""
+"""What every connection to a server needs: the run's token, trusted certificates, and the error for each bad answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def authorization(token: str | None) -> dict[str, str]:
 
 @functools.cache
 def trusted_certificates(ca_certs: Path | None) -> ssl.SSLContext:
-    """The TLS context: certificates of the PEM file `ca_certs`, or those of the system. Shared, because loading takes long.
+    """The TLS context: certificates of the PEM file `ca_certs`, or those of the system. It is shared, because loading takes long.
 
     Raises:
         ConfigError: the file cannot be used.

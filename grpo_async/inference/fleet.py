@@ -132,7 +132,8 @@ class ServerCounters:
 
 @dataclass(slots=True, kw_only=True)
 class _Tracked:
-    """One server over all its instances. Guarded by the fleet's lock; times are on the monotonic clock."""
+    """One server over all its instances; times are on the monotonic clock. The fleet's lock is held while fields change, except for
+    the last three."""
 
     server: Server
     last_instance_id: str = ""

@@ -59,7 +59,7 @@ NextChunk = Callable[[], Awaitable[GenerateChunk]]
 
 
 class Engine(ABC):
-    """The interface between the application and an inference engine. Used from the application's event loop.
+    """The interface between the application and an inference engine, used from the application's event loop.
 
     Any method may raise EngineDeadError, and HTTPException for a call that cannot be made now.
     """

@@ -1,7 +1,7 @@
 """A server's state of its requests, for either engine: token streams for the HTTP responses, the gate of a pause,
 the requests inside the engine, busy time.
 
-It depends on neither HTTP nor an engine. Used from one event loop.
+It depends on neither HTTP nor an engine, and is used from one event loop.
 """
 
 from __future__ import annotations

@@ -374,8 +374,8 @@ def compute_logits_in_float32(model: Any) -> None:
 
 @torch.inference_mode()
 def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
-    """log softmax(logits) at temperature 1, natural log: entry i is the score of token_ids[i + 1] given those before it. Computed
-    in pieces, so that few rows of logits exist at a time.
+    """log softmax(logits) at temperature 1, natural log: entry i is the score of token_ids[i + 1] given those before it. They are
+    computed in pieces, so that few rows of logits exist at a time.
 
     Args:
         model: causal language model in eval mode.

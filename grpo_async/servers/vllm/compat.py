@@ -1,4 +1,4 @@
-"""Our imports from vLLM, and calls that need explaining, for the versions in `command`. Imported only in vLLM's processes.
+"""Our imports from vLLM, and calls that need explaining, for the versions in `command`. Only vLLM's processes import it.
 
 Each function says on which behavior of vLLM it relies; a new vLLM version is supported if this file and patches.py fit it.
 """
