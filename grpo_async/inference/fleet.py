@@ -246,7 +246,7 @@ class Fleet:
         """Call `listener` after every answered heartbeat, from the thread of its server; it must be quick and must not raise."""
         self._info_listeners.append(listener)
 
-    # State.
+    # ---- state ----
 
     def server(self, index: int) -> Server:
         with self._lock:
@@ -370,7 +370,7 @@ class Fleet:
             heartbeat()
         return False
 
-    # Calls of the trainer.
+    # ---- calls of the trainer ----
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -447,7 +447,7 @@ class Fleet:
             known = ", ".join(get_args(ServerEvent))
             raise ValueError(f"the launcher reported {event!r} for a server; known events are {known}")
 
-    # The watcher of each server.
+    # ---- the watcher of each server ----
 
     def _watch(self, index: int) -> None:
         ask_now = self._tracked[index].ask_now
@@ -532,7 +532,7 @@ class Fleet:
         with self._lock:
             return self._num_loading > 0 or self._loaded_at >= moment
 
-    # Results of a watcher. Outdated records are ignored.
+    # ---- results of a watcher; outdated records are ignored ----
 
     def note(self, server: Server, info: ServerInfo) -> None:
         """A server that is up has answered."""
@@ -611,7 +611,7 @@ class Fleet:
             is_new = bool(tracked.last_instance_id and instance_id) and instance_id != tracked.last_instance_id
         return "" if is_new else "it has not been restarted since it failed"
 
-    # Changes of state.
+    # ---- changes of state ----
 
     @contextmanager
     def _changing(self) -> Iterator[list[int]]:

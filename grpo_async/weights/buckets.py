@@ -51,7 +51,7 @@ def choose_bucket_bytes(settings: WeightsSection, num_bytes: int, *, device: tor
 
 def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Iterator[Sequence[ParameterSpec]]:
     """Yield consecutive runs of `specs` of at most `bucket_bytes` bytes each, never splitting a parameter. A parameter of half a
-    bucket or more is a separate bucket, which needs no packing."""
+    bucket or more, however large, is a separate bucket, which needs no packing."""
     bucket: list[ParameterSpec] = []
     size = 0
     for spec in specs:

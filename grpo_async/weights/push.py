@@ -64,9 +64,11 @@ class PushFailedError(WeightPushError):
     """Servers failed in a phase of a push, or the broadcast failed.
 
     Args:
+        what: what failed, as a noun phrase ("pause of the push of version 7").
         phase: connect, pause, start, transfer, finish or resume.
         failures: the error of each server that failed itself; empty if none did and a new attempt may well succeed.
         affected: the errors of the servers that only saw the failure.
+        hint: the deadline and its setting.
     """
 
     def __init__(
