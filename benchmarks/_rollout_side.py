@@ -87,7 +87,7 @@ class Side:
         self._source, self._control, self._load = source, control, load
         self._version = 0
         self.rollouts = 0
-        """Taken so far."""
+        """Rollouts taken so far."""
         (self._thread,) = [thread for thread in threading.enumerate() if thread.name == "rollout"]
 
     def so_far(self) -> dict[str, float]:

@@ -33,6 +33,7 @@ from typing import Any
 from benchmarks import _server
 from benchmarks._models import ModelShape
 from benchmarks.report import Report, figures, in_turns, parser_of, ratios
+from grpo_async.config.loader import set_options
 from grpo_async.rewards.text import final_text
 
 RUN_TIMEOUT_S = 600.0
@@ -83,10 +84,8 @@ def command(config: Path, run_dir: Path, variant: str, options: argparse.Namespa
         "inference.engine": options.engine,
         "evaluation": "null",
     }
-    made = [sys.executable, "-m", "grpo_async", "train", str(config), "--quiet"]
-    for pair in [f"{key}={value}" for key, value in settings.items()] + options.set:
-        made += ["--set", pair]
-    return made
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *options.set]
+    return [sys.executable, "-m", "grpo_async", "train", str(config), "--quiet", *set_options(overrides)]
 
 
 UNITS = {

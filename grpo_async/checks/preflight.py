@@ -58,7 +58,7 @@ class PreflightContext:
     run_dir: RunDir
     renderer: ChatRenderer
     servers: Sequence[Server]
-    """Those that serve."""
+    """The servers that are up."""
     prompts: Sequence[Prompt]
     """A few of data.train."""
     prompt_ids: Sequence[Sequence[int]]
@@ -97,7 +97,7 @@ def run_preflight(context: PreflightContext) -> list[Check]:
         if name == "logprobs" and context.trainer_scores is None:
             continue  # said already
         for server in context.servers:
-            asking = partial(_one, ask, context, server)
+            asking = partial(_check_server, ask, context, server)
             checks += run_check(name, asking, timeout_s=config.weights.timeout_s, setting="weights.timeout_s")
     for name, check in _RUN_CHECKS:
         checks += run_check(name, partial(check, context), timeout_s=_LOCAL_TIMEOUT_S)
@@ -105,7 +105,9 @@ def run_preflight(context: PreflightContext) -> list[Check]:
     return checks
 
 
-def _one(ask: Callable[[PreflightContext, Server], Found], context: PreflightContext, server: Server) -> list[Found]:
+def _check_server(
+    ask: Callable[[PreflightContext, Server], Found], context: PreflightContext, server: Server
+) -> list[Found]:
     status, detail = ask(context, server)
     return [(status, f"{server.name}: {detail}")]
 

@@ -74,7 +74,8 @@ class Evidence:
 
     @classmethod
     def read(cls, run_dir: RunDir, metrics: Sequence[MetricRow] | None = None) -> Self:
-        """Without the rollout store. `metrics`: if they were read already, which takes time for a long run."""
+        """The evidence in a run's files, without the rollout store. `metrics`: if they were read already; that takes time for a
+        long run."""
         problems: list[str] = []
         status, summary = read_object(run_dir.status, problems), read_object(run_dir.summary, problems)
         error = status.get("error")
@@ -96,7 +97,7 @@ class Evidence:
         return [row[name] for row in self.metrics if name in row]
 
     def names(self, prefix: str, suffix: str = "") -> list[str]:
-        """Metrics of any step whose names begin and end so, sorted."""
+        """Names of metrics that begin with `prefix` and end with `suffix`, of all steps, sorted."""
         names: set[str] = set().union(*self.metrics)
         return sorted(name for name in names if name.startswith(prefix) and name.endswith(suffix))
 
@@ -106,7 +107,7 @@ class Evidence:
 
     @property
     def has_risen(self) -> bool:
-        """Whether the sampled reward did, by more than chance."""
+        """Whether the sampled reward has risen by more than chance."""
         moved = self.trend("reward")
         return moved is not None and moved.has_risen
 

@@ -34,7 +34,7 @@ class Change:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """For programs."""
+        """The fields and the change, for programs."""
         found = {"first": self.first, "last": self.last, "change": self.value, "low": self.low, "high": self.high}
         return found | {"count": float(self.count)}
 
@@ -46,7 +46,7 @@ class Change:
 
     @property
     def has_risen(self) -> bool:
-        """By more than chance."""
+        """Whether the value rose by more than chance."""
         return self.low > _ROUNDING
 
     @property

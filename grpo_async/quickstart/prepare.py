@@ -111,7 +111,7 @@ def _build(folder: Path, task: Task[Any], seed: int) -> None:
 
 @contextmanager
 def _deterministic_torch(seed: int) -> Iterator[None]:
-    """Seeded, on one thread (the order of additions depends on their number); the caller's state is put back."""
+    """Seed torch and give it one thread (the order of additions depends on their number); then put the caller's state back."""
     import torch
 
     threads = torch.get_num_threads()
