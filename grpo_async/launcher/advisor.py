@@ -26,7 +26,6 @@ class Advisor(View):
     Args:
         every_steps: 0: only after evaluations.
         run_dir: gets advice.jsonl, one line each: {"step", "bound_by", "text", "setting", "current", "suggested"}.
-        resume_step: lines of later steps, which will run again, are dropped.
     """
 
     def __init__(
@@ -36,19 +35,16 @@ class Advisor(View):
         setup: PipelineSetup,
         every_steps: int,
         run_dir: RunDir,
-        resume_step: int | None = None,
     ) -> None:
         self._display = display
         self._setup = setup
         self._every_steps = every_steps
         self._run_dir = run_dir
-        self._log = log = run_dir.advice
+        self._log = run_dir.advice
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_MIN_STEPS, every_steps))
         self._warned = False
         self._verdict: Verdict | None = None
         self._metrics = MetricsReader(run_dir.metrics)
-        with self._warning():
-            keep_steps(log, resume_step or 0)
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "evaluation":
@@ -57,6 +53,9 @@ class Advisor(View):
             self._after_step(fields["step"], fields["metrics"])
 
     def _after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not self._steps:  # only the ranks know which checkpoint they went on from: the launcher's may be damaged
+            with self._warning():
+                keep_steps(self._log, step - 1)
         self._steps.append(metrics)
         if not self._every_steps or step % self._every_steps:
             return

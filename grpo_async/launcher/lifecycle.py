@@ -65,7 +65,6 @@ def run_with_display(
         setup=PipelineSetup(config=config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
         every_steps=config.record.advise_every_steps,
         run_dir=run_dir,
-        resume_step=assignment.resume_step,
     )
     display.views += [status, advisor]
     outcome = supervise(config, plan, display, cluster)

@@ -148,7 +148,12 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
             "activation_checkpointing": "none",
         }
     )
-    other = _build_policy(config, section, mesh, device)
+    try:
+        other = _build_policy(config, section, mesh, device)
+    except ConfigError as error:
+        if wanted == "initial":
+            raise
+        raise ConfigError(str(error).replace("model.path:", "loss.reference:", 1)) from error
     ours, theirs = (each.model.config.get_text_config().vocab_size for each in (policy, other))
     check_vocabulary(path, ours=ours, theirs=theirs)
     return Reference(other)

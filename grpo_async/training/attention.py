@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
+from grpo_async.utils.text import dtype_name
 
 _QUERY_BLOCK = 256  # queries that attend at a time in a window, or soft-capped
 
@@ -111,7 +112,7 @@ def _obstacle_to_varlen(device: torch.device, dtype: torch.dtype, config: Any) -
     if device.type != "cuda":
         return f"it needs a GPU, and the trainer computes on {device.type}"
     if dtype not in _VARLEN_DTYPES:
-        return f"it needs bfloat16 or float16, and model.compute_dtype is {str(dtype).removeprefix('torch.')}"
+        return f"it needs bfloat16 or float16, and model.compute_dtype is {dtype_name(dtype)}"
     if config is None:
         return None
     text = config.get_text_config()

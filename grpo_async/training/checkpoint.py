@@ -79,7 +79,7 @@ DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointExc
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Options of `model_state` and for loading it. (Not strict: DCP itself reports what a checkpoint lacks.)"""
 _WHOLE = StateDictOptions(strict=False)
-"""The same options for a reference, which has no gradients."""
+"""The same for a reference: all of its parameters are frozen, and none is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

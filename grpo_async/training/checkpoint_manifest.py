@@ -106,8 +106,7 @@ def write_synced(path: Path, parts: Iterable[str]) -> None:
     """
     with path.open("w", encoding="utf-8") as file:
         file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -35,6 +34,7 @@ from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, model_state
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
+from grpo_async.training.parameters import is_leader
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.files import put_in_place, write_atomically
 
@@ -67,7 +67,7 @@ def export_model(
     """
     weights = gather_weights(policy.model, getattr(torch, dtype))
     adapter_state = gather_adapter(policy.model) if adapter is not None else {}
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if not is_leader():
         return
 
     def write() -> None:

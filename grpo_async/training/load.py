@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_async.config.sections import ModelSection
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.training.attention import choose_attention
 from grpo_async.training.families import check_family
 from grpo_async.training.lora import adapter_values, add_adapters
 from grpo_async.training.model import Policy, recompute_activations
-from grpo_async.training.parameters import list_sources, local_of
+from grpo_async.training.parameters import is_leader, list_sources, local_of, num_ranks
 from grpo_async.utils.text import shortlist
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def build_policy(
         raise
     except Exception as error:  # transformers may raise anything for a broken config.json
         raise ConfigError(
-            f"model.path: cannot load a causal language model from {section.path!r}: {type(error).__name__}: {error}"
+            f"model.path: cannot load a causal language model from {section.path!r}: {message_of(error)}"
         ) from error
     if section.lora is not None:
         add_adapters(model, section.lora)
@@ -102,20 +102,19 @@ def load_weights(policy: Policy, section: ModelSection, *, device: torch.device,
         ConfigError: on every rank, if files are missing or broken, or hold other tensors than the model has.
     """
     model: Any = policy.model
-    is_leader = not dist.is_initialized() or dist.get_rank() == 0
     values: dict[str, torch.Tensor] = {}
     found: list[Any] = [None, None]  # the error; how transformers converted the files
-    if is_leader:
+    if is_leader():
         try:
             values, found[1] = _read(section)
         except ConfigError as error:
             found[0] = str(error)
-    if dist.is_initialized():
+    if num_ranks() > 1:
         dist.broadcast_object_list(found, src=0)
     problem, model._weight_conversions = found
     if problem is not None:
         raise ConfigError(problem)
-    if is_leader:
+    if is_leader():
         values |= adapter_values(model, seed=seed)
     _materialize(policy, device)
     targets = {source.name: source.tensor for source in list_sources(model)}
@@ -123,7 +122,7 @@ def load_weights(policy: Policy, section: ModelSection, *, device: torch.device,
     targets |= {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     with torch.no_grad():
         for name, target in targets.items():
-            _fill(target, values.pop(name) if is_leader else None)
+            _fill(target, values.pop(name) if is_leader() else None)
 
 
 def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
@@ -137,7 +136,7 @@ def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
         return
     if whole is not None:
         target.copy_(whole)
-    if dist.is_initialized():
+    if num_ranks() > 1:
         dist.broadcast(target, src=0)
 
 
@@ -165,8 +164,8 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
         )
     except Exception as error:  # transformers may raise anything for broken files
         raise ConfigError(
-            f"model.path: cannot load the weights of {path!r}: {type(error).__name__}: {error}; copy the model again, or save it "
-            "as safetensors with save_pretrained"
+            f"model.path: cannot load the weights of {path!r}: {message_of(error)}; copy the model again, or save it as "
+            "safetensors with save_pretrained"
         ) from error
     model, info = loaded
     problems = [f"lacks {shortlist(sorted(info['missing_keys']), ', ')}"] if info["missing_keys"] else []
@@ -177,7 +176,7 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
         problems.append(f"has {name} in the shape {list(in_file)}, but its config.json says {list(in_model)}")
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if getattr(model.config.get_text_config(), "tie_word_embeddings", False) and head is not embedding:
-        problems.append("ties the head to the embedding in its config.json, but its files hold both with other values")
+        problems.append("ties the head to the embedding in its config.json, but they differ in its files")
     if problems:
         raise ConfigError(f"model.path: {path!r} {'; it '.join(problems)}; copy the model again")
     values = {source.name: source.tensor.detach() for source in list_sources(model)}

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from grpo_async.config.sections import LoraSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.parameters import ADAPTER, list_sources, whole_of
+from grpo_async.training.parameters import ADAPTER, is_leader, list_sources, whole_of
 from grpo_async.utils.extras import needs
 
 
@@ -96,11 +95,10 @@ def adapter_values(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
 def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Gather the state of the Hugging Face model with adapters merged, tied tensors once, in `dtype`, on the CPU, as
     `save_pretrained(state_dict=...)` takes it. A collective: every rank calls it; rank 0 gets everything, the others {}."""
-    is_leader = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for source in list_sources(model):
         whole = source.gather()
-        if is_leader:
+        if is_leader():
             weights[source.name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype).contiguous()
     return weights
 

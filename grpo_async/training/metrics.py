@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.training.loss import Objective, ObjectiveOutput, kl_k3, sequence_mean, sequence_sum
+from grpo_async.training.parameters import num_ranks
 
 _NUM_REWARDS = 3  # kept from the start and the end of the run, so totals do not grow
 ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
@@ -106,8 +107,8 @@ class UpdateSums:
         """
         mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
         of_ranks = mine[None]  # (world, 149)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        if num_ranks() > 1:
+            parts = [torch.empty_like(mine) for _ in range(num_ranks())]
             dist.all_gather(parts, mine)
             of_ranks = torch.stack(parts)
         before_sync()

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import AdapterBase, ServedParameters
-from grpo_async.utils.text import shortlist
+from grpo_async.utils.text import dtype_name, shortlist
 from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import GatheredParameters, ParameterSpec
 
@@ -114,6 +115,16 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, without gradient. A collective if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_leader() -> bool:
+    """Whether this is rank 0; a process outside of a process group is."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def num_ranks() -> int:
+    """Number of ranks; 1 outside of a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -236,7 +247,7 @@ class ShardedParameters(GatheredParameters):
         }
         self._groups = checkpoint_groups(self._model, metas)
         self.specs = [
-            ParameterSpec(name=name, dtype_name=str(dtype).removeprefix("torch."), shape=shape)
+            ParameterSpec(name=name, dtype_name=dtype_name(dtype), shape=shape)
             for group in self._groups
             for name, (shape, dtype) in group.outputs.items()
         ]
@@ -273,7 +284,7 @@ class AdapterParameters(GatheredParameters):
         self._device = device or torch.device("cpu")
         self._path = path
         files = BaseWeights(path)
-        self.base: AdapterBase = AdapterBase(digest=files.digest, dtype_name=str(served_dtype).removeprefix("torch."))
+        self.base: AdapterBase = AdapterBase(digest=files.digest, dtype_name=dtype_name(served_dtype))
         sources = {source.name: source for source in list_sources(model)}
         self._deltas: dict[str, LoraDelta] = {}
         metas = {name: torch.empty(source.shape, device="meta") for name, source in sources.items()}

@@ -78,7 +78,7 @@ class ScoreCommand:
 
     sequences: Sequence[Sequence[int]]
     rounding: str
-    """Dtype."""
+    """Name of a dtype; see score_twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,8 @@ class CommandChannel:
         """On the other ranks: wait for the next command.
 
         Raises:
-            DeadlineError: no command within the deadline, or rank 0 is gone.
+            DeadlineError: no command within the deadline.
+            RunError: rank 0 is gone.
         """
         received: list[Any] = [None]
         with self._waiting(f"a command of rank 0 on rank {self._rank}", peer="rank 0, which has ended"):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -26,7 +25,7 @@ from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
 from grpo_async.training.model import Policy, reshard
-from grpo_async.training.parameters import local_of
+from grpo_async.training.parameters import local_of, num_ranks
 from grpo_async.training.reference import Reference
 from grpo_async.training.token_statistics import TokenCollector
 
@@ -87,7 +86,6 @@ def train_step(
             device. It costs a GPU no time while its queue of launched kernels lasts, except with `training.cpu_offload`, for which
             FSDP waits at the end of each backward pass.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
         group["lr"] = lr
     old_logprobs: Sequence[Sequence[torch.Tensor | None]] = [[None] * len(batches) for batches in minibatches]
@@ -121,7 +119,7 @@ def train_step(
                     )
                 with timeline.span("backward", "trainer", micro_batch=number):
                     assert output.objective is not None
-                    torch.autograd.backward(output.objective * (world_size * loss_scale))
+                    torch.autograd.backward(output.objective * (num_ranks() * loss_scale))
                 if batch.num_trained_tokens == 0:
                     continue
                 with torch.no_grad():
@@ -230,6 +228,6 @@ def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float, l
 def _num_copies(gradient: torch.Tensor) -> int:
     """How many ranks hold the same values."""
     if not isinstance(gradient, DTensor):
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return num_ranks()
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))

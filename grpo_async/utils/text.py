@@ -111,6 +111,11 @@ def json_kind(value: object) -> str:
     return f"{word} ({text})" if len(text := repr(value)) <= 40 else word
 
 
+def dtype_name(dtype: object) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def text_of_parts(parts: Iterable[object]) -> str:
     """The text of a message's content parts: [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}] -> "2+2".
 

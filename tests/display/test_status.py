@@ -303,9 +303,7 @@ def test_steps_that_run_again_after_a_resume_are_not_drawn_before(run_dir: RunDi
 def _advised(run_dir: RunDir, every_steps: int) -> Mock:
     """Steps 16 to 40 after a resume from 15; returns what was told."""
     display = Mock(spec=Display)
-    advisor = Advisor(
-        display, setup=pipeline_setup(max_in_flight=256), every_steps=every_steps, run_dir=run_dir, resume_step=15
-    )
+    advisor = Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=every_steps, run_dir=run_dir)
     for step in range(16, 41):
         advisor.show("step", {"step": step, "metrics": STEP})
     return display
@@ -320,10 +318,23 @@ def test_steps_that_run_again_are_judged_once(run_dir: RunDir, monkeypatch: pyte
         advisor_module, "judge", lambda evidence: judged.append([row["step"] for row in evidence.metrics])
     )
     setup = pipeline_setup(max_in_flight=256)
-    advisor = Advisor(Mock(spec=Display), setup=setup, every_steps=0, run_dir=run_dir, resume_step=15)
+    advisor = Advisor(Mock(spec=Display), setup=setup, every_steps=0, run_dir=run_dir)
     advisor.show("evaluation", {})
     advisor_module.judge(Evidence.read(run_dir))
     assert judged == [[*range(1, 13)]] * 2
+
+
+def test_steps_that_run_again_have_their_advice_and_their_reward_once(run_dir: RunDir) -> None:
+    """The ranks found the checkpoint of step 15 damaged, and went on from that of step 10."""
+    run_dir.advice.write_text('{"step": 10}\n{"step": 15}\n')
+    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.25}}\n' for step in range(1, 16)))
+    display = Output(OutputMode.QUIET).display(run_name="x", max_steps=40, run_dir=run_dir, resume_step=15)
+    display.views.append(Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=5, run_dir=run_dir))
+    for step in range(11, 16):
+        display.step(step, 40, {**STEP, "reward": 0.75})
+        assert display.progress.reward_average == 0.75
+    lines = [json.loads(line) for line in run_dir.advice.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 15]
 
 
 def test_a_file_system_that_fails_for_a_while_costs_a_verdict_and_not_the_run(

@@ -100,6 +100,13 @@ def test_the_process_group_is_gone_when_the_model_cannot_be_loaded(tmp_path: Pat
     assert not dist.is_initialized()
 
 
+def test_a_reference_that_cannot_be_loaded_is_named_by_its_own_setting(tiny_model: Path, tmp_path: Path) -> None:
+    """A hub name, say, which no check before the start looks into."""
+    config = side_config(tmp_path, tiny_model, loss={"beta": 0.1, "reference": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match=r"^loss\.reference: cannot load a causal language model from '.*none'"):
+        _run(config, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("master", "compute", "wire"),
     [("float32", "bfloat16", "float32"), ("float32", "float32", "bfloat16"), ("bfloat16", None, "float32")],

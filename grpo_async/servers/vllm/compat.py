@@ -33,6 +33,7 @@ from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.requests import EngineOutput
 from grpo_async.servers.vllm.command import release
+from grpo_async.utils.text import dtype_name
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
 
@@ -299,9 +300,9 @@ def describe(engine: Any) -> ServerInfo:
     return ServerInfo(
         engine="vllm",
         model=str(config.model_config.model),
-        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        dtype=dtype_name(config.model_config.dtype),
         # 0.25 reads it only from pooling models, and reports the weights' dtype for others
-        head_dtype=str(config.model_config.head_dtype).removeprefix("torch."),
+        head_dtype=dtype_name(config.model_config.head_dtype),
         max_model_len=config.model_config.max_model_len,
         vocab_size=int(config.model_config.get_vocab_size()),
         policy_version=0,
