@@ -26,7 +26,7 @@ _TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a s
 _NVIDIA_SMI_TIMEOUT_S = 8.0
 _GIB = 1 << 30
 _NEEDED_OPEN_FILES = 4096
-"""A connection per completion in flight (rollout.max_in_flight 256), sockets, logs, the sandbox's pipes."""
+"""Enough for a connection per completion in flight (rollout.max_in_flight 256), sockets, logs, the sandbox's pipes."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -73,7 +73,7 @@ class PreflightContext:
     num_embeddings: int
     """Rows of the trainer's embedding."""
     policy_version: int
-    """What the servers serve."""
+    """Version of the weights that the servers serve."""
     token: str | None
     trainer_scores: TrainerScores | None = None
     """Scores of the probes; None: the trainer could not score them."""

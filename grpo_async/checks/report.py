@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Status = Literal["pass", "warn", "fail"]
 
 _COLORS: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
-"""The worst last."""
+"""Style of each status, the worst last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ def runs_and_query(arguments: list[str], evaluation: str | None, *, several: boo
 
 
 def sort_order(text: str | None) -> str:
-    """In the store's sort syntax: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
+    """The order in the store's syntax: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
 
     Raises:
         ConfigError: groups have no such order.

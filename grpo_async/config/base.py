@@ -85,7 +85,7 @@ def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Se
 
 
 def default_type(name: str) -> BeforeValidator:
-    """For a union on `type`, which may be left out: it is then `name`."""
+    """A validator for a union on `type`: where the key is left out, it is `name`."""
     return BeforeValidator(lambda value: {"type": name, **value} if isinstance(value, dict) else value)
 
 

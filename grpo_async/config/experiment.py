@@ -36,7 +36,7 @@ from grpo_async.config.sections import (
 from grpo_async.utils.text import duplicates
 
 _BYTES_PER_S = 100_000_000
-"""At which a model is read from a network file system that several machines read at once."""
+"""Speed at which a model is read from a network file system that several machines read at once."""
 
 
 class ExperimentConfig(StrictModel):
@@ -178,7 +178,7 @@ class ExperimentConfig(StrictModel):
 
     @property
     def precision(self) -> str:
-        """For people: "float32 master weights, computed and served in bfloat16, logits in float32"."""
+        """The dtypes in words: "float32 master weights, computed and served in bfloat16, logits in float32"."""
         compute, served = self.model.resolved_compute_dtype, self.inference.resolved_dtype
         both = f"computed and served in {served}" if compute == served else f"computed in {compute}, served in {served}"
         head = f", logits in {self.model.head_dtype}" if self.model.head_dtype is not None else ""

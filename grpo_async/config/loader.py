@@ -333,7 +333,7 @@ def _shown(value: object) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """In YAML's types; `${` in texts is escaped, so that it is not taken for a variable when it is read back."""
+    """The value in YAML's types; `${` in texts is escaped, so that it is not taken for a variable when it is read back."""
     if isinstance(value, dict):
         return {key: _escaped(below) for key, below in value.items()}
     if isinstance(value, list | tuple):

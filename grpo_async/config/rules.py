@@ -50,7 +50,7 @@ _SET_BY_US = {
     "--api-server-count": "one process keeps the policy version",
     "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
 }
-"""vLLM's arguments that are not the user's to set, and why. tests/vllm/test_command.py holds it to the command."""
+"""vLLM's arguments that are not the user's to set, and why. tests/vllm/test_command.py compares them with the command."""
 
 
 def conflicts(config: ExperimentConfig) -> list[str]:

@@ -96,8 +96,8 @@ def no_gradient(evidence: Evidence) -> Finding | None:
 
 
 def hardly_moves(evidence: Evidence) -> Finding | None:
-    """By the sum of the learning rates: an update of AdamW moves a weight by about lr. By the importance ratio, where samples are a
-    step old: an update makes no difference to the probability of any token."""
+    """Whether the steps are too small: the learning rates add up to next to nothing, and an update of AdamW moves a weight by about
+    lr; or samples are a step old, and still the importance ratio is 1: an update changes the probability of no token."""
     rates, staleness = evidence.values("lr"), evidence.recent("async/staleness_mean")
     if evidence.num_steps < _FEW_STEPS or evidence.has_risen:
         return None

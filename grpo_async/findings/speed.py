@@ -35,7 +35,7 @@ _MANY_PUSHES, _PUSH_TARGET = 0.2, 0.1
 _MANY_SAVES, _SAVE_TARGET = 0.1, 0.05
 _MANY_STALE = 0.1
 _MIN_STEPS = 3
-"""Fewer say nothing: the first steps of a run are unlike the others."""
+"""Fewer steps say nothing: the first steps of a run are unlike the others."""
 _MAX_STALENESS = 4
 """Further behind, importance weights get so uneven that speed is bought with learning."""
 

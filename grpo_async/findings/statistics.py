@@ -18,7 +18,7 @@ _ROUNDING = 1e-9  # float noise of summed rewards is about 1e-16 of their size, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """From `first` to `last`; [`low`, `high`] is the 95 % confidence interval of the change. It rests on `count` values,
+    """A change from `first` to `last`; [`low`, `high`] is the 95 % confidence interval of the change. It rests on `count` values,
     counted in `unit`: 60 "steps". A count of 0: not known."""
 
     first: float
@@ -120,8 +120,8 @@ def held_out_change(
     *,
     scale: float,
 ) -> Change:
-    """Between two evaluations of the same prompts, from the differences of each prompt; from the standard errors of both where the
-    rewards of the prompts are not known. `scale`: the range of rewards.
+    """The change between two evaluations of the same prompts, from the differences of each prompt; where the rewards of the prompts
+    are not known, from the standard errors of both. `scale`: the range of rewards.
 
     Rewards 0 0 1 0 and 1 0 1 1: differences 1 0 0 1, mean 0.5, standard error 0.577 / sqrt(4) = 0.29. It is taken as at least half
     a prompt's worth, scale / (2 n): agreement of a few prompts is not certainty.

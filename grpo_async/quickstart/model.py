@@ -55,7 +55,7 @@ CHAT_TEMPLATE = r"""
 
 
 def train_tokenizer(texts: Iterable[str], *, num_tokens: int = MAX_VOCABULARY) -> PreTrainedTokenizerFast:
-    """At most `num_tokens`: 256 bytes, 9 specials and tags, and merges learned from `texts`. The end of a turn is the eos."""
+    """A tokenizer of at most `num_tokens`: 256 bytes, 9 specials and tags, and merges learned from `texts`. The eos ends a turn."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -185,7 +185,7 @@ class ChainSum:
 
     @classmethod
     def of(cls, *terms: int) -> ChainSum:
-        """From signed terms, the first positive: `of(3, 4, -2)` is "3 + 4 - 2"."""
+        """The sum of signed terms, the first positive: `of(3, 4, -2)` is "3 + 4 - 2"."""
         return cls(tuple(abs(term) for term in terms), tuple("+" if term > 0 else "-" for term in terms[1:]))
 
     @property
@@ -425,4 +425,4 @@ def _function(expression: str) -> str:
 
 _TASKS: tuple[Task[Any], ...] = (ThinkTask(), ToolTask(), GameTask(), CodeTask(), ReasoningGymTask())
 TASKS: dict[str, Task[Any]] = {task.name: task for task in _TASKS}
-"""By the names that `prepare-quickstart --task` takes."""
+"""The tasks by the names that `prepare-quickstart --task` takes."""
