@@ -257,13 +257,7 @@ def _read_run(store: Any, run_dir: RunDir, where: str, ends_at: float) -> tuple[
 
 
 def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str, str]) -> None:
-    """Raises ConfigError: this machine has another configuration or other versions than node 0."""
-    problems = Problems()
-    its_config, own_config = read_values(attempt_config(attempt), problems), config.model_dump(mode="json")
-    problems.raise_if_any()
-    if own_config != its_config:
-        listed = [f"  {each}" for each in differences([its_config, own_config])]
-        raise ConfigError("\n".join(["its configuration is not that of node 0 (node 0 -> here):", *listed]))
+    """Raises ConfigError: this machine has other versions than node 0 (which may have other settings), or another configuration."""
     others = [
         f"{name} {its_versions.get(name)} -> {found}"
         for name, found in versions().items()
@@ -271,6 +265,12 @@ def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str,
     ]
     if others:
         raise ConfigError(f"other versions are installed than on node 0 (node 0 -> here): {', '.join(others)}")
+    problems = Problems()
+    its_config, own_config = read_values(attempt_config(attempt), problems), config.model_dump(mode="json")
+    problems.raise_if_any()
+    if own_config != its_config:
+        listed = [f"  {each}" for each in differences([its_config, own_config])]
+        raise ConfigError("\n".join(["its configuration is not that of node 0 (node 0 -> here):", *listed]))
 
 
 def _wait_for_start(launchers: LauncherStore, ends_at: float, config: ExperimentConfig) -> Assignment:

@@ -29,6 +29,7 @@ from grpo_async.findings.evidence import MetricRow, MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import json_safe
 from grpo_async.utils.safe_text import plain
+from grpo_async.utils.text import clipped
 
 _INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.25
@@ -126,6 +127,10 @@ class Display:
         with self.progress.lock:
             self.progress.add_message(text, is_warning=True)
         self._show("warning", text=text)
+
+    def unknown_message(self, sender: str, message: Mapping[str, Any]) -> None:
+        """Warn of a message that another process has sent and this one does not know."""
+        self.warning(f"{sender} sent an unknown message: {clipped(str(dict(message)), 200)}")
 
     def _show(self, event: str, **fields: Any) -> None:
         for view in self.views:

@@ -31,7 +31,6 @@ from grpo_async.processes.assignment import Node
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.concurrency import in_background
-from grpo_async.utils.text import clipped
 
 _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
 
@@ -191,4 +190,4 @@ class Follower:
             case {"kind": "server_serving" | "restart_server", "index": int()}:
                 self._local.receive(message)
             case _:
-                self._display.warning(f"node 0 sent an unknown message: {clipped(str(dict(message)), 200)}")
+                self._display.unknown_message("node 0", message)

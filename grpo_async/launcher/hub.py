@@ -26,7 +26,6 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.heartbeat import from_json
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.safe_text import plain
-from grpo_async.utils.text import clipped
 
 _SHORT_TIMEOUT_S = 8.0
 """Heartbeat timeout once something has failed: a lost machine, which may be the cause, should be found quickly."""
@@ -146,7 +145,7 @@ class NodeHub:
             case {"kind": "refused", "reason": str(reason)}:
                 self._lose(node, f"{node.name} cannot take part: {plain(reason)}")
             case _:
-                self._display.warning(f"{node.name} sent an unknown message: {clipped(str(dict(message)), 200)}")
+                self._display.unknown_message(node.name, message)
 
     def _lose(self, node: NodeInfo, why: str) -> None:
         self._gone.add(node.rank)

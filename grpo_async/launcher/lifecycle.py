@@ -74,7 +74,7 @@ def run_with_display(
 
 
 def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: Path | None = None) -> int:
-    """Say how it ended; returns the exit code. `report`: the page about the run, where one is written next."""
+    """Say how the run ended; returns the exit code. `report`: the page about the run, where one is written next."""
     summary = outcome.summary
 
     def show(console: Console) -> None:

@@ -50,7 +50,7 @@ Fact: TypeAlias = tuple[str, str]
 _SOCKET_FOLDER_BYTES = 70  # with "/" and the UUID by which vLLM names a socket 107, which Linux takes
 
 SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="other machines of the run serve")
-"""On a machine that only trains."""
+"""The engine of a machine that only trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ _INTERVAL_S = 2.0
 
 
 class RunDirWatch:
-    """`lost` is set by `watch` when the directory is not where it was when this was made."""
+    """`watch` sets `lost` when the directory is no longer where it was at the beginning."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -32,7 +32,6 @@ from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.run_dir_watch import RunDirWatch
 from grpo_async.processes.control import ControlServer
 from grpo_async.utils.concurrency import in_background
-from grpo_async.utils.text import clipped
 
 _NODES_TIMEOUT_S = 15.0  # for the other machines to say how their ranks ended, or to be missed
 _LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
@@ -258,4 +257,4 @@ class Supervisor:
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:
-                self._display.warning(f"the trainer sent an unknown message: {clipped(str(dict(message)), 200)}")
+                self._display.unknown_message("the trainer", message)

@@ -57,8 +57,8 @@ def launch(
         resume: None begins a new run; "latest" continues from the newest whole checkpoint, "40" from that of step 40.
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
-        node_rank: of this machine, like `master_addr` see cluster.nodes. Of several, node 0 decides all that concerns the run
-            directory (`resume`, `clean`); the others follow it.
+        node_rank, master_addr: see cluster.nodes. Of several machines node 0 decides all that concerns the run directory
+            (`resume`, `clean`); the others follow it.
         output: where and how much it prints; None: everything, as a dashboard on a terminal and as lines elsewhere.
 
     Returns:
@@ -66,7 +66,8 @@ def launch(
 
     Raises:
         ConfigError: the configuration, or something that it names, is wrong; nothing was started.
-        RunError: a child could not be started at all, or the machine has no usable temporary folder.
+        RunError: a child could not be started at all, the machine has no usable temporary folder, or another machine cannot take
+            part.
     """
     output = output or Output()
     with output.reporting():

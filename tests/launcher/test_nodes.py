@@ -346,7 +346,7 @@ def test_other_versions_another_folder_and_a_rank_that_is_taken_are_refused(
             run.join(1, run_dir=own_folder)
         monkeypatch.setattr(rendezvous, "versions", lambda: {**found, "torch": "1.0"})
         with pytest.raises(ConfigError, match=r"other versions .*torch .* -> 1\.0"):
-            run.join(1)
+            run.join(1, config=_with_lr(run.config, 0.5))  # another version may have other settings and defaults
         with pytest.raises(ConfigError, match="node 1 has joined already"):
             run.join(1)
 
