@@ -2,9 +2,9 @@
 
 How data flows. The arrows carry records; the boxes are packages:
 
-    prompts.jsonl                                                              grpo-async train CONFIG
-        | rows                                                                      |  launcher
-        v            Prompt                RolloutGroup            ScoredGroup      |
+    prompts.jsonl                                                                               grpo-async train CONFIG
+        | rows                                                                                      | launcher
+        v            Prompt                RolloutGroup            ScoredGroup                      v
     [ data ] ------------------> [ rollout ] ----------> [ scoring ] ----------> [ buffer ]     rank 0, rollout thread
                  chat tools envs   ^     |                 rewards                  |
                         Generation |     | GenerateRequest                          | RolloutSample
@@ -16,7 +16,7 @@ How data flows. The arrows carry records; the boxes are packages:
                                    +-------------- [ weights ] <--------------------+
                                       pause, start, transfer, finish, resume        | metrics, checkpoints, model
                                                                                     v
-                                                              [ tracking | store ]  runs/NAME  --> [ viewer ]
+                                                                          [ tracking | store ] -> runs/NAME -> [ viewer ]
 
 Layers. Imports only go down; packages on one line do not import each other:
 
@@ -55,7 +55,7 @@ __all__ = ["Run", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported on first use: a command, or a process of a run, needs little of it."""
+    """Import `api` when one of its names is first used: a command, or a process of a run, needs little of it."""
     if name in __all__:
         from grpo_async import api
 

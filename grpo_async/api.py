@@ -39,12 +39,12 @@ __all__ = ["Run", "load_config", "train"]
 
 
 def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool = False) -> Run:
-    """Run an experiment to its end, as `grpo-async train` does; from the main thread. Inside a running event loop, as in a cell of
-    a notebook, a child process launches it; a script that does so needs `if __name__ == "__main__":`.
+    """Run an experiment to its end, as `grpo-async train` does. Call it from the main thread. Inside a running event loop, as in
+    a cell of a notebook, a child process launches the run; a script that does so needs `if __name__ == "__main__":`.
 
     Args:
-        config: of `load_config(path, overrides)`.
-        resume: True continues from the newest checkpoint, a number from that of a step.
+        config: what `load_config(path, overrides)` returns.
+        resume: True continues from the newest checkpoint, a number from the checkpoint of that step.
         clean: remove an old run of the same name first.
 
     Raises:
@@ -130,7 +130,7 @@ class Run:
         return _frame(read_objects(self._dir.evaluation_log, problems), problems)
 
     def verdict(self) -> Verdict:
-        """Whether it learns, by how much, and what stands in the way."""
+        """Whether the run learns, by how much, and what stands in the way."""
         evidence = Evidence.read(self._dir)
         for problem in evidence.problems:
             warnings.warn(problem, stacklevel=2)

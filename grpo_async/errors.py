@@ -1,14 +1,14 @@
 """The errors that this package raises on purpose. One that belongs to a single module derives from these and is defined there.
 
     GrpoAsyncError
-    |- ConfigError            the user's input is wrong; nothing was started        -> exit 2
-    |- RunError               a run cannot continue                                    -> exit 1
-    |  |- DeadlineError       a wait outlived its deadline
-    |  |- NothingToLearnError many groups in a row had nothing to learn from
-    |  |- FatalRolloutError every rollout would fail the same way (also a ValueError, as in TRL)
-    |  |- WeightPushError     new weights did not reach the server
-    |  `- CheckpointError     a checkpoint cannot be written or read
-    `- InferenceError         one request to an inference server failed
+    |- ConfigError               the user's input is wrong; nothing was started  -> exit 2
+    |- RunError                  a run cannot continue                         -> exit 1
+    |  |- DeadlineError          a wait outlived its deadline
+    |  |- NothingToLearnError    many groups in a row had nothing to learn from
+    |  |- FatalRolloutError      every rollout would fail the same way (also a ValueError, as in TRL)
+    |  |- WeightPushError        new weights did not reach the server
+    |  `- CheckpointError        a checkpoint cannot be written or read
+    `- InferenceError            one request to an inference server failed
        |- RequestRejectedError   4xx: the request is wrong, retrying cannot help
        |- ServerUnavailableError connection errors and >= 500, after the last retry
        `- BadResponseError       the server answered with something unusable

@@ -457,6 +457,7 @@ class TokenFlag(IntFlag):
     CLIPPED_HIGH = 2  # the ratio was above it
     IMPORTANCE_MASKED = 4  # left out by the mask of loss.correction
     OFF_POLICY_MASKED = 8  # its sequence was left out by loss.off_policy_mask
+    # 16 is not given again: stored rollouts have it where loss.top_entropy_quantile, a setting that is gone, left a token out
     SKIPPED = 32  # its update was not finite, and was not made
 
 
@@ -480,8 +481,9 @@ class TokenStats:
 class ScoredGroup:
     """A group after scoring. `samples` is empty when the group has no learning signal and is not to be trained.
 
-    `rewards`, `reward_parts` and the lists of `extra_columns` are aligned with `group.trainable`. `metrics` is what the reward
-    functions logged with `log_metric`, `extra_columns` what they logged with `log_extra`.
+    `rewards`, `reward_parts` and the lists of `extra_columns` are aligned with `group.trainable`. `reward_parts` has the rewards of
+    each completion by name, `rewards` their weighted sum. `metrics` is what the reward functions logged with `log_metric`,
+    `extra_columns` what they logged with `log_extra`.
     """
 
     group: RolloutGroup

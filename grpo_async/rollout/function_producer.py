@@ -198,8 +198,8 @@ def read_output(
                 f"tokens, inference.max_model_len is {settings.max_model_len}"
             )
         mask = _mask(None if masks is None else masks[index], len(ids), index)
-        names = None if token_ids is None else token_ids[index]
-        logprobs = _logprobs(required["logprobs"][index], ids, mask, names, index)
+        candidates = None if token_ids is None else token_ids[index]
+        logprobs = _logprobs(required["logprobs"][index], ids, mask, candidates, index)
         text, has_stop = _text(ids, mask, setup)
         is_whole = has_stop or (bool(ids) and ids[-1] in settings.stop_token_ids)
         completions.append(
@@ -340,8 +340,8 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
             checked.append(0.0)
             continue
         if isinstance(entry, list | tuple):
-            names = (candidates[position] if candidates else None) or []
-            rank = names.index(token) if token in names else 0
+            named = (candidates[position] if candidates else None) or []
+            rank = named.index(token) if token in named else 0
             entry = entry[rank] if rank < len(entry) else None
         if not isinstance(entry, Real) or not math.isfinite(entry):
             raise FatalRolloutError(

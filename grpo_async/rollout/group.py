@@ -22,6 +22,8 @@ from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup
 from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.utils.text import count
 
+logger = logging.getLogger(__name__)
+
 NO_SLOTS = NO_TIMELINE.slots("rollout")
 
 
@@ -61,7 +63,7 @@ class OpenGroup:
 
     @property
     def group_id(self) -> int:
-        """As of its `record`."""
+        """The same as its record's."""
         return self.prompt.prompt_id
 
     @property
@@ -137,9 +139,6 @@ def _whole(rollout: RolloutSnapshot) -> RolloutSnapshot | None:
     if not rollout.turns:
         return None
     return PartialRollout(rollout_id=rollout.rollout_id, prompt_ids=rollout.prompt_ids, turns=rollout.turns)
-
-
-logger = logging.getLogger(__name__)
 
 
 class ErrorLog:

@@ -78,8 +78,9 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
     """Tool metrics over the completions that were offered tools; a completion without calls counts as 0 calls, not as missing.
 
     tools/call_frequency: calls per completion; tools/failure_frequency: fraction of all calls that failed;
-    tools/parse_error_frequency: fraction of turns whose text could not be parsed for calls; then the duration of calls. Calls,
-    failures and duration also for each tool. The duration and the failures of an agent's calls are not known.
+    tools/parse_error_frequency: fraction of turns whose text could not be parsed for calls; tools/duration_s/...: how long
+    calls took. Calls, failures and durations are also counted for each tool. How long an agent's calls took, and which failed, is
+    not known.
     """
     if not completions:
         return {}

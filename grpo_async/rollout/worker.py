@@ -340,8 +340,10 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
         return "fewer than two of its rollouts sampled a token: its prompt is too long, or its environment was done immediately"
     rewards = scored_rewards(scored.rewards)
     if len(rewards) < 2:
-        return "it was not scored"
+        return "fewer than two of its completions were scored"
     if not has_zero_variance(scored.rewards):
+        if not all(completion.truncated for completion in scored.group.trainable):
+            return "advantage.rewards is normalize_each, and no reward differs on its own, or they cancel out"
         return "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
     if rewards[0] >= 1.0:
         return equal_rewards(rewards[0], "the task is solved, or the reward function pays for every answer")

@@ -114,7 +114,7 @@ class Scorer:
         """Rows of the trainable completions; none if the group has no signal."""
         advantages = self.advantages.of_group(rewards, parts)
         samples = [
-            _sample(group, completion, path, advantage=advantage, reward=reward, parts=part)
+            _sample(group, completion, path, advantage=advantage, reward=reward, rewards=part)
             for completion, advantage, reward, part in zip(trainable, advantages, rewards, parts, strict=True)
             if self._train_truncated or not completion.truncated
             for path in completion.paths
@@ -196,7 +196,7 @@ def _sample(
     *,
     advantage: float,
     reward: float | None,
-    parts: Mapping[str, float | None],
+    rewards: Mapping[str, float | None],
 ) -> RolloutSample:
     """One row: one path of a completion. Prompt [1, 2], completion [3, 4], logprobs [-.5, -.1], versions [7, 7] give
     ids [1, 2, 3, 4], mask [0, 0, 1, 1], logprobs [0, 0, -.5, -.1], versions [-1, -1, 7, 7]."""
@@ -209,7 +209,7 @@ def _sample(
         sampler_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), path.logprobs]),
         policy_versions=np.concatenate([np.full(num_prompt, -1, np.int32), path.policy_versions]),
         advantage=advantage,
-        rewards=parts,
+        rewards=rewards,
         reward=reward,
         truncated=completion.truncated,
     )

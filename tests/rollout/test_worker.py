@@ -22,17 +22,26 @@ from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRej
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutCompletion, ScoredGroup
+from grpo_async.records import (
+    Branch,
+    FinishReason,
+    GroupStatus,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutStatus,
+    ScoredGroup,
+)
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.group import ErrorLog, OpenGroup
 from grpo_async.rollout.metrics import group_metrics
-from grpo_async.rollout.worker import RolloutWorker
+from grpo_async.rollout.worker import RolloutWorker, why_no_signal
+from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
 from tests.rollout.fakes import FakeClient, FakeRenderer
-from tests.support.records import make_completion, make_turn
+from tests.support.records import make_completion, make_prompt, make_turn
 from tests.support.stored import LineStore, read_groups
 
 Script = Callable[[str], Generation | Exception]
@@ -365,6 +374,31 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
     )
     counts = setup.groups()
     assert counts["filtered"] + counts["queued"] >= 12
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_truncated", "reason"),
+    [
+        ([{"a": 1.0}, {"a": 0.0}], True, "all its completions were truncated"),
+        ([{"a": 1.0}, {"a": None}], False, "fewer than two of its completions were scored"),
+        (
+            [{"a": 1.0, "b": None}, {"a": None, "b": 0.0}],
+            False,
+            "advantage.rewards is normalize_each, and no reward differs",
+        ),
+    ],
+)
+def test_a_group_without_a_signal_says_why(
+    parts: list[dict[str, float | None]], is_truncated: bool, reason: str
+) -> None:
+    status = RolloutStatus.TRUNCATED if is_truncated else RolloutStatus.FINISHED
+    completions = [replace(make_completion(name), status=status) for name in ("g1-r0", "g1-r1")]
+    group = RolloutGroup(prompt=make_prompt(1), completions=completions)
+    scorer = Scorer([], advantage=AdvantageSection(rewards="normalize_each"), train_zero_variance=False, train_truncated=False,
+                    environment_weights={"a": 1.0, "b": 1.0})  # fmt: skip
+    rewards = combine_rewards(parts, scorer.weights)
+    assert scorer._samples(group, group.trainable, rewards, parts) == []
+    assert why_no_signal(ScoredGroup(group=group, samples=[], rewards=rewards, reward_parts=parts)).startswith(reason)
 
 
 def test_a_store_that_cannot_write_stops_the_run_with_its_own_message(tmp_path: Path) -> None:
