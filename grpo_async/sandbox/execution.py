@@ -36,7 +36,7 @@ class SandboxError(GrpoAsyncError):
     """The sandbox itself failed; this says nothing about the code. The message contains the system's answer.
 
     Attributes:
-        mechanism: the restriction that cannot be set up on this system, if that is the cause.
+        mechanism: the restriction that cannot be set up on this system; "start" or None if that is not the cause.
     """
 
     mechanism: str | None = None
@@ -269,7 +269,7 @@ class Job:
 
 
 async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
-    """Run the code; returns the result, and the launcher's notes ("MECHANISM TEXT"). The calling thread must outlive the run.
+    """Run the code; returns the result, and the launcher's notes ("SUBJECT TEXT"). The calling thread must outlive the run.
 
     Raises:
         SandboxError: the sandbox failed, not the code.

@@ -93,7 +93,7 @@ class LineFile:
     def __init__(self, folder: Path, first_seq: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / open_name(first_seq)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self.num_bytes = 0
         self.is_broken = False
 
@@ -193,7 +193,7 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
 def lock_writer(folder: Path) -> int:
     """A descriptor that holds `writer.lock` until it is closed. Raises OSError, on a file system without locks too."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # a reader that looks holds it for a moment
     except OSError:
@@ -205,7 +205,7 @@ def lock_writer(folder: Path) -> int:
 def has_writer(folder: Path) -> bool:
     """Whether some process writes to the store now. True as well where that cannot be told."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError:

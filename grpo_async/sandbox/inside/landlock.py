@@ -42,7 +42,7 @@ def restrict(read_paths: list[str], base: str) -> None:
 def _allow(rules: int, path: str, rights: int) -> None:
     if not os.path.exists(path):
         return
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_PATH)
     try:
         granted = rights if os.path.isdir(path) else rights & _ON_FILES
         rule = granted.to_bytes(8, "little") + descriptor.to_bytes(4, "little")  # struct landlock_path_beneath_attr

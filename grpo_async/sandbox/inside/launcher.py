@@ -1,7 +1,8 @@
 """Main function of the child process.
 
 Reads a plan (marshal: both ends are the same Python version), sets up the restrictions it names, runs the code, and reports lines:
-`note MECHANISM TEXT`, `started`, `ended STATUS CPU_S`, `memory`, or `problem MECHANISM TEXT` if one cannot be set up.
+`note SUBJECT TEXT`, `started`, `ended STATUS CPU_S`, `memory`, or `problem MECHANISM TEXT` if a restriction cannot be set up, or
+`problem start TEXT` if anything else fails.
 The code never gets the report's descriptor. When the code has ended, on SIGTERM, and when the owner dies, everything below the
 launcher is killed. Namespaces ensure that; without them the launcher adopts the orphans of its descendants
 (PR_SET_CHILD_SUBREAPER), so none escapes, whatever session it is in. (On systems other than Linux, daemons of the code are not
