@@ -30,7 +30,7 @@ from grpo_async.utils.text import count
 from grpo_async.utils.validation import problems_of
 
 _DRAIN_MARGIN_S = 5.0
-"""Margin for a draining server to report that it could not drain; shorter than that of a push for the call (push.GRACE_S)."""
+"""How much longer than a drain its answer may take; less than push.GRACE_S, so that this call's own error comes first."""
 
 Answer = TypeVar("Answer", bound=BaseModel)
 

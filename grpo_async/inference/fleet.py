@@ -106,7 +106,7 @@ class Server(ServerAddress):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailure:
-    """A server that was fenced. `recovery_s`: seconds until it served again; None if it does not yet."""
+    """A server that was fenced. `recovery_s`: seconds until it served again; None before that."""
 
     index: int
     name: str

@@ -13,9 +13,10 @@ import pytest
 from grpo_async.errors import BadResponseError, ConfigError, RequestRejectedError, RunError, ServerUnavailableError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
-from grpo_async.inference.control import ServerControl
+from grpo_async.inference.control import _DRAIN_MARGIN_S, ServerControl
 from grpo_async.inference.router import Servers
 from grpo_async.utils.retry import RetryPolicy
+from grpo_async.weights.push import GRACE_S
 from tests.inference.fleet_support import watched
 from tests.support.local_server import local_server
 from tests.support.tls import make_certificates
@@ -59,6 +60,7 @@ def test_a_pause_says_its_mode_and_a_drain_has_longer_to_answer_than_to_drain() 
             "/pause?mode=keep&keep_cache=true",
             "/pause?mode=drain&keep_cache=false&timeout_s=5",
         ]
+    assert 0.0 < _DRAIN_MARGIN_S < GRACE_S, "the push gives up before the call has said what is wrong"
 
 
 def test_a_silent_server_is_waited_for_once_and_no_longer_than_the_call_allows() -> None:

@@ -89,8 +89,7 @@ class WorkerExtension:
             return f"worker {self.rank}: {error}"
         except Exception:
             logger.exception("loading new weights failed: stopping this server")
-            for handler in logger.handlers:
-                handler.flush()
+            logging.shutdown()  # writes what handlers still hold
             os._exit(1)
         load_s = time.monotonic() - began - receiver.waited_s
         logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, receiver.waited_s)
