@@ -39,10 +39,7 @@ def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None
     others = ", ".join(other_layers(config))
     reason = _OTHER_ATTENTION.get(name) or (others and f"has layers of the kind {others}") or _other_weights(config)
     if reason:
-        raise ConfigError(
-            f"inference.engine: embedded cannot serve {name}, which {reason}; set inference.engine: vllm "
-            "(pip install 'grpo-async[vllm]')"
-        )
+        raise ConfigError(f"inference.engine: embedded cannot serve {name}, which {reason}; set inference.engine: vllm")
     window = _window(config)
     if window is not None and window < max_model_len:
         raise ConfigError(
