@@ -122,7 +122,7 @@ class LauncherStore:
         return found
 
     def silent(self, ranks: Sequence[int], longer_than_s: float = HEARTBEAT_TIMEOUT_S) -> list[int]:
-        """Those of `ranks` without a heartbeat for longer than that. Time is counted in exchanges, not by the clock: when a
+        """Those of `ranks` that have sent no heartbeat for that long. Time is counted in exchanges, not by the clock: when a
         scheduler suspends the whole job, no machine is gone."""
         return [rank for rank in ranks if self._quiet.get(rank, 0) * HEARTBEAT_S > longer_than_s]
 

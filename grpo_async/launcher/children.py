@@ -137,7 +137,7 @@ class Children:
         return child
 
     async def kill(self, child: Child | None = None) -> None:
-        """SIGKILL everything that is left, or what descends from one child, again and again until nothing is; warn of what outlives
+        """Kill everything that is left, or what descends from one child, again and again until nothing is; warn of what outlives
         KILL_TIMEOUT_S. `exited` of the children is done then, or soon."""
         deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
         adopted: set[int] = set()
@@ -159,7 +159,7 @@ class Children:
             self._warn(f"process {process.pid}{whose} survived SIGKILL (it is stuck in the kernel)")
 
     def _alive(self) -> list[psutil.Process]:
-        """A snapshot, parents before their children; zombies are left out (they run no more)."""
+        """The descendants that run now, parents before their children; a zombie runs no more."""
         found: list[psutil.Process] = []
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

@@ -193,8 +193,8 @@ class Liveness:
         self.frozen.set()
 
     async def _stacks_of(self, watched: _Watched) -> str | None:
-        """The stacks of its threads, the one that computes as the current one; None where it cannot write them. A process that is
-        stopped is continued: it writes them first."""
+        """The stacks of a process's threads, the one that computes as the current one; None where it cannot write them. A process
+        that is stopped is continued: it writes them first."""
         file = stacks_file(self._path, watched.pid)
         try:
             thread = watched.pid if watched.is_stopped else await _busiest_thread(watched.pid)

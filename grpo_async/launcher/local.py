@@ -117,7 +117,7 @@ class LocalProcesses:
 
     @property
     def trainer(self) -> Child:
-        """Only where the plan has one, and after `start`."""
+        """The process of the trainer: only where the plan has one, and after `start`."""
         assert self._trainer is not None
         return self._trainer
 
@@ -127,7 +127,7 @@ class LocalProcesses:
 
     @property
     def running_servers(self) -> list[Child]:
-        """Those whose process lives."""
+        """The servers of this machine that run."""
         children = [server.child for server in self._servers.values()]
         return [child for child in children if child is not None and child.is_running]
 
@@ -323,7 +323,7 @@ class SpawnedServer:
         self._local.tell_trainer(index=self._index, event=event, detail=detail, num_restarts=self._num_restarts)
 
     async def _wait_for_end(self) -> _End | None:
-        """None: the run stops."""
+        """Wait until the process ends or the trainer asks for a restart; None: the run stops."""
         assert self.child is not None
         await _first_of([self.child], [self._asked, self._local.stopping])
         if self._local.stopping.is_set():
@@ -335,7 +335,7 @@ class SpawnedServer:
         return _End(f"was killed: {self._asked_reason}", asked=True)
 
     async def _kill_the_rest(self, end: _End) -> str:
-        """Kill what is left of it; returns how it ended, with the last lines of its log."""
+        """Kill what is left of the server; returns how it ended, with the last lines of its log."""
         self._down_since = self._down_since or time.monotonic()
         if self._has_served or end.asked:
             self._tell("exited", end.how)
@@ -347,7 +347,7 @@ class SpawnedServer:
         return child.describe_end(how=end.how)
 
     async def _restart(self) -> _End | None:
-        """None: it was started."""
+        """Start the process again; None: it was started."""
         self._num_restarts += 1
         try:
             await self.start()

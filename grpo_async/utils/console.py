@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def stdout_console(file: TextIO | None = None, *, width_of_a_pipe: int = 500) -> Console:
-    """stdout, or `file`. In a pipe lines stay whole, so that they can be searched; rich would break them after 80 characters.
-    A character that its encoding lacks is written as an escape."""
+    """A console on stdout, or on `file`. In a pipe lines stay whole, so that they can be searched; rich would break them after 80
+    characters. A character that the encoding lacks is written as an escape."""
     from rich.console import Console
 
     file = file or sys.stdout
