@@ -6,7 +6,7 @@
 The paths also work without /v1. A rollout's key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`; without it, or after
 the rollout is over, the answer is 401. Each rollout has a second key, whose calls are answered but not trained. Errors have the
 format of the API that was called. A client that disconnects cancels its call; a complete answer is recorded even if the client is
-gone. It listens on loopback by default: whoever can reach the address and has a key can make the policy generate.
+gone. The server listens on loopback by default: whoever can reach the address and has a key can make the policy generate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Agents that are a function of the user: `run(row, client, **arguments) -> float | dict | None`.
 
-A plain function runs in a thread. Async functions share one event loop apart from the run's, so that they may
-block without delaying other rollouts. A function that still runs after its time limit cannot call the model anymore: its
+A plain function runs in a thread. Async functions share one event loop apart from the run's: one that blocks delays
+the others, but not the run. A function that still runs after its time limit cannot call the model anymore: its
 key is refused.
 """
 

@@ -1,8 +1,8 @@
 """Rows from reasoning-gym, made in a separate process (`reasoning_gym_child`).
 
 Some tasks go through sets of text, so that their rows depend on Python's hash seed, which differs from process to process: a run
-could not be continued from a checkpoint. The child has a fixed one. It also keeps a library that takes seconds to import, prints,
-and runs code of its datasets out of the trainer.
+could not be continued from a checkpoint. The child has a fixed one. It also keeps the library out of the trainer: the import takes
+seconds, and its tasks print, and run code of their datasets.
 
 A row: `prompt` (text), `answer` (text, or None where any of several is right), `task` (its name), `task_data` (what the task's
 scorer needs, as the text of a Python literal: JSON would make lists of tuples and text of numbers as keys).

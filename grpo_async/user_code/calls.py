@@ -29,6 +29,7 @@ from grpo_async.errors import GrpoAsyncError, with_type
 from grpo_async.records import MAX_REWARD
 from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.threads import InstanceThread, ThreadRunner, ThreadsExhaustedError
+from grpo_async.utils.safe_text import safe_repr
 from grpo_async.utils.text import clipped
 
 Result = TypeVar("Result")
@@ -273,7 +274,7 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
 
 def shown(value: Any) -> str:
     """The value and its type in a few words, for errors."""
-    return f"{clipped(repr(value))} ({type(value).__name__})"
+    return f"{clipped(safe_repr(value))} ({type(value).__name__})"
 
 
 def is_async(function: Callable[..., Any]) -> bool:
