@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from grpo_async.cli.serve import serve_embedded, serve_vllm
 from grpo_async.cli.start import init, prepare_quickstart
 from grpo_async.cli.train import TrainCommand, train
 from grpo_async.errors import USER_ERROR, GrpoAsyncError, exit_code_of
+from grpo_async.utils.resilient_stream import escape_unencodable
 
 _PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 """Errors caused by a path that the user named, wherever it is first opened."""
@@ -113,4 +115,5 @@ app.command("trace", short_help="Write a timeline trace for Perfetto.")(trace)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; always ends in SystemExit."""
+    escape_unencodable(sys.stdout)
     app(args=arguments, prog_name="grpo-async")

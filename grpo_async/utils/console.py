@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 
 def stdout_console(file: TextIO | None = None, *, width_of_a_pipe: int = 500) -> Console:
     """A console on stdout, or on `file`. In a pipe lines stay whole, so that they can be searched; rich would break them after 80
-    characters. A character that the encoding lacks is written as an escape."""
+    characters."""
     from rich.console import Console
 
     file = file or sys.stdout
-    if hasattr(file, "reconfigure"):  # an io.StringIO takes every character
-        file.reconfigure(errors="backslashreplace")
     console = Console(highlight=False, file=file)
     return console if console.is_terminal else Console(highlight=False, file=file, width=width_of_a_pipe)
 

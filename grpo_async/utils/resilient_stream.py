@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import io
 import math
 import os
 from collections.abc import Callable
@@ -13,6 +14,12 @@ MAX_PRINTED_CHARS = 16 * 2**20
 """Maximum of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 """A file on a full disk: what cannot be written is lost, and the next line is tried."""
+
+
+def escape_unencodable(stream: TextIO) -> None:
+    """From now on `stream` writes a character that its encoding lacks, or half of one, as an escape instead of raising."""
+    if isinstance(stream, io.TextIOWrapper):  # an io.StringIO takes every character
+        stream.reconfigure(errors="backslashreplace")
 
 
 class ResilientStream:
@@ -27,6 +34,7 @@ class ResilientStream:
     def __init__(
         self, stream: TextIO, name: str, on_lost: Callable[[str], None], *, max_chars: float = math.inf
     ) -> None:
+        escape_unencodable(stream)
         self._stream = stream
         self._name = name
         self._on_lost = on_lost

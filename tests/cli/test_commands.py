@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from grpo_async.checks import doctor
 from grpo_async.checks.report import Check
-from grpo_async.cli.app import app
+from grpo_async.cli.app import app, main
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.events import JSON_EVENTS
@@ -285,6 +286,17 @@ def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def test_a_command_prints_what_the_encoding_of_its_output_lacks_as_an_escape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1", write_through=True))
+    with pytest.raises(SystemExit) as end:
+        main(["init", str(tmp_path / "é…")])
+    assert end.value.code == 0
+    assert b"/\xe9\\u2026: " in output.getvalue()
 
 
 @pytest.fixture

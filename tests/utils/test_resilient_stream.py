@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TextIO, cast
 
-from grpo_async.utils.console import stdout_console
 from grpo_async.utils.resilient_stream import ResilientStream
 
 
@@ -16,11 +14,10 @@ def test_what_is_printed_beyond_the_limit_is_dropped_and_one_line_says_so() -> N
     assert file.getvalue() == "1234567890\n[grpo-async: what is printed beyond 10 characters is dropped]\n"
 
 
-def test_a_terminal_whose_encoding_lacks_a_character_gets_its_escape() -> None:
-    """Else a warning with half a character would end the run."""
+def test_a_stream_whose_encoding_lacks_a_character_gets_its_escape() -> None:
+    """Else a warning with half a character would end the run, and a reward that prints one would fail its group."""
     content = io.BytesIO()
     file = ResilientStream(io.TextIOWrapper(content, encoding="latin-1"), "standard output", lambda text: None)
-    console = stdout_console(cast(TextIO, file))
-    console.print("é … \ud800")
-    console.file.flush()
+    file.write("é … \ud800\n")
+    file.flush()
     assert content.getvalue() == b"\xe9 \\u2026 \\ud800\n"
