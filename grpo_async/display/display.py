@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -25,7 +25,7 @@ from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
-from grpo_async.findings.evidence import MetricRow, MetricsReader
+from grpo_async.findings.evidence import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import json_safe
 from grpo_async.utils.safe_text import plain
@@ -249,12 +249,10 @@ class LiveView(View):
         self._changed.set()
 
     def _draw(self) -> None:
-        rows: dict[int, MetricRow] = {}
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()
             width, height = self._console.size
-            with suppress(OSError):  # a network file system that fails for a while
-                rows = self._log.rows()
+            rows = self._log.rows()
             with self._progress.lock:
                 past = self._progress.past(rows.values())
                 picture = dashboard(

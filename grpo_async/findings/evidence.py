@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -191,8 +192,9 @@ class MetricsReader:
         self._file = GrowingFile(path, self._rows.clear)
 
     def rows(self) -> dict[int, MetricRow]:
-        """The finite numbers of each step, ascending by step."""
+        """The finite numbers of each step, ascending by step. While the file cannot be read: those that were read before."""
         with self._lock:
-            for _, line in self._file.new_lines():
-                _add(self._rows, parse_object(line), self._known)
+            with suppress(OSError):  # a network file system that fails for a while
+                for _, line in self._file.new_lines():
+                    _add(self._rows, parse_object(line), self._known)
             return dict(self._rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from grpo_async.display.display import Display, View
@@ -70,10 +70,8 @@ class Advisor(View):
 
     def _judge(self) -> None:
         """Show the verdict when it has changed."""
-        verdict = self._verdict
-        with suppress(OSError):  # a network file system that fails for a while
-            verdict = judge(Evidence.read(self._run_dir, list(self._metrics.rows().values())))
-        if verdict is not None and verdict != self._verdict:
+        verdict = judge(Evidence.read(self._run_dir, list(self._metrics.rows().values())))
+        if verdict != self._verdict:
             self._verdict = verdict
             self._display.learning(verdict)
 

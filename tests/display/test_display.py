@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
-from grpo_async.findings.evidence import MetricRow, MetricsReader
+from grpo_async.findings.evidence import MetricRow
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.files import GrowingFile
 from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
 from tests.support.waiting import eventually
@@ -131,9 +133,9 @@ def test_the_dashboard_draws_no_step_beyond_the_checkpoint_and_outlives_a_file_s
     RunDir(tmp_path).metrics.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
     drawn: list[list[float]] = []
     is_broken = threading.Event()
-    read = MetricsReader.rows
+    read = GrowingFile.new_lines
 
-    def rows(log: MetricsReader) -> dict[int, MetricRow]:
+    def new_lines(log: GrowingFile) -> Iterator[tuple[int, bytes]]:
         if is_broken.is_set():
             raise OSError(errno.ESTALE, "stale")
         return read(log)
@@ -142,7 +144,7 @@ def test_the_dashboard_draws_no_step_beyond_the_checkpoint_and_outlives_a_file_s
         drawn.append([row["step"] for row in rows])
         return ""
 
-    monkeypatch.setattr(MetricsReader, "rows", rows)
+    monkeypatch.setattr(GrowingFile, "new_lines", new_lines)
     monkeypatch.setattr(display_module, "dashboard", picture)
     progress = Progress(max_steps=4, step=2)
     with LiveView(_console(terminal=True), progress, run_name="x", run_dir=RunDir(tmp_path)) as view:

@@ -34,6 +34,7 @@ from grpo_async.launcher.advisor import Advisor
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.utils.concurrency import in_thread
+from grpo_async.utils.files import GrowingFile
 from tests.display.support import METRICS
 from tests.findings.support import pipeline_setup
 from tests.support.waiting import eventually
@@ -337,20 +338,23 @@ def test_steps_that_run_again_have_their_advice_and_their_reward_once(run_dir: R
     assert [line["step"] for line in lines] == [10, 15]
 
 
-def test_a_file_system_that_fails_for_a_while_costs_a_verdict_and_not_the_run(
+def test_a_file_system_that_fails_for_a_while_costs_neither_the_run_nor_its_verdict_nor_who_watches(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: MetricsReader) -> None:
+    def fail(_: GrowingFile) -> None:
         raise OSError(errno.ESTALE, "stale")
 
+    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in range(1, 21)))
     display = Mock(spec=Display)
     advisor = Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=0, run_dir=run_dir)
-    with monkeypatch.context() as patch:
-        patch.setattr(MetricsReader, "rows", fail)
-        advisor.show("evaluation", {})
-    display.learning.assert_not_called()
+    advisor.show("evaluation", {})
+    monkeypatch.setattr(GrowingFile, "new_lines", fail)
     advisor.show("evaluation", {})
     display.learning.assert_called_once()
+    with _Run(run_dir) as status:
+        status.step(20, 20, STEP)
+    status.file.end("finished", exit_code=0, error=None)
+    assert watch(run_dir, Console(file=io.StringIO())).state == "finished"
 
 
 def test_advice_that_a_full_disk_cuts_off_costs_itself_alone(run_dir: RunDir) -> None:
