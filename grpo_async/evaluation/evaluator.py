@@ -97,8 +97,8 @@ class Evaluator:
         """Evaluate once, alongside whatever else runs on the loop. To stop it, cancel it.
 
         Raises:
-            RunError: more than half of the rollouts failed (a reward that fails counts, too). From 5% on it warns, since the
-                numbers are then those of the other rollouts only.
+            RunError: more than half of the rollouts failed (a reward that fails counts, too). Above 5% a warning says that the
+                numbers are those of the other rollouts only.
             FatalRolloutError: the rollout function returned something unusable.
         """
         began = time.monotonic()

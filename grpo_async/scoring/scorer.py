@@ -134,19 +134,19 @@ class Scorer:
         """Give branches to which the agent gave a reward that reward in place of AGENT_REWARD, and the advantage that their rollout
         would have with it; the others keep their rollout's."""
         own = {
-            completion.sample_id(branch): (place, branch.reward)
-            for place, completion in enumerate(trainable)
+            completion.sample_id(branch): (index, branch.reward)
+            for index, completion in enumerate(trainable)
             for branch in completion.branches
             if branch.reward is not None
         }
         changed = []
         for sample in samples:
             if sample.rollout_id in own:
-                place, value = own[sample.rollout_id]
-                mine = {**parts[place], AGENT_REWARD: value}
+                index, value = own[sample.rollout_id]
+                mine = {**parts[index], AGENT_REWARD: value}
                 reward = combine_rewards([mine], self.weights)[0]
                 sample = replace(sample, rewards=mine, reward=reward)
-                sample = replace(sample, advantage=self.advantages.of_sample(sample, place, rewards, parts))
+                sample = replace(sample, advantage=self.advantages.of_sample(sample, index, rewards, parts))
             changed.append(sample)
         return changed
 
