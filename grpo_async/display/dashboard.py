@@ -20,7 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.progress import Progress, RunRow, ServerStatus, ago, join, recovery_text, run_rows
+from grpo_async.display.progress import Progress, RunRow, ServerStatus, ago, join, left_text, recovery_text, run_rows
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import count, duration, format_number
 
@@ -111,7 +111,7 @@ def _head(progress: Progress, steps: str, width: int) -> RenderableType:
     fraction = progress.step / progress.max_steps if progress.max_steps else 0.0
     clock = [
         f"{fraction:4.0%}",
-        None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left",
+        left_text(progress),
     ]
     if width >= 60:
         clock[1:1] = [f"{duration(round(progress.seconds_elapsed))} elapsed"]
@@ -256,7 +256,7 @@ def _servers(progress: Progress, num_rows: int) -> RenderableType:
         return Group(*lines)
     serving, busy = sum(server.state == "serving" for server in left), sum(server.running or 0 for server in left)
     waiting = sum(server.waiting or 0 for server in left)
-    words = f"and {len(left)} more: {serving} serve, {busy} requests run, {waiting} wait"
+    words = f"and {len(left)} more: {serving} serving, {count(busy, 'request')} running, {waiting} waiting"
     return Group(*lines, _line(words, "dim"))
 
 

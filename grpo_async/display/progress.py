@@ -18,7 +18,7 @@ from grpo_async.findings import Finding, MetricRow, Severity, Verdict
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import one_line, plain
-from grpo_async.utils.text import both_ends, duration, finite, format_bytes
+from grpo_async.utils.text import both_ends, count, duration, finite, format_bytes
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
@@ -313,8 +313,9 @@ def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[RunRow]:
     most_idle = max(fractions.get("idle", 0.0), idle or 0.0)
     style = "" if most_idle < 0.3 else "yellow" if most_idle < 0.6 else "red"
     yield "time", join([trainer, None if idle is None else f"servers idle {idle:.0%}"]), style
+    queued = progress.value("ledger/groups/queued")
     queue = [
-        progress.text("ledger/groups/queued", "{:.0f} groups"),
+        None if queued is None else count(int(queued), "group"),
         progress.text("ledger/groups/in_flight", "{:.0f} in flight"),
         progress.text("async/staleness_mean", "staleness mean {:.2f}"),
         progress.text("async/staleness_max", "max {:.0f}"),
@@ -373,9 +374,14 @@ def step_line(progress: Progress) -> str:
             progress.text("sync/push_s", "push {:.2f} s"),
             restarts_text(progress),
             progress.text("step_time", "{:.1f} s/step"),
-            None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left",
+            left_text(progress),
         ]
     )
+
+
+def left_text(progress: Progress) -> str | None:
+    """`1:38 left`; None while it is not known."""
+    return None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left"
 
 
 def example_lines(example: Example) -> list[str]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from grpo_async.display.dashboard import dashboard, server_text
 from grpo_async.display.display import print_line
-from grpo_async.display.progress import Progress, RunRow, ago, join, run_rows, step_line
+from grpo_async.display.progress import Progress, RunRow, ago, join, left_text, run_rows, step_line
 from grpo_async.display.status_file import VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
@@ -121,8 +121,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[RunRow]:
     fraction = f"  {progress.step / progress.max_steps:.0%}" if progress.max_steps else ""
     yield "step", f"{progress.step}/{progress.max_steps}{fraction}", ""
     if is_running:
-        left = None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left"
-        yield "elapsed", join([took, left, progress.text("step_time", "{:.1f} s/step")]), ""
+        yield "elapsed", join([took, left_text(progress), progress.text("step_time", "{:.1f} s/step")]), ""
     else:
         yield "took", f"{took} (this attempt, with its start and end)", ""
     for server in progress.servers if is_running else ():

@@ -31,7 +31,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class StatusFile(View):
-    """See the module. Open during the run; `end` says how it went, else leaving it by an exception says it."""
+    """See the module. Open during the run. `end` says how it went; an exception that leaves the context does, too."""
 
     def __init__(
         self,

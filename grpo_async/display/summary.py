@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return form.format(*values) if len(values) == len(names) else None
 
     took = duration(round(finite(summary.get("wall_s")) or 0.0))
-    yield "run", f"{summary.get('status', '?')} after {summary.get('steps', '?')} steps in {took}"
+    steps = finite(summary.get("steps"))
+    done = "? steps" if steps is None else count(int(steps), "step")
+    yield "run", f"{summary.get('status', '?')} after {done} in {took}"
     yield "learning", str((summary.get("learning") or {}).get("text") or "")
     first, last = finite(summary.get("reward_first")), finite(summary.get("reward_last"))
     if first is not None and last is not None:
@@ -79,7 +82,7 @@ def _held_out(evaluation: Mapping[str, Any]) -> str:
     results = [(when, finite((evaluation.get(when) or {}).get("reward"))) for when in ("before", "after")]
     text = ", ".join(f"{value:.3f} {when}" for when, value in results if value is not None)
     baseline = finite(evaluation.get("majority_baseline"))
-    return text if baseline is None else f"{text} (always the most frequent answer: {baseline:.3f})"
+    return f"{text} (always the most frequent answer: {baseline:.3f})" if text and baseline is not None else text
 
 
 def _server_failures(failures: Sequence[Mapping[str, Any]]) -> str:
@@ -96,11 +99,11 @@ def _server_failures(failures: Sequence[Mapping[str, Any]]) -> str:
 def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | None) -> Iterator[str]:
     if report is not None:
         yield f"{report}    # open it in a browser: does it learn, and why not"
-    yield f"grpo-async inspect-rollouts {run_dir}    # read what was generated, and its rewards"
+    yield f"grpo-async inspect-rollouts {shlex.quote(str(run_dir))}    # read what was generated, and its rewards"
     if summary.get("status") == STOPPED:
         # it has a model when only the last evaluation is left
         what = "make the evaluation after training" if summary.get("model") else "continue from the checkpoint"
-        yield f"grpo-async train {RunDir(run_dir).config} --resume latest    # {what}"
+        yield f"grpo-async train {shlex.quote(str(RunDir(run_dir).config))} --resume latest    # {what}"
 
 
 def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:

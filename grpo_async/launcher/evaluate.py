@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -154,7 +155,12 @@ def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, outp
         assert result is not None
         title = f"held out, {plain(target.label)}"
         print_evaluation(console, result["metrics"], result["by_group"], group_by=result["group_by"], title=title)
-        lines = [f"results: {run_dir.root}", "", "next:", f"  grpo-async inspect-rollouts {run_dir.root}"]
+        lines = [
+            f"results: {run_dir.root}",
+            "",
+            "next:",
+            f"  grpo-async inspect-rollouts {shlex.quote(str(run_dir.root))}",
+        ]
         if "majority_baseline" in result:
             lines.insert(0, f"always the most frequent answer: {result['majority_baseline']:.3f}")
         console.print(Text("\n".join(lines)), soft_wrap=True)

@@ -5,6 +5,7 @@ report.html is written when a run was summed up, however it ended; whatever goes
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -105,7 +106,8 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
     except (KeyboardInterrupt, SystemExit):
         problem = "a signal ended it"
     if problem is not None:
-        output.warn(f"report.html was not written: {plain(problem)}; try again: grpo-async report {run_dir.root}")
+        again = shlex.join(["grpo-async", "report", str(run_dir.root)])
+        output.warn(f"report.html was not written: {plain(problem)}; try again: {again}")
     return outcome.exit_code
 
 

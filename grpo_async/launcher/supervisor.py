@@ -14,6 +14,7 @@ and everything that those started, is ended: SIGTERM with a grace period, then S
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -230,7 +231,8 @@ class Supervisor:
         if not steps:
             clean = " with --clean" if run_dir.has_steps() else ""
             return f"there is no checkpoint yet; the same command{clean} begins again"
-        return f"the newest checkpoint is step {steps[-1]}; continue with: grpo-async train {run_dir.config} --resume latest"
+        command = shlex.join(["grpo-async", "train", str(run_dir.config), "--resume", "latest"])
+        return f"the newest checkpoint is step {steps[-1]}; continue with: {command}"
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         match message:

@@ -93,7 +93,7 @@ _ROLLOUT = (
     Name(name="tools", kind=LIST, sql="r.tool_names", help="names of the tools that were called", example="'python' IN tools"),
     _number("tool_calls", "r.num_tool_calls", "calls of tools", "tool_calls = 0"),
     _number("failed_tool_calls", "r.num_failed_tool_calls", "failed calls of tools"),
-    _number("staleness", "r.staleness", "updates between its oldest token and its use", "staleness >= 2"),
+    _number("staleness", "r.staleness", "optimizer steps between its oldest token and its use", "staleness >= 2"),
     _number("version_min", "r.version_min", "oldest policy version that sampled a token"),
     _number("version_max", "r.version_max", "newest policy version that sampled a token"),
     _number("entropy", "r.entropy_mean", "mean entropy of its tokens, nats", "entropy < 0.1"),

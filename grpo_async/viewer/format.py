@@ -89,8 +89,8 @@ def call_tree(group: GroupRow, rollout: RolloutRow) -> Iterator[TreeLine]:
     """The calls of a rollout with branches: each path with its calls, and below it the paths that share its beginning.
 
     g7-r0 · 2 calls · 40 tokens · reward 1.000
-      +0.0 s · 0.41 s · 31 tokens · stop · user: 12 + 7 = -> calls add({"a": 12})
-      +0.5 s · 0.20 s · 9 tokens · stop · tool: 19 -> 19
+      +0.0 s · 0.41 s · 31 tokens · stop · user: 12 + 7 = → add({"a": 12})
+      +0.5 s · 0.2 s · 9 tokens · stop · tool: 19 → 19
       g7-r0.b1 · 1 call · 12 tokens · reward 1.000 · prompt: 57 tokens
         +0.9 s · ...
     """

@@ -137,7 +137,7 @@ def group_page(group: GroupRow) -> RenderableType:
         )
     ]
     for message in prompt_of(group):
-        parts.append(Text.assemble((f"{visible(message.role)}: ", "bold cyan"), visible(message.content)))
+        parts.append(Text.assemble((f"{visible(message.role)}: ", "bold cyan"), visible(message_text(message))))
     for name, value in group.columns.items():
         parts.append(Text.assemble((f"{visible_line(name, 60)} = ", "dim"), visible_line(str(value), _DETAIL_WIDTH)))
     return Group(*parts, Text(), _rollout_table(group.rollouts))

@@ -16,7 +16,7 @@ from typing import IO, Any
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
 from grpo_async.utils.files import replacing
-from grpo_async.utils.text import duration
+from grpo_async.utils.text import count, duration
 from grpo_async.viewer.timeline import ORDER, Events, by_track, track_group, usage
 
 PERFETTO = "https://ui.perfetto.dev"
@@ -112,7 +112,11 @@ def summary(file: Events) -> str:
         return "the timeline has no span yet"
     steps = f"steps {min(file.steps)} to {max(file.steps)}" if file.steps else "no step yet"
     attempts = f", {file.num_attempts} attempts" if file.num_attempts > 1 else ""
-    lines = [f"{len(file.events)} events over {duration(found.wall_s)}, {steps}{attempts}", "", "who waited for whom"]
+    lines = [
+        f"{count(len(file.events), 'event')} over {duration(found.wall_s)}, {steps}{attempts}",
+        "",
+        "who waited for whom",
+    ]
     lines += [f"  {what:<50} {spent / found.wall_s:>4.0%}  {duration(spent):>8}" for what, spent in found.rows]
     lines.append(f"  {found.mean_in_flight:.1f} requests were at a server at once, on average")
     return "\n".join([*lines, *(f"note: {note}" for note in file.notes)])

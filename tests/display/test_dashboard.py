@@ -108,7 +108,7 @@ def test_everything_that_matters_is_there(width: int, height: int) -> None:
 def test_a_larger_terminal_shows_more_charts_more_servers_and_messages() -> None:
     progress = _progress(12)
     small, large, huge = (_text(progress, *size) for size in ((80, 24), (120, 40), (200, 60)))
-    assert "and 11 more: 11 serve, 660 requests run, 33 wait" in small
+    assert "and 11 more: 11 serving, 660 requests running, 33 waiting" in small
     assert "1 10.0.0.1:8000  down" in small, "the one in trouble goes first"
     assert "generated tokens/s" not in small
     assert "generated tokens/s  123,456" in large

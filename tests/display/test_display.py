@@ -17,7 +17,7 @@ from grpo_async.checks.report import Check
 from grpo_async.display import display as display_module
 from grpo_async.display.display import Display, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text
+from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text, run_rows
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
 from grpo_async.findings.evidence import MetricRow
@@ -250,3 +250,16 @@ def test_the_summary_ends_with_a_table_where_it_says_more_than_a_line() -> None:
     greedy = {"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5}
     assert "held out, " not in _summary(evaluation={"before": greedy, "after": greedy, "by_group": {"after": {}}})
     assert "held out, before training" in _summary(evaluation={"before": samples, "after": None, "by_group": {}})
+
+
+def test_one_step_and_one_group_are_one_and_the_commands_after_a_run_can_be_pasted() -> None:
+    console = _console(width=200)
+    summary = {"status": "stopped", "steps": 1, "wall_s": 2.0, "evaluation": {"majority_baseline": 0.25}}
+    print_summary(console, summary, Path("my runs/x"))
+    text = _text(console)
+    assert "stopped after 1 step in 2 s" in text
+    assert "held out" not in text, "a baseline of no reward"
+    assert "grpo-async inspect-rollouts 'my runs/x' " in text
+    assert "grpo-async train 'my runs/x/config.yaml' --resume latest" in text
+    progress = Progress(max_steps=4, metrics={"ledger/groups/queued": 1.0})
+    assert ("queue", "1 group", "") in list(run_rows(progress, 0.0, width=40))

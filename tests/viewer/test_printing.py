@@ -123,6 +123,13 @@ def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore
     assert any(line.startswith("7-1") and "broke" in line for line in text.splitlines())
 
 
+def test_the_group_page_shows_the_calls_in_a_prompt(tmp_path: Path, open_store: OpenStore) -> None:
+    row = _stored(tmp_path, open_store, build_group(7, [build_rollout("7-0")]))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    asked = TaggedMessage(role="assistant", content="", origin=Origin.PROMPT, tool_calls=(call,))
+    assert 'assistant: add({"a": 1})' in _render(group_page(replace(row, messages=[*row.messages, asked])))
+
+
 def test_the_rollout_page_shows_every_token_and_what_the_trainer_found_for_it(
     tmp_path: Path, open_store: OpenStore
 ) -> None:

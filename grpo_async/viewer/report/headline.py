@@ -49,8 +49,8 @@ def headline(run: RunData) -> Headline:
 
 def _outcome(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
-    planned = f" of {run.max_steps}" if run.max_steps else ""
-    steps = f"{run.last_step}{planned} steps{f' in {duration(round(wall_s))}' if wall_s else ''}"
+    done = f"{run.last_step} of {run.max_steps} steps" if run.max_steps else count(run.last_step, "step")
+    steps = f"{done}{f' in {duration(round(wall_s))}' if wall_s else ''}"
     # evaluation and export come after the last step
     has_all = run.max_steps is not None and run.last_step >= run.max_steps
     then = ", before its end; --resume does the rest." if has_all else "; --resume continues it."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -94,6 +95,7 @@ def _environment() -> Environment:
         number=lambda value: "none" if value is None else format_number(value),
         plural=count,
         hash=_hash,
+        shell=shlex.quote,
         shortened=_shortened,
     )
     environment.globals.update(

@@ -20,7 +20,8 @@ MAX_POINTS = 500
 """Maximum number of points of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's
 reduction."""
 
-_MAX_SERIES = 8  # colors that can be told apart
+MAX_SERIES = 8
+"""Colors that can be told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +115,8 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
                 continue
             if len(runs) > 1:
                 drawn_line["label"] = run.label if len(lines) == 1 else f"{run.label}: {line.label}"
-            drawn_line["color"] = (run_index if len(runs) > 1 else number) % _MAX_SERIES + 1
-            drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.single_run else number // _MAX_SERIES)
+            drawn_line["color"] = (run_index if len(runs) > 1 else number) % MAX_SERIES + 1
+            drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.single_run else number // MAX_SERIES)
             if plot.of_evaluations:
                 drawn_line["points"] = True
             series.append(drawn_line)
@@ -165,7 +166,7 @@ def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:
     found = [
         Line(name, name[prefix.rfind("/") + 1 :].removesuffix(suffix).replace("_", " "))
         for name in sorted(names - set(plot.leave_out))
-    ][: _MAX_SERIES if plot.of_evaluations else None]
+    ][: MAX_SERIES if plot.of_evaluations else None]
     if len(found) < plot.least_found:
         return list(plot.lines)
     rank = {label: index for index, label in enumerate(plot.order)}

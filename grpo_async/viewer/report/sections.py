@@ -35,7 +35,7 @@ def inspect_command(run: RunData, query: str | None, sort: str | None = None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether a run learns; the findings, what is bad first. `level`: of the answer's color."""
+    """Whether a run learns, and the findings, the worst first. `level` gives the verdict its color."""
 
     verdict: Verdict
     level: str

@@ -11,10 +11,11 @@ from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import write_atomically
 from grpo_async.viewer.report.page import render
+from grpo_async.viewer.report.plots import MAX_SERIES
 from grpo_async.viewer.report.run_data import labels_of, read_run
 
-MAX_RUNS = 8
-"""More curves in one plot cannot be told apart."""
+MAX_RUNS = MAX_SERIES
+"""Each run has its color."""
 
 
 def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:

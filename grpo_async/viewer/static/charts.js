@@ -108,7 +108,7 @@ var Charts = (() => {
     number,
     percent: (value) => (isNumber(value) ? `${trimmed(value * 100, 3)}%` : "–"),
     seconds: duration,
-    bytes: (value) => (isNumber(value) ? `${number(value)}B` : "–"),
+    bytes: (value) => (isNumber(value) ? `${number(value)}B` : "–"), // decimal, as the ticks of the axis are
   };
 
   // -- small parts of a page

@@ -225,11 +225,12 @@ _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
 
 
 def _without_rollouts(group: GroupRow) -> dict[str, Any]:
-    return {name: getattr(group, name) for name in group.__dataclass_fields__ if name != "rollouts"}
+    """Without its prompt, too, which is asked for by `prompt_of`."""
+    return {name: getattr(group, name) for name in group.__dataclass_fields__ if name not in ("rollouts", "messages")}
 
 
 def _without_tokens(rollout: RolloutRow) -> dict[str, Any]:
-    left_out = {*TOKEN_COLUMNS, "branches"}
+    left_out = {*TOKEN_COLUMNS, "branches", "reset_messages"}
     return {name: getattr(rollout, name) for name in rollout.__dataclass_fields__ if name not in left_out}
 
 

@@ -166,6 +166,7 @@ def settings(sources: Sequence[Source]) -> dict[str, Any]:
     different = changed_settings(configs)
     return {
         "settings": list(flat(configs[0]).items()),
+        "runs": [source.name for source in sources],
         "different": [[each.path, *each.values] for each in different],
         "path": str(sources[0].run.config),
     }

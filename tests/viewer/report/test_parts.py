@@ -97,6 +97,7 @@ def test_staleness_is_the_mean_over_the_tokens() -> None:
         for age in (0.0, 1.0)
     ]
     assert ("staleness", "0.75", "mean, in steps; max 1") in headline(_run(rows)).statistics  # 300 of 400 tokens
+    assert headline(_run([{"step": 1.0}])).outcome == "The run finished after 1 step."
 
 
 def test_what_may_be_secret_is_not_shown() -> None:

@@ -198,8 +198,9 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert tokens["texts"] is None
     assert "token texts are left out" in tokens["texts_missing"]
     assert found["rollout"]["turns"][0]["tool_calls"][0]["result"] == HOSTILE
-    assert found["rollout"]["reset_messages"][0]["content"] == "count to 3"
-    assert "logprobs" not in found["rollout"]
+    assert found["prompt"][0]["content"] == "count to 3"
+    assert not {"logprobs", "reset_messages"} & found["rollout"].keys()
+    assert not {"rollouts", "messages"} & found["group"].keys()
 
 
 def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> None:
@@ -242,8 +243,9 @@ def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_p
         assert inspector.json("api/summary", run="a@b,c/run")["counts"]["groups"] == 6
         (row,) = inspector.json("api/change", run="a@b,c/run")["rows"]
         assert [side["run"] for side in row["sides"]] == ["a@b,c/run@0", "a@b,c/run@2"]
-        compared = inspector.json("api/config", run=f"{tmp_path.name}/run", compare_with="a@b%2Cc/run")
-        assert compared["different"] == []
+        one, other = f"{tmp_path.name}/run", "a@b%2Cc/run"
+        compared = inspector.json("api/config", run=one, compare_with=f"{one},{other},{other}")
+        assert (compared["runs"], compared["different"]) == ([one, "a@b,c/run"], []), "the heads of the values"
 
 
 def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_path: Path) -> None:

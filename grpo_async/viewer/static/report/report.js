@@ -9,7 +9,7 @@
     Charts.line(document.getElementById(id), options);
   }
 
-  // a printed report shows what is folded, too
+  // a printed report shows the rollouts that are folded, too
   let folded = [];
   window.addEventListener("beforeprint", () => {
     folded = [...document.querySelectorAll("#rollouts details:not([open])")];

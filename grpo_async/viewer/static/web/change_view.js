@@ -1,7 +1,7 @@
 /* The same held-out prompts before and after training, side by side. */
 
 import { address, get, go } from "./api.js";
-import { badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, plural, select, spacer, text } from "./dom.js";
+import { badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, plural, select, spacer, text, textOf } from "./dom.js";
 import { longText } from "./messages.js";
 
 const PAGE = 12;
@@ -54,7 +54,7 @@ export function pair({ prompt, columns, sides }) {
       ),
       longText(each.text),
     );
-  const known = Object.entries(columns).map(([name, value]) => hint(`${oneLine(name, 40)} = ${oneLine(typeof value === "string" ? value : JSON.stringify(value), 120)}`));
+  const known = Object.entries(columns).map(([name, value]) => hint(`${oneLine(name, 40)} = ${oneLine(textOf(value), 120)}`));
   return panel(
     h("div", { class: "row" }, text(prompt, "block"), known),
     h("div", { class: "sides" }, side(before, after), side(after, before)),

@@ -3,7 +3,7 @@
 import { badge, number, oneLine, percent, range, signed } from "./dom.js";
 
 const MAX_REWARDS = 4;
-const STALENESS = "updates between its oldest token and its use";
+const STALENESS = "optimizer steps between its oldest token and its use";
 
 export function columnsOf(kind, rewardNames) {
   return kind === "groups" ? GROUPS : rolloutColumns(rewardNames);

@@ -180,8 +180,11 @@ export function table(heads, rows, { label = null, isNamed = false, className = 
   );
 }
 
+/** A text as it is, any other value as JSON. */
+export const textOf = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
 /** A list of names and values of unknown origin; null where there is none. */
-export function named(values, format = (value) => (typeof value === "string" ? value : JSON.stringify(value))) {
+export function named(values, format = textOf) {
   const entries = Object.entries(values || {});
   const pair = ([name, value]) => [h("dt", {}, visible(name)), h("dd", { class: "said" }, visible(format(value) ?? "–"))];
   return entries.length ? h("dl", { class: "named" }, entries.map(pair)) : null;

@@ -1,6 +1,6 @@
 /* Prompts, messages and tool calls, as people read them: who said what, and below it the calls with their results. */
 
-import { button, copyButton, h, hint, oneLine, plural, text, visible } from "./dom.js";
+import { button, copyButton, h, hint, oneLine, plural, text, textOf, visible } from "./dom.js";
 
 const FOLD_CHARACTERS = 6000; // a longer text shows its beginning first
 const SPEAKERS = ["tool", "environment"]; // else its role says who wrote it
@@ -56,7 +56,7 @@ export function message(each, { about = "", below = null } = {}) {
 /** A call as the policy wrote it: 'add({"a": 1})'; what has no such form stands as it is. */
 function callNotMade(call) {
   const { name, arguments: given } = call.function || {};
-  return h("pre", { class: "said" }, visible(name ? `${name}(${JSON.stringify(given ?? {})})` : JSON.stringify(call)), " ", hint("not executed"));
+  return h("pre", { class: "said" }, visible(name ? `${name}(${textOf(given ?? {})})` : JSON.stringify(call)), " ", hint("not executed"));
 }
 
 export function longText(content) {
