@@ -530,10 +530,15 @@ def test_a_trace_has_each_call_once_with_its_result_and_what_is_chosen_is_rememb
     root = tmp_path / "run"
     asked = [TaggedMessage(role="user", content="how long is the river?", origin=Origin.ENVIRONMENT)]
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    unheard = {
+        "id": "c3",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 7}'},
+    }  # as an API has them
     done = tool_rollout("g0-r0", "add")
     first, last = done.turns
     said = [
-        TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call, {"id": "c2"}]),
+        TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call, {"id": "c2"}, unheard]),
         TaggedMessage(role="tool", content="it is three", origin=Origin.TOOL, name="add", tool_call_id="c1"),
     ]
     record = replace(first.tool_calls[0], result="it is three", failed=False)
@@ -556,6 +561,7 @@ def test_a_trace_has_each_call_once_with_its_result_and_what_is_chosen_is_rememb
         assert page.inner_text(".message-policy strong >> nth=0") == "assistant"
         assert "({})" not in main
         assert '{"id":"c2"}' in main
+        assert 'add({"a": 7})' in main
         page.click("button:has-text('Tokens')")
         tool = page.locator(".tool")
         assert not tool.locator(".tool-body").first.is_visible()
