@@ -470,6 +470,13 @@ def test_home_says_which_runs_learn_and_before_and_after_is_one_click_away(
         assert first.locator(".sides > .good .badge").inner_text() == "reward 1"
 
 
+def test_a_folder_without_runs_has_help_and_no_status(browser: Browser, tmp_path: Path) -> None:
+    with serving(folder=tmp_path) as inspected, opened(browser, inspected, "#/help") as watched:
+        watched.page.wait_for_selector("h1:has-text('Queries and keys')")
+        watched.page.wait_for_load_state("networkidle")
+        assert watched.page.inner_text(".run-status") == ""
+
+
 def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Browser, learned: Inspector) -> None:
     with opened(browser, learned, "#/run?run=flat") as watched:
         page = watched.page

@@ -128,7 +128,7 @@ async function show(event = null) {
     view = drawn;
     document.title = name === DEFAULT_VIEW ? "grpo-async" : `${drawn.title} · ${app.run}`;
     announce(drawn.title);
-    poll.watch(name === DEFAULT_VIEW ? null : app.run, (found) => drawn.onStatus?.(found));
+    poll.watch((name !== DEFAULT_VIEW && app.run) || null, (found) => drawn.onStatus?.(found));
   } catch (error) {
     if (error.name !== "AbortError" && !signal.aborted) {
       showError(error);
