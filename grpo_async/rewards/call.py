@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
-from grpo_async.user_code.calls import Parameters, UserCall, read_numbers
+from grpo_async.user_code.calls import NO_SIGNATURE, Parameters, UserCall, read_numbers
 from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def read_parameters(function: RewardCallable) -> Parameters:
     try:
         parameters = Parameters.of(function)
     except ValueError as error:
-        raise TypeError("its signature cannot be read; wrap it in a `def`") from error
+        raise TypeError(f"it {NO_SIGNATURE}") from error
     if parameters.by_position:
         names = list(parameters.by_position)
         raise TypeError(f"its parameters {names} are positional-only, but rewards are called with keywords")

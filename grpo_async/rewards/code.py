@@ -235,7 +235,8 @@ def _work(row: RowTests) -> dict[str, Any]:
 
 
 def is_same_output(given: str, wanted: str) -> bool:
-    """Compare line by line, ignoring trailing whitespace and empty lines, and the notation of numbers with a point or exponent.
+    """Compare line by line, ignoring the whitespace around words, empty lines at both ends, and the notation of numbers with a
+    point or exponent.
 
     Example: "0.50\\n" and "0.5" -> True; "1 2" and "1\\n2" -> False.
     """

@@ -10,6 +10,7 @@ import json
 import re
 import symtable
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -118,13 +119,13 @@ def _helpers() -> dict[str, str]:
 
 
 def code_in(text: str) -> str:
-    """The last fenced code block after any thinking; the whole text if there is none.
+    """The last fenced code block after any thinking, dedented; the whole text if there is none.
 
     Example: "Try:\\n```python\\nx = 1\\n```\\nDone." -> "x = 1\\n".
     """
     answer = after_thinking(text)
     blocks = _BLOCK.findall(answer)
-    return blocks[-1] if blocks else answer
+    return textwrap.dedent(blocks[-1]) if blocks else answer
 
 
 def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests | None:
@@ -164,8 +165,7 @@ def _read(tests: Any, name: str | None) -> tuple[RowKind, list[Any]]:
         if kinds == {"functional"}:  # LiveCodeBench: one argument per line, as JSON
             if name is None:
                 raise ValueError("tests that call a function need its name in the column `entry_point`")
-            lines = [[line for line in str(test["input"]).splitlines() if line.strip()] for test in tests]
-            inputs = [list(map(json.loads, each)) for each in lines]
+            inputs = [f"[{','.join(filter(str.strip, str(test['input']).splitlines()))}]" for test in tests]
             return _read_pairs(inputs, [test["output"] for test in tests], name)
         if kinds == {"stdin"}:
             return _read_pairs([test["input"] for test in tests], [test["output"] for test in tests], None)
@@ -182,7 +182,7 @@ def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None)
     pairs = zip(inputs, outputs, strict=True)
     if name is None:
         return RowKind.PROGRAMS, [(_lines(given), _lines(wanted)) for given, wanted in pairs]
-    cases = [json.dumps([_arguments(given, name), _json_or(wanted)]) for given, wanted in pairs]
+    cases = [json.dumps([_arguments(given, name), _right_results(given, wanted)]) for given, wanted in pairs]
     return RowKind.ASSERTS, [f"{CHECK_CALL}({name!r}, {case!r})" for case in cases]
 
 
@@ -193,6 +193,12 @@ def _arguments(given: Any, name: str) -> list[Any]:
     return list(arguments)
 
 
+def _right_results(given: Any, wanted: Any) -> list[Any]:
+    """The results of which one is right: a text is JSON if the input is, else it may be meant as it is, too."""
+    parsed = _json_or(wanted)
+    return [parsed] if isinstance(given, str) or parsed is wanted else [wanted, parsed]
+
+
 def _check(row: RowTests) -> None:
     for text in row.sources:
         try:
@@ -201,7 +207,11 @@ def _check(row: RowTests) -> None:
             raise ValueError(f"the tests are not valid Python: {error}; in {clipped(repr(text), 200)}") from error
     if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
         raise ValueError("the script defines `check` and never calls it; name its argument in the column `entry_point`")
-    names_of("\n".join(row.sources), row.entry_point)
+    wanted, _ = names_of("\n".join(row.sources), row.entry_point)
+    if not wanted:
+        raise ValueError(
+            "the tests use no name that the code could define; they have to use its functions and classes without importing them"
+        )
 
 
 def _only_defines_check(tree: ast.Module) -> bool:

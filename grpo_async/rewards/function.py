@@ -186,10 +186,11 @@ class RewardFunction:
 def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     """Import and check every reward function. Starts no process or thread.
 
-    A function may have two attributes. `check_arguments(arguments)` gets the section's `arguments`, in which one without a
+    A function may have three attributes. `check_arguments(arguments)` gets the section's `arguments`, in which one without a
     default may be missing, and raises ValueError("NAME: what is wrong"): a typo then stops the start, instead of failing every
     group. With `is_loaded_first = True` it always runs in one worker process, whose first call, without completions, loads
-    something large, with the time limit of a worker's start instead of the section's `timeout_s`.
+    something large, with the time limit of a worker's start instead of the section's `timeout_s`. `startup_notes(...)` gets those
+    of the `arguments` that it names, and returns lines for the start of the run, or raises ConfigError.
 
     Raises:
         ConfigError: some function cannot be found, imported or called as a reward; the message has a line for each.

@@ -115,6 +115,25 @@ def test_calls_are_made_from_json() -> None:
     assert _score("class Solution:\n    def f(self, a, b):\n        return (a, *b)", functional, entry_point="f") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "code"),
+    [
+        ([[5]], ["101"], "return format(x, 'b')"),  # a text as it is
+        ([[5]], ["[5, true]"], "return [x, True]"),  # a text that is JSON
+        ([[5]], [{"5": 1}], "return {x: 1}"),
+        (["[5]"], ["5"], "return x"),
+    ],
+)
+def test_a_result_is_compared_as_the_dataset_means_it(inputs: Any, outputs: Any, code: str) -> None:
+    assert _score(f"def f(x):\n    {code}", {"fn_name": "f", "inputs": inputs, "outputs": outputs}) == 1.0
+
+
+def test_a_text_is_no_right_result_where_the_dataset_stores_json() -> None:
+    assert _score("def f(x):\n    return str(x)", {"fn_name": "f", "inputs": ["[5]"], "outputs": ["5"]}) == 0.0
+    functional = [{"input": "5", "output": "5", "testtype": "functional"}]
+    assert _score("def f(x):\n    return str(x)", functional, entry_point="f") == 0.0
+
+
 def test_what_is_made_of_inputs_is_not_parsed_for_every_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = Mock(wraps=ast.parse)
     with monkeypatch.context() as patch:
@@ -196,6 +215,7 @@ def test_the_last_block_after_the_thinking_is_the_code() -> None:
     text = "<think>```python\nno\n```</think>Say:\n```\nfirst\n```\nor\n```python\nlast\n```\nDone."
     assert code_in(text) == "last\n"
     assert code_in("x = 1") == "x = 1"
+    assert code_in("1. So:\n   ```python\n   if x:\n       y()\n   ```") == "if x:\n    y()\n"
     assert code_in("```python\ncut off") == "```python\ncut off"
 
 
@@ -213,6 +233,10 @@ def test_the_last_block_after_the_thinking_is_the_code() -> None:
         ({"inputs": 5, "outputs": 5}, "in no known form"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "column `entry_point`"),
         ("def check(candidate):\n    assert candidate(1)", "never calls it"),
+        (
+            "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3",
+            "use no name that the code could define",
+        ),
     ],
 )
 def test_tests_that_cannot_be_read_are_an_error(tests: Any, problem: str) -> None:
