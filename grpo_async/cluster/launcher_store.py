@@ -1,7 +1,7 @@
 """Where the launchers of several machines meet: a torch TCPStore that node 0 opens. The ranks of the trainer meet in it, too.
 
     node 0   puts "run": the attempt, the versions that it computes with
-    node K   claims its rank, sees whether it means the same run, and posts "ready" (see rendezvous.NodeInfo) or "refused"
+    node K   claims its rank, checks that it has the same run, and posts "ready" (see rendezvous.NodeInfo) or "refused"
     node 0   posts "start" with the assignment when all are ready, and "end" with the exit code when the run is over
     all      increment a heartbeat counter at every exchange: one that stands still is dead or cut off
 

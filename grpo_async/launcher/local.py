@@ -162,7 +162,7 @@ class LocalProcesses:
         if server is None:
             return False
         if is_serving:
-            server.serves(message["num_restarts"])
+            server.mark_serving(message["num_restarts"])
         else:
             server.ask_restart(str(message["reason"]), message["num_restarts"])
         return True
@@ -219,7 +219,7 @@ class RestartCount:
         self._clock = clock
         self._serving_since: float | None = None
 
-    def serves(self) -> None:
+    def mark_serving(self) -> None:
         """The server serves from now on."""
         self._serving_since = self._clock()
 
@@ -270,7 +270,7 @@ class SpawnedServer:
         if not self._local.has_trainer:
             self._count_as_serving()
 
-    def serves(self, num_restarts: int) -> None:
+    def mark_serving(self, num_restarts: int) -> None:
         """The trainer has brought its weights to this server. `num_restarts`: those that the trainer knew of."""
         if num_restarts != self._num_restarts:
             return
@@ -281,7 +281,7 @@ class SpawnedServer:
 
     def _count_as_serving(self) -> None:
         self._has_served = True
-        self._restarts.serves()
+        self._restarts.mark_serving()
         self._down_since = None
 
     def ask_restart(self, reason: str, num_restarts: int) -> None:

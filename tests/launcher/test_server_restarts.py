@@ -160,7 +160,7 @@ def test_the_waits_double_up_to_a_minute_and_ten_minutes_of_service_begin_a_new_
     assert [count.next_delay_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
     count = RestartCount(2, 3.0, clock=lambda: now)
     for served_s, delay_s in ((0.0, 3), (599.9, 6), (600.0, 3), (1.0, 6), (1.0, None)):
-        count.serves()
+        count.mark_serving()
         now += served_s
         assert count.next_delay_s() == delay_s
     now += 1000.0  # it was down, not serving
