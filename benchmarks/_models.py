@@ -56,7 +56,7 @@ class ModelShape:
         fields = {
             "vocab_size": self.vocab, "hidden_size": self.hidden, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate, "max_position_embeddings": max_length, "tie_word_embeddings": True, **more,
+            "intermediate_size": self.intermediate, "max_position_embeddings": max_length, "tie_word_embeddings": self.tied, **more,
         }  # fmt: skip
         return Qwen3ForCausalLM(Qwen3Config(**fields)).to(getattr(torch, dtype))
 

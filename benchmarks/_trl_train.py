@@ -21,6 +21,7 @@ from benchmarks._server import read_lines
 from benchmarks.against_trl import COMPLETION_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, LR, MAX_STALENESS, low_ids
 from grpo_async.config.sections import WeightsSection
 from grpo_async.inference.control import ServerControl
+from grpo_async.utils.text import dtype_name
 from grpo_async.weights.buckets import GatheredParameters, ParameterSpec
 from grpo_async.weights.push import WeightTransport, push_weights
 
@@ -122,8 +123,7 @@ class ListedParameters(GatheredParameters):
         self.specs = []
         for name, tensor in named:
             self._tensors.append(tensor.contiguous())
-            dtype_name = str(tensor.dtype).removeprefix("torch.")
-            self.specs.append(ParameterSpec(name=name, dtype_name=dtype_name, shape=tuple(tensor.shape)))
+            self.specs.append(ParameterSpec(name=name, dtype_name=dtype_name(tensor.dtype), shape=tuple(tensor.shape)))
 
     def gather(self) -> Iterator[torch.Tensor]:
         yield from self._tensors

@@ -246,6 +246,6 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
         report.target(what, statistics.median(found), at_most=MAX_RATIO)
     report.note(
         f"{num_bytes / 1e6:.0f} MB of {options.dtype}, {options.engine}, {options.transport} on {options.device}, buckets of "
-        f"{options.bucket_mb or 'the size that a run takes'}"
+        f"{f'{options.bucket_mb} MiB' if options.bucket_mb else 'the size that a run takes'}"
     )
     return report.finish()

@@ -100,7 +100,7 @@ class Sources:
         return (f"{module}.{name}", None) if self.module(f"{module}.{name}") is not None else None
 
     def members(self, module: str, name: str) -> dict[str, Parsed]:
-        """Of a class and its bases: methods, fields, and what its methods set on self."""
+        """Methods and fields of a class and its bases, and what its methods set on self."""
         found = self.find(module, name)
         if found is None or not isinstance(found[1], ast.ClassDef):
             return {}
@@ -184,7 +184,7 @@ def _options(sources: Sources) -> Iterator[str]:
 
 
 def _statements(body: Sequence[ast.stmt], installed: tuple[int, int]) -> Iterator[ast.stmt]:
-    """Of a module, those within if and try too; of `if _RELEASE >= (0, 27)` those that this release takes."""
+    """The statements of a module, also those within if and try; of `if _RELEASE >= (0, 27)` those that this release takes."""
     for node in body:
         if isinstance(node, ast.If) and ast.unparse(node.test).startswith("_RELEASE >= "):
             assert isinstance(node.test, ast.Compare)
@@ -221,7 +221,7 @@ def in_wheel(url: str) -> Read:
 
 
 def in_folder(folder: Path) -> Read:
-    """Of one that holds the package `vllm`."""
+    """Read from a folder that holds the package `vllm`."""
     return lambda path: (folder / path).read_text(encoding="utf-8") if (folder / path).is_file() else None
 
 

@@ -82,7 +82,7 @@ def main() -> int:
     except InstallError as error:
         print(f"bootstrap: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a full disk or a read-only folder
+    except (OSError, subprocess.SubprocessError) as error:  # a full disk, a read-only folder, a driver that hangs
         print(f"bootstrap: {error}; fix that and run this again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -211,7 +211,7 @@ def pip_settings(python: Path) -> dict[str, str]:
 
 
 def read_pip_settings(listed: str) -> dict[str, str]:
-    """From what `pip config list` prints.
+    """The settings in what `pip config list` prints, as uv's variables.
 
     Worked example: "global.find-links='/a /b'" -> {"UV_FIND_LINKS": "/a,/b"}.
     """
@@ -229,14 +229,14 @@ def read_pip_settings(listed: str) -> dict[str, str]:
 
 
 def digest(checkout: Path) -> str:
-    """Of every file that decides what is installed."""
+    """Digest of every file that decides what is installed."""
     files = [checkout / "pyproject.toml", checkout / "scripts/install.py"]
     files += sorted((checkout / "requirements").glob("*.txt"))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def read_stamp(file: Path = STAMP) -> Installed | None:
-    """None: there is none, or one that a different version of this script wrote."""
+    """What the last installation wrote down; None: nothing, or a different version of this script wrote it."""
     try:
         return Installed(**json.loads(file.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
@@ -317,7 +317,7 @@ def _write_stamp(installed: Installed) -> None:
 
 
 def _site_packages() -> Path | None:
-    """Of .venv for this Python; None: it has none."""
+    """The site-packages of .venv for this Python; None: it has none."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     folder = ENVIRONMENT / f"lib/python{version}/site-packages"
     return folder if folder.is_dir() else None

@@ -12,7 +12,7 @@ from math import hypot, inf
 
 from grpo_async.config.sections import NEUTRAL_SAMPLING
 from grpo_async.findings.evidence import Evidence
-from grpo_async.findings.finding import Finding, Severity
+from grpo_async.findings.finding import Finding, Severity, sentence
 from grpo_async.findings.messages import equal_value, first_reward_failure
 from grpo_async.findings.statistics import Change, are_equal
 from grpo_async.tracking.evaluation_record import EvaluationRecord
@@ -42,7 +42,8 @@ def no_steps(evidence: Evidence) -> Finding | None:
         return None
     if evidence.status == RUNNING:
         return Finding(key="no-steps", severity=NOTE, title="No optimizer step has finished yet")
-    how = f" It ended with: {first_line(evidence.error)}" if evidence.error and evidence.error.strip() else ""
+    error = first_line(evidence.error or "")
+    how = sentence(f" It ended with: {error}") if error else ""
     return Finding(
         key="no-steps", severity=ERROR, title="No optimizer step was finished",
         text=f"metrics.jsonl is empty, so nothing was trained.{how}", fix="See the logs: logs/latest/.", query="",
@@ -275,7 +276,7 @@ def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Fin
     if failed is not None:
         return Finding(
             key="failed-evaluation", severity=WARNING, title="The evaluation failed",
-            text=f"At step {failed.step}: {first_line(failed.error or '')}", fix="trainer.log has the traceback.",
+            text=sentence(f"At step {failed.step}: {first_line(failed.error or '')}"), fix="trainer.log has the traceback.",
         )  # fmt: skip
     if results:
         return Finding(
@@ -324,7 +325,7 @@ def failed_groups(evidence: Evidence) -> Finding | None:
     why = "" if kind is None else f" The most frequent failure, {count(round(kinds[kind]), 'time')}: {kind}"
     return Finding(
         key="failed-groups", severity=ERROR if fraction >= _OFTEN else WARNING, title="Rollouts fail", numbers={"failed": fraction},
-        text=f"{percent(fraction)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}",
+        text=sentence(f"{percent(fraction)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}"),
         fix="trainer.log has the first traceback of each kind.", query="failed", sort="-step", plot="ledger",
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ CASES = [
     Case(key="unscored", severity=ERROR, what=["100% of the rollouts (8 of 8)"], query="unscored",
          metrics=_without("reward", steps(10)), more={"num_sampled": 8, "num_unscored": 8}),
     # an error of user code that only reads like ours
-    *(Case(key="no-steps", severity=ERROR, what=[error], metrics=[], more={"status": "failed", "error": error})
+    *(Case(key="no-steps", severity=ERROR, what=[f"{error}."], metrics=[], more={"status": "failed", "error": error})
       for error in ("all rewards are wonderful, said the judge", "all rewards are 100%: the judge is happy")),
     # held-out prompts
     Case(key="held-out", severity=WARNING, what=["the held-out reward did not follow", "reward hacking"],
@@ -105,9 +105,9 @@ CASES = [
     *(Case(key="tools", severity=WARNING, what=[what], metrics=_flat(**{f"tools__{name}_frequency": value}))
       for name, value, what in (("parse_error", 0.3, "Tool calls cannot be read"), ("failure", 0.7, "Most tool calls fail"),
                                 ("call", 0.0, "The tools are hardly ever called"))),
-    Case(key="failed-groups", severity=ERROR, what=["60% of the groups failed", "7 times: ReadTimeout"],
+    Case(key="failed-groups", severity=ERROR, what=["60% of the groups failed", "7 times: ReadTimeout."],
          metrics=_flat(ledger__groups__failed=60.0), more={"errors": [("ReadTimeout", 7)]}),
-    Case(key="failed-groups", severity=ERROR, what=["failure, 1 time: ReadTimeout"],
+    Case(key="failed-groups", severity=ERROR, what=["failure, 1 time: ReadTimeout."],
          metrics=_flat(ledger__groups__failed=60.0), more={"errors": [("ReadTimeout", 1)]}),
     Case(key="no-gradient", severity=ERROR, what=["The gradient is 0"], metrics=_flat(grad_norm=0.0)),
     # samples of the policy itself have a ratio of 1 whatever the step is

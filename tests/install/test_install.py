@@ -90,6 +90,22 @@ def test_a_gpu_and_the_variable_choose_the_build(checkout: Path, monkeypatch: py
     assert install.choose_torch("auto", "Darwin") == "default"
 
 
+def test_a_driver_that_hangs_is_said_without_a_traceback(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _program(checkout / "programs/nvidia-smi", "exec sleep 60")
+    monkeypatch.setenv("PATH", f"{checkout}/programs:{os.environ['PATH']}")
+    monkeypatch.setattr(install, "_NVIDIA_SMI_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(install, "CHECKOUT", checkout)
+    monkeypatch.setattr(install, "STAMP", checkout / "stamp.json")
+    monkeypatch.setattr(install.platform, "system", lambda: "Linux")
+    monkeypatch.chdir(checkout)
+    monkeypatch.setattr(sys, "argv", ["install"])
+    monkeypatch.delenv("GRPO_ASYNC_TORCH", raising=False)
+    assert install.main() == 1
+    assert "nvidia-smi" in capsys.readouterr().err
+
+
 def test_a_computer_without_builds_is_refused_and_macos_does_without_vllm_where_that_is_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

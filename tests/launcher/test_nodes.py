@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Mapping
@@ -119,6 +120,12 @@ def test_a_host_name_that_is_loopback_for_itself_only_is_refused(
     monkeypatch.setattr(nodes, "resolve_host", lambda host, setting: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"node-0 is 127\.0\.1\.1 on this machine"):
         leading_node(Node(num_train=2, address="node-0"))
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "gpu..cluster", "a" * 64])
+def test_a_host_that_is_not_known_is_said_with_its_setting(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"launch\.rdzv: the host {re.escape(host)} is not known"):
+        addresses.resolve_host(host, "launch.rdzv")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])

@@ -15,6 +15,7 @@ import httpx
 import torch
 
 from grpo_async.inference.api import PauseMode, ServerInfo, WeightUpdateInfo
+from grpo_async.utils.text import dtype_name
 from grpo_async.weights.backends import Backend, Rendezvous
 from grpo_async.weights.buckets import cut_into_buckets, pack
 from grpo_async.weights.receiver import parameter_specs
@@ -39,7 +40,7 @@ def announcement(tensors: Tensors, *, bucket_bytes: int = 8 << 20, timeout_s: fl
     """What /start_weight_update is told of these."""
     return WeightUpdateInfo(
         names=list(tensors),
-        dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        dtype_names=[dtype_name(tensor.dtype) for tensor in tensors.values()],
         shapes=[list(tensor.shape) for tensor in tensors.values()],
         bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,

@@ -238,9 +238,8 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
     }
-    if (
-        plugins := base.get("VLLM_PLUGINS")
-    ) is not None:  # a list of allowed plugins (empty: none), which must contain ours
+    # a list of allowed plugins (empty: none), which must contain ours
+    if (plugins := base.get("VLLM_PLUGINS")) is not None:
         environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, plugins.split(",")), _PLUGIN]))
     if Path(config.model.path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"  # nothing to download
