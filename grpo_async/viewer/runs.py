@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +94,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def runs_below(folder: Path) -> list[RunDir]:
-    """The runs of a folder, the most recently updated first."""
-    written = [(modified_at(RunDir(path)), path) for path in _folders(folder) if is_run(path)]
+    """The runs of a folder, the most recently updated first, without those that this user may not read."""
+    readable = [path for path in _folders(folder) if os.access(path, os.R_OK | os.X_OK)]
+    written = [(modified_at(RunDir(path)), path) for path in readable if is_run(path)]
     return [RunDir(path) for _, path in sorted(written, key=lambda each: (-each[0], each[1]))]
 
 
