@@ -141,16 +141,14 @@ def draw_all(plots: Iterable[Plot], runs: Sequence[RunData]) -> list[Drawing]:
 
 def _rows_of(plot: Plot, run: RunData) -> Sequence[MetricRow]:
     """Rows of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME`, and as
-    `eval/NAME/VALUE` those of a value of `evaluation.group_by`."""
+    `eval/reward/VALUE` the reward of a value of `evaluation.group_by`."""
     if not plot.of_evaluations:
         return run.metrics
     return [
         {
             "step": float(each.step),
             **{f"eval/{name}": value for name, value in each.metrics.items()},
-            **{
-                f"eval/{name}/{group}": value for group, found in each.by_group.items() for name, value in found.items()
-            },
+            **{f"eval/reward/{group}": found["reward"] for group, found in each.by_group.items() if "reward" in found},
         }
         for each in run.evaluations
         if each.metrics

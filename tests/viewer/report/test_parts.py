@@ -158,6 +158,18 @@ def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores(
     assert [each["label"] for each in _draw("held-out", run, other)["series"]] == ["a", "b"]
 
 
+def test_the_pass_rate_is_over_all_prompts_and_the_reward_also_of_each_value_of_group_by() -> None:
+    metrics = {"reward": 0.5, "pass@1": 0.5, "pass@2": 0.7}
+    by_group = {f"v{number}": metrics for number in range(7)} | {"unscored": {"num_prompts": 1.0}}
+    run = RunData(
+        label="a",
+        run_dir=RunDir(Path("a")),
+        evaluations=[EvaluationRecord(step=0, metrics=metrics, by_group=by_group)],
+    )
+    assert [each["label"] for each in _draw("pass", run)["series"]] == ["pass@1", "pass@2"]
+    assert [each["label"] for each in _draw("held-out-groups", run)["series"]] == [f"v{number}" for number in range(7)]
+
+
 def test_evaluations_on_an_axis_of_seconds_keep_their_order_also_where_the_row_of_a_step_is_missing() -> None:
     metrics = [{"step": float(step), "step_time": 2.0} for step in (1, 2, 4)]  # the line of step 3 was damaged
     run = replace(_run(metrics), evaluations=[EvaluationRecord(step=step) for step in (0, 2, 3, 4, 5)])
