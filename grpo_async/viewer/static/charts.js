@@ -23,7 +23,7 @@
 "use strict";
 
 var Charts = (() => {
-  const COLORS = 8;
+  const COLORS = 8; // of series; more cannot be told apart
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
   const alive = new Set(); // what has redraw(), for when the theme changes
   let colors = new Map();
@@ -511,5 +511,6 @@ var Charts = (() => {
     histogram: (element, options) => new Plot(element, options, true),
     alive,
     duration,
+    COLORS,
   };
 })();

@@ -198,7 +198,7 @@ def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
 def _together(source: Source, parameters: RequestParameters) -> list[Source]:
     """The run, and the runs that it is compared with."""
     names = dict.fromkeys(unquote(name) for name in parameters.compare_with.split(",") if name)
-    return [source, *(source.find(name) for name in names if name != source.name)][:MAX_RUNS]
+    return [source, *(source.find(name) for name in names if name != source.name)]
 
 
 _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
@@ -214,8 +214,8 @@ _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "prompt": lambda source, given: {"groups": source.table().same_prompt(given.hash)},
     "card": lambda source, _: overview.card(source),
     "run": lambda source, _: overview.page(source),
-    "curves": lambda source, given: overview.curves(_together(source, given), given.axis),
-    "config": lambda source, given: overview.settings(_together(source, given)),
+    "curves": lambda source, given: overview.curves(_together(source, given)[:MAX_RUNS], given.axis),
+    "config": lambda source, given: overview.settings(_together(source, given)[:MAX_RUNS]),
     "logs": lambda source, given: overview.logs(source.run, given.attempt, given.file),
     "change": lambda source, given: overview.before_after(source, given.first, given.last, given.offset, given.limit),
 }

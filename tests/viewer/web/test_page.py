@@ -18,7 +18,9 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.format import flag_names
 from grpo_async.viewer.runs import find_evaluation
+from tests.store.builders import build_branched_rollout, build_group
 from tests.support.browser import watch, watched_page
+from tests.support.stored import LineStore
 from tests.viewer.report.support import Group, evaluation, steps, write_run, write_store
 from tests.viewer.web.pages import go, look_for_news, opened, ready, rows, search
 from tests.viewer.web.serving import (
@@ -302,6 +304,31 @@ def test_the_same_prompt_is_followed_over_steps_and_runs(show: Show) -> None:
     assert page.locator(".chart canvas").count() == 1
 
 
+def test_a_run_that_cannot_be_read_costs_the_others_not_their_groups_of_a_prompt(
+    browser: Browser, tmp_path: Path
+) -> None:
+    good, old = (write_stored_run(tmp_path / name) for name in ("good", "old"))
+    about = old / "rollouts" / "store.json"
+    about.write_text(re.sub(r'"schema": \d+', '"schema": 0', about.read_text()))
+    with serving(old, good) as inspected, opened(browser, inspected, "#/group?run=good&id=3") as watched:
+        watched.page.click("text=Same prompt in other steps")
+        watched.page.wait_for_selector("h1:has-text('Same prompt')")
+        assert watched.page.locator("tbody tr").count() == 4
+        assert "old: " in watched.page.inner_text("main")
+        assert all("503" in error for error in watched.errors)
+        watched.errors.clear()
+
+
+def test_the_page_of_a_branch_says_whose_numbers_stand_beside_it(browser: Browser, tmp_path: Path) -> None:
+    with LineStore(tmp_path / "run" / "rollouts") as store:
+        store.append(build_group(7, [build_branched_rollout("g7-r0")]), GroupStatus.FILTERED, 1)
+    with serving(tmp_path / "run") as inspected, opened(browser, inspected, "#/rollout?run=run&id=g7-r0.b1") as watched:
+        titles = watched.page.locator("aside h3").all_inner_texts()
+        assert {"Tokens of g7-r0", "Time of g7-r0"} <= set(titles)
+        go(watched.page, "#/rollout?run=run&id=g7-r0")
+        assert {"Tokens", "Time"} <= set(watched.page.locator("aside h3").all_inner_texts())
+
+
 def test_names_of_runs_share_a_parameter_whatever_is_in_them(show: Show) -> None:
     names = ["lr=0.1,bs=4/run", "50%", "plain"]
     call = "async names => { const m = await import('/static/web/api.js'); return [m.joined(names), m.split(m.joined(names))]; }"
@@ -506,6 +533,29 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
         report.wait_for_selector("html[data-ready]")
         assert report.evaluate("window.origin") == "null"  # it can ask nobody
         assert report.locator("#chart-reward .chart-plot canvas").count() == 1
+
+
+def test_of_more_runs_than_have_a_color_the_page_says_how_many_it_compares(browser: Browser, tmp_path: Path) -> None:
+    names = [f"run{number}" for number in range(9)]
+    for name in names:
+        write_run(tmp_path, name, metrics=steps(2))
+    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/home") as watched:
+        page = watched.page
+        for name in names:
+            page.check(f"[aria-label='compare {name}']")
+        assert page.locator("text=Curves of 9 runs").count() == 0
+        assert "At most 8 runs can be compared." in page.inner_text(".heading")
+        page.uncheck("[aria-label='compare run8']")
+        page.click("text=Curves of 8 runs")
+        page.check("label:has-text('run8') input")
+        page.wait_for_selector("text=the first 8 of 9 runs")
+        assert page.locator(".chart-legend >> nth=0 >> button").count() == 8
+        page.uncheck("label:has-text('run8') input")
+        page.wait_for_selector("text=the first 8 of 9 runs", state="detached")
+        go(page, f"#/config?run=run0&with={','.join(names)}")
+        page.wait_for_selector("text=the first 8 of 9 runs")
+        refused = inspected.get("api/report", run="run0", compare_with=",".join(names))
+        assert (refused.status_code, "9 runs are too many" in refused.text) == (400, True)
 
 
 def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import { get, go, joined, memory, note, split } from "./api.js";
 import { Plots } from "./plots.js";
-import { arrange, button, checkbox, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, plural, select, spacer } from "./dom.js";
+import { arrange, button, checkbox, compared, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, plural, select, spacer } from "./dom.js";
 
 const AXES = [["step", "by step"], ["time", "by time"], ["tokens", "by tokens"]];
 const FEW = 12; // runs that can be ticked without being looked for
@@ -52,6 +52,7 @@ export async function curvesView({ app, main, parameters, signal }) {
       h("label", { class: "check" }, "smooth ", smooth),
       checkbox("logarithmic", settings.log === "1", (isOn) => change("log", isOn ? "1" : "")),
       near.length + others.length <= FEW ? [near.length + others.length ? hint("overlay") : null, boxes([...others, ...near])] : beside,
+      compared(others.length + 1),
       spacer(),
       copyLink(),
     ),

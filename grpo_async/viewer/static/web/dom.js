@@ -239,6 +239,11 @@ export function announce(message) {
   document.getElementById("say").textContent = message;
 }
 
+/** Of `count` runs, those that are compared; null: all. */
+export function compared(count) {
+  return count > Charts.COLORS ? hint(`the first ${Charts.COLORS} of ${count} runs`) : null;
+}
+
 /** What a view shows where there is nothing. */
 export function empty(title, ...more) {
   return h("div", { class: "empty" }, h("p", {}, h("strong", {}, title)), more.length ? h("p", {}, ...more) : null);

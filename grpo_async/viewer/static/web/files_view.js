@@ -1,7 +1,7 @@
 /* The logs and the settings of a run. */
 
-import { get, go, joined } from "./api.js";
-import { copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
+import { get, go, joined, split } from "./api.js";
+import { compared, copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
 
 const LEVELS = [[/\b(ERROR|CRITICAL|Traceback|Error:)/, "bad"], [/\bWARN(ING)?\b/, "warning"]];
 
@@ -44,8 +44,7 @@ export async function logsView({ main, parameters, signal }) {
 export async function configView({ app, main, parameters, signal }) {
   const { run } = parameters;
   const title = "Settings";
-  const compared = parameters.with;
-  const { settings, runs, different, path } = await get("config", { run, compare_with: compared }, signal);
+  const { settings, runs, different, path } = await get("config", { run, compare_with: parameters.with }, signal);
   const others = app.runs.map((each) => each.name).filter((name) => name !== run);
   const against = select({ "aria-label": "against" }, [["", "compare with …"], ...others.map((name) => [name, name])], "", (name) => go("config", { run, with: joined([name]) }));
   const place = h("div", {});
@@ -57,7 +56,7 @@ export async function configView({ app, main, parameters, signal }) {
     main,
     hiddenHeading(title),
     h("div", { class: "row heading" }, filter, others.length ? against : null, hint(path), spacer(), copyLink()),
-    compared ? panel(h("h2", {}, "Settings that differ"), table(["setting", ...runs], different.map(code), { className: "settings" })) : null,
+    parameters.with ? panel(h("h2", {}, "Settings that differ", compared(new Set([run, ...split(parameters.with)]).size)), table(["setting", ...runs], different.map(code), { className: "settings" })) : null,
     place,
     h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),
   );

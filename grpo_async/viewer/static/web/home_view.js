@@ -24,7 +24,8 @@ export async function homeView({ app, main, signal }) {
       h("a", { class: "button", href: address("config", { run, with: names }) }, "Settings that differ"),
       h("a", { class: "button", href: reportAddress(run, names), target: "_blank", rel: "noopener" }, "Report"),
     ];
-    fill(together, ticked.size > 1 ? links : hint("Tick two or more to compare them."));
+    const isMany = ticked.size > Charts.COLORS;
+    fill(together, isMany ? hint(`At most ${Charts.COLORS} runs can be compared.`) : ticked.size > 1 ? links : hint("Tick two or more to compare them."));
   };
   const tick = (name, isOn) => {
     ticked[isOn ? "add" : "delete"](name);

@@ -4,13 +4,21 @@ import { address, get } from "./api.js";
 import { badge, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";
 import { message } from "./messages.js";
 
-const MAX_RUNS = 8; // the newest are searched
-
 export async function promptView({ app, main, parameters, signal }) {
   const { run, hash } = parameters;
-  const others = app.runs.slice(0, MAX_RUNS).map((each) => each.name);
-  const names = [run, ...others.filter((name) => name !== run)];
-  const groupsOf = async (name) => (await get("prompt", { run: name, hash }, signal)).groups.map((group) => ({ ...group, run: name }));
+  const names = [...new Set([run, ...app.runs.map((each) => each.name)])].slice(0, Charts.COLORS); // the newest are searched
+  const problems = []; // of other runs
+  const groupsOf = async (name) => {
+    try {
+      return (await get("prompt", { run: name, hash }, signal)).groups.map((group) => ({ ...group, run: name }));
+    } catch (error) {
+      if (name === run) {
+        throw error;
+      }
+      problems.push(`${name}: ${error.message}`);
+      return [];
+    }
+  };
   const groups = (await Promise.all(names.map(groupsOf))).flat();
   const up = () => app.list || address("groups", { run });
   if (groups.length === 0) {
@@ -40,6 +48,7 @@ export async function promptView({ app, main, parameters, signal }) {
     groups.length > 1 ? panel(chart) : null,
     table(heads, groups.map(row)),
     groups.length > 1 ? null : h("p", { class: "hint" }, "The prompt was used once."),
+    problems.map((each) => h("p", { class: "hint said" }, each)),
   );
   const drawn = groups.length > 1 ? drawChart(chart, groups) : null;
   return { title: "Same prompt", up, leave: () => drawn?.destroy() };

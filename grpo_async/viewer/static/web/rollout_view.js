@@ -181,6 +181,7 @@ function aside({ run, group, rollout, summary, ids }) {
     generation: Charts.duration(summary.generation_duration_s),
     tools: Charts.duration(summary.tool_duration_s),
   };
+  const of = rollout.parent ? ` of ${oneLine(summary.rollout_id)}` : ""; // the summary is not the branch's
   return h(
     "aside",
     { class: "panel", "aria-label": "Statistics" },
@@ -191,8 +192,8 @@ function aside({ run, group, rollout, summary, ids }) {
       ["group's mean", number(summary.group_reward_mean)],
     ]),
     section("Reward by part", named(rollout.rewards, (value) => number(value))),
-    section("Tokens", named(lengths, String)),
-    section("Time", named(times, String)),
+    section(`Tokens${of}`, named(lengths, String)),
+    section(`Time${of}`, named(times, String)),
     section("Extra data from rewards", named(rollout.extra)),
     section("Dataset columns", named(group.columns)),
     h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash }), "Same prompt in other steps")),
