@@ -131,6 +131,11 @@ def export_model(
     step = find_checkpoint(run_dir, checkpoint, option="--checkpoint")
     config = load_config(run_dir.config)
     folder = out or run_dir.root / f"model_step_{step}"
+    is_model = (folder / "config.json").is_file()
+    if not folder.name or (folder.exists() and not is_model and (not folder.is_dir() or any(folder.iterdir()))):
+        raise typer.BadParameter(
+            f"{folder} would be replaced, and it is not a model's folder; name a new one", param_hint="--out"
+        )
     export_checkpoint(run_dir, step, config, folder)
     typer.echo(f"step {step} -> {folder}")
     if push_to_hub is not None:

@@ -137,14 +137,13 @@ class FleetSync:
 
     def _mark_served(self, servers: Sequence[Server], version: int) -> None:
         every = self._config.weights.verify_every_pushes
-        joined = [server for server in servers if server.state is not ServerState.SERVING]
+        joined = self._fleet.mark_serving(servers, version=version)
         is_first = self._num_pushes == 0  # the preflight compares after the first push
         is_due = self._num_pushes % every == 0 or bool(joined) if every else False
         self._verify_now = self._verify_now or (is_due and not is_first)
         self._num_pushes += 1
         self._version = version
         self._has_served = True
-        self._fleet.mark_serving(servers, version=version)
         for server in joined:
             self._on_serving(server)
 

@@ -104,7 +104,7 @@ def choose_attention(
     if wanted == "mask":
         return "mask", "asked for"
     if obstacle is not None:
-        return "mask", obstacle
+        return "mask", f"varlen cannot run: {obstacle}"
     return "varlen", "asked for" if wanted == "varlen" else "a GPU and 16 bits"
 
 

@@ -143,11 +143,7 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
 def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:
     """The card of the policy after `step` steps. `evaluation`: metrics on held-out data, if there are any."""
     base, rollout, lora = config.model.path, config.rollout, config.model.lora
-    merged = (
-        ""
-        if lora is None
-        else f"LoRA of rank {lora.rank}, merged into these weights; the adapter is in the folder next to this one."
-    )
+    merged = "" if lora is None else f"LoRA of rank {lora.rank}, merged into these weights."
     rows = [f"| {name} | {value:.6g} |" for name, value in (evaluation or {}).items() if isinstance(value, int | float)]
     table = (
         ["| metric | value |", "| --- | --- |", *rows] if rows else ["This policy was not evaluated on held-out data."]

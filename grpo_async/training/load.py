@@ -187,6 +187,11 @@ def _build_model(section: ModelSection, config: Any) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers import initialization as init
 
+    class AsItIs(GenerationConfig):  # type: ignore[misc]  # mypy does not see transformers' class
+        """Transformers reads one with a flag that has no effect, and only warns; an export must not fail because of it."""
+
+        def validate(self, *_: Any, **__: Any) -> None: ...
+
     dtype = getattr(torch, section.dtype)
     # for remote code that computes while it is built
     safe_ops = getattr(init, "meta_device_safe_creation_ops", nullcontext)
@@ -198,7 +203,7 @@ def _build_model(section: ModelSection, config: Any) -> Any:
             trust_remote_code=section.trust_remote_code,
         )
     with suppress(OSError):  # it may be missing; exports then derive it from the model's config
-        model.generation_config = GenerationConfig.from_pretrained(section.path, revision=section.revision)
+        model.generation_config = AsItIs.from_pretrained(section.path, revision=section.revision)
     model.config.name_or_path = section.path
     _keep_some_in_float32(model, dtype)
     return model

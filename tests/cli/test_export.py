@@ -152,6 +152,25 @@ def test_the_checkpoint_that_is_named_is_exported(
     assert result.stdout == f"step {step} -> runs/demo/model_step_{step}\n"
 
 
+@pytest.mark.parametrize("out", ["runs/demo", "runs", ".", "notes.txt"])
+def test_an_export_replaces_nothing_but_a_model(exported: list[tuple[int, Path]], out: str) -> None:
+    Path("notes.txt").touch()
+    result = _export_model("--out", out)
+    assert (result.exit_code, exported) == (2, [])
+    assert "is not a model's folder" in " ".join(result.stderr.replace("│", "").split())
+
+
+@pytest.mark.parametrize("content", [[], ["config.json", "model.safetensors"]], ids=["empty", "a model"])
+def test_an_export_may_go_to_an_empty_folder_or_over_a_model(
+    exported: list[tuple[int, Path]], content: list[str]
+) -> None:
+    Path("mine").mkdir()
+    for name in content:
+        (Path("mine") / name).touch()
+    assert _export_model("--out", "mine").exit_code == 0
+    assert exported == [(6, Path("mine"))]
+
+
 @pytest.mark.parametrize("checkpoint", ["latest", "best"])
 def test_a_run_of_another_version_is_called_so(exported: list[tuple[int, Path]], checkpoint: str) -> None:
     run_dir = RunDir(Path("runs/demo"))

@@ -110,9 +110,11 @@ class _Fleet:
     def has_ready(self) -> bool:
         return self.serving() != self.up
 
-    def mark_serving(self, servers: Sequence[_Server], *, version: int) -> None:
+    def mark_serving(self, servers: Sequence[_Server], *, version: int) -> list[_Server]:
+        new = [server for server in servers if server.state is not ServerState.SERVING]
         for server in servers:
             server.version, server.state = version, ServerState.SERVING
+        return new
 
     def fence(self, server: _Server, reason: str) -> None:
         self.fenced.append((server.name, reason))

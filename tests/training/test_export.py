@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,19 @@ def test_the_files_are_in_the_dtype_in_which_the_model_is_served(tiny_model: Pat
         assert torch.equal(tensor, policy.model.get_parameter(name).bfloat16())
 
 
+def test_a_generation_config_that_transformers_reads_with_a_warning_is_exported_as_it_is(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Such as Vicuna's: transformers itself refuses to save it, which would end a run after its last step."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6}))
+    export_model(tmp_path / "model", load_tiny(base), AutoTokenizer.from_pretrained(base), dtype="float32")
+    exported = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (exported.temperature, exported.top_p, exported.do_sample) == (0.9, 0.6, None)
+
+
 def test_the_card_states_the_run() -> None:
     config = _config()
     card = model_card(config, step=7, evaluation={"pass@1": 0.25, "reward": 0.5})
@@ -88,4 +103,5 @@ def test_the_card_states_the_run() -> None:
     assert resolved == public_config(config)  # no servers, no values of arguments
     assert "sk-12345" not in card
     assert "not evaluated" in model_card(config, step=7)
-    assert "LoRA of rank 4, merged" in model_card(_config(lora={"rank": 4}), step=1)
+    # of an export, or on a hub, no adapter lies beside it
+    assert "LoRA of rank 4, merged into these weights.\n" in model_card(_config(lora={"rank": 4}), step=1)
