@@ -43,7 +43,7 @@ from grpo_async.sandbox.execution import START_TIMEOUT_S, Job, execute, find_int
 from grpo_async.sandbox.inside.loopback import PORT
 from grpo_async.utils.files import json_safe
 from grpo_async.utils.processes import describe_exit
-from grpo_async.utils.text import clipped
+from grpo_async.utils.text import clipped, last_line
 
 SETTING = "rollout.agent.command"
 
@@ -191,14 +191,14 @@ def _last_json(stdout: str) -> Any:
 
     "step 1\\n{"reward": 0.5}\\n" -> {"reward": 0.5}
     """
-    lines = [line for line in stdout.splitlines() if line.strip()]
-    if not lines:
+    last = last_line(stdout.replace("\r", "\n"))  # a progress bar ends with \r
+    if not last:
         return None
-    for text in (lines[-1], stdout):
+    for text in (last, stdout):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(text)
     raise AgentError(
-        f"the last line that the agent's command wrote to stdout is not JSON: {clipped(lines[-1].strip(), 200)!r}; its result "
+        f"the last line that the agent's command wrote to stdout is not JSON: {clipped(last, 200)!r}; its result "
         'belongs there, such as {"reward": 1.0}, and logs on stderr; a command without a result prints nothing'
     )
 

@@ -117,6 +117,8 @@ def test_a_command_gets_the_row_and_the_model_and_says_its_result(monkeypatch: p
         ("0.25", 0.25, {}),
         ('{"reward": null, "tests": 3}', None, {"tests": 3}),
         ('{\n  "reward": 1\n}', 1.0, {}),  # the whole of it
+        ('50%\r{"reward": 1}', 1.0, {}),
+        ('a log\n{"reward": 1, "said": "a\u2028b"}', 1.0, {"said": "a\u2028b"}),  # JSON.stringify does not escape it
     ],
 )
 def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float | None, columns: dict[str, Any]) -> None:
