@@ -130,6 +130,7 @@ class AgentSession:
         self._history = History(sessions.renderer)
         self._numbers = itertools.count()
         self._num_sampled = 0
+        self._empty_ids: set[str] = set()  # of answers for which no token was left
         self._tool_names: dict[str, None] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._opened, self._opened_at = time.monotonic(), time.time()
@@ -155,6 +156,8 @@ class AgentSession:
         number = next(self._numbers)
         budget = self._budget(len(context), number, is_trained=is_trained)
         if budget < 1:
+            if is_trained:
+                self._empty_ids.add(answer_id)
             nothing = TaggedMessage(role="assistant", content="", origin=Origin.POLICY)
             return Answer(
                 id=answer_id, request=request, generation=Generation(), sampled=nothing, finish_reason="length"
@@ -180,12 +183,14 @@ class AgentSession:
         return answer
 
     def set_reward(self, answer_id: str, reward: float) -> None:
-        """Set the agent's reward of one answer, which becomes that of the answer's branch.
+        """Set the agent's reward of one answer, which becomes that of the answer's branch. No effect for an answer without tokens.
 
         Raises:
             LookupError: there is no such answer.
         """
         bare_id = answer_id.rpartition("-")[2].rpartition("_")[2]  # without the prefix of an API: "chatcmpl-1f" -> "1f"
+        if bare_id in self._empty_ids:
+            return
         answer = next((answer for answer in self._history.answers if answer.id == bare_id), None)
         if answer is None:
             raise LookupError(f"there is no answer {answer_id!r} in this rollout")
@@ -243,7 +248,7 @@ class AgentSession:
             ApiError: as in `complete`.
         """
         self._check(call, is_trained=is_trained)
-        return len(self._history.prepare(call).context)
+        return self._history.prepare(call).num_tokens
 
     def _check(self, call: Call, *, is_trained: bool) -> None:
         if self.is_closed:

@@ -68,10 +68,13 @@ def test_a_context_that_fills_the_model_length_ends_with_length_and_the_rollout_
         empty = await ask(session, user("long " * 40))
         assert (empty.finish_reason, len(empty.ids)) == ("length", 0)
         assert not session.is_out_of_budget
+        session.set_reward(f"chatcmpl-{empty.id}", 1.0)  # has no effect
         reply = await ask(session, user("q"))
         assert reply.finish_reason == "stop"
         assert reply.request.num_tokens + len(reply.ids) <= 80
-        assert session.completion(RolloutStatus.FINISHED).truncated  # a limit of the run has cut it
+        completion = session.completion(RolloutStatus.FINISHED)
+        assert completion.truncated  # a limit of the run has cut it
+        assert completion.environment_rewards == {}
 
     _with(policy, agent, max_model_len=80)
 
