@@ -66,7 +66,7 @@ def origin_of(role: str, default: Origin) -> Origin:
 class FinishReason(StrEnum):
     """Why a turn's generation ended."""
 
-    STOP = "stop"  # the policy sampled an end-of-turn token
+    STOP = "stop"  # the policy sampled an end-of-turn token, or completed a stop string
     LENGTH = "length"  # the token limit was reached
     ABORT = "abort"  # the server or the client cancelled the request
 
@@ -89,7 +89,7 @@ class GroupStatus(StrEnum):
     TRAINED = "trained"  # used by an optimizer step
     FILTERED = "filtered"  # nothing to learn from: equal rewards or none, only truncated completions, no sampled token
     STALE = "stale"  # older than `rollout.max_staleness` allows
-    FAILED = "failed"  # fewer than two of its rollouts are trainable, or scoring raised
+    FAILED = "failed"  # fewer than two of its rollouts are trainable, scoring raised, or its update was not finite
     CANCELLED = "cancelled"  # the run stopped; its prompt is issued again after a resume
     QUEUED = "queued"  # scored, waiting for the trainer
     IN_FLIGHT = "in_flight"  # generating or being scored

@@ -231,6 +231,6 @@ def _or_repr(value: Any) -> Any:
     a key becomes text. The store's `_storable` changes more: NaN, large integers and lone surrogates, which a resume keeps."""
     try:
         json.dumps(value, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # an odd key, a circular reference
+    except Exception:  # noqa: BLE001 - an odd key, a circular reference, an error of the user's own `item` or `tolist`
         return safe_repr(value)
     return value

@@ -111,12 +111,13 @@ class SampleBuffer:
 
     @property
     def step(self) -> int | None:
-        """The next step to be taken, which reports what is dropped now. None: the last one was taken."""
+        """The next step to be taken, which reports what is dropped now. None: no further one will be taken."""
         with self._condition:
             return self._step if self._last_step is None or self._step <= self._last_step else None
 
     def record_dropped(self, scored: ScoredGroup) -> int | None:
-        """Keep a group that was scored but will not be handed out. Returns the step whose metrics include its rewards."""
+        """Keep a group that was scored but will not be handed out. Returns the step whose metrics include its rewards; None:
+        no further step will be taken."""
         with self._condition:
             self._dropped.append(scored)
             return self.step
@@ -164,6 +165,8 @@ class SampleBuffer:
                 with self._condition:
                     self._groups.extend(taken)
                 raise
+            if self._nothing_is_left([*taken, *popped], trainer_version):
+                self._last_step = self._step - 1
             taken += self._drop_stale(popped, trainer_version)
             if popped and len(taken) < num_groups:
                 continue
@@ -235,6 +238,14 @@ class SampleBuffer:
                 groups.sort(key=waits)
         popped, self._groups = groups[:limit], groups[limit:]
         return popped
+
+    def _nothing_is_left(self, popped: list[ScoredGroup], trainer_version: int) -> bool:
+        """Whether the data is at its end, and neither `popped` nor the queue has anything to train."""
+        with self._condition:
+            return self._has_ended and not any(
+                group.samples and not self.is_stale(group.oldest_version, trainer_version)
+                for group in (*popped, *self._groups)
+            )
 
     def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
         fresh = []

@@ -181,7 +181,8 @@ def read_output(
     missing = sorted(set(REQUIRED_KEYS) - output.keys())
     if missing:
         raise FatalRolloutError(f"rollout_func must return keys {missing} in its output dict.")
-    columns = {key: _listed(key, value, len(rollout_ids)) for key, value in output.items()}
+    given = {key: value for key, value in output.items() if value is not None or key not in _OPTIONAL_LISTS}
+    columns = {key: _listed(key, value, len(rollout_ids)) for key, value in given.items()}
     required = {key: columns.pop(key) for key in REQUIRED_KEYS}
     masks, token_ids = (columns.pop(key, None) for key in _OPTIONAL_LISTS)
     completions = []

@@ -96,18 +96,22 @@ def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:
         def __repr__(self) -> str:
             raise RuntimeError("no repr")
 
+    class Unreadable(Own):
+        def tolist(self) -> list[float]:
+            raise RuntimeError("a sparse tensor")
+
     branch = make_dataclass("Branch", ["score"])(1)  # a user's class with the name of a record
     scored = replace(
         make_scored(1),
         extra_columns={
             "n": [np.float32(0.5), np.int64(3)],
-            "o": [Own(), np.ones(2), Broken(), branch],
+            "o": [Own(), np.ones(2), Broken(), branch, Unreadable()],
             "k": [{(1, 2): 3}],
         },
     )
     state = replace(_state(), queued=[scored], in_progress=[], dropped=[])
     assert _through_files(state).queued[0].extra_columns == {
         "n": [0.5, 3],
-        "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>", "Branch(score=1)"],
+        "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>", "Branch(score=1)", "Own()"],
         "k": ["{(1, 2): 3}"],
     }

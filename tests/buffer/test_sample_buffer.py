@@ -163,11 +163,21 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
 
 
 def test_after_the_end_of_the_data_what_is_left_is_a_smaller_round_and_then_there_is_none() -> None:
-    """Of the last round the groups that can be trained; those that cannot are closed, and so is a round of such alone."""
+    """Of the last round the groups that can be trained; those that cannot are closed. So is a round of such alone: with a step if
+    another can be trained, else no step will see it."""
     fixture = _Fixture()
     fixture.buffer.add(make_scored(0), make_scored(1, version=-5), make_scored(2), make_scored(3, has_samples=False))
+    fixture.buffer.add(make_scored(4, version=-5), make_scored(5))
+    fixture.buffer.add(make_scored(6, version=-5), make_scored(7, has_samples=False))
     fixture.buffer.end()
-    assert fixture.take(2) == [0, 2]
-    assert fixture.take(2) == []
-    assert fixture.dropped == [(1, "stale", 1), (3, "filtered", 1)]
+    for count, taken, num_dropped in ((2, [0, 2], 1), (1, [5], 2), (2, [], 2)):
+        assert fixture.take(count) == taken
+        assert len(fixture.buffer.take_dropped()) == num_dropped
+    assert fixture.dropped == [
+        (1, "stale", 1),
+        (3, "filtered", 2),
+        (4, "stale", 2),
+        (6, "stale", None),
+        (7, "filtered", None),
+    ]
     assert fixture.take(2) == []

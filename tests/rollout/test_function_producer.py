@@ -224,6 +224,13 @@ def test_what_a_function_must_not_return(change: dict[str, Any], message: str) -
         _read(output, 2)
 
 
+def test_an_optional_list_may_be_none() -> None:
+    """As in TRL: a function that masks, or has candidates, only sometimes."""
+    (completion,) = _read(_output(1, env_mask=None, logprob_token_ids=None), 1)
+    assert completion.completion_mask.tolist() == [1, 1]
+    assert completion.reward_columns == {}
+
+
 def test_logprobs_may_come_as_lists_of_the_most_likely_tokens_and_numbers_as_numpys() -> None:
     """TRL's form: logprobs [position][k] with logprob_token_ids of the same shape."""
     output = _output(1, logprobs=[[[-0.9, -0.1], [-0.2, -0.8]]], logprob_token_ids=[[[7, 5], [2, 9]]])
