@@ -124,7 +124,10 @@ def test_tools_and_environments_are_closed_also_where_a_check_breaks(
 
 def test_a_run_with_an_agent_is_described(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout={"agent": AGENT}, rewards=[{"function": MATCH}])
+    _write(tmp_path / "train.jsonl", [{"prompt": "1 + 1 =", "answer": "2"}])
     notes = "\n".join(check_inputs(config, engine=EMBEDDED))
+    assert "without the chat template" not in notes  # its calls go through it, whatever the prompts are
+    assert "without the chat template" in "".join(check_inputs(make_config(tmp_path), engine=EMBEDDED))
     assert "rollout.agent: grpo_async.quickstart.agent:run makes the rollouts" in notes
     assert "3 at once, each for at most 300 s" in notes
 

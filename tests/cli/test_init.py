@@ -119,7 +119,9 @@ def test_a_folder_whose_name_yaml_takes_for_another_type_or_is_too_long_gives_a_
     tmp_path: Path, name: str
 ) -> None:
     assert CliRunner().invoke(app, ["init", str(tmp_path / name)]).exit_code == 0
-    assert load_config(tmp_path / name / "train.yaml").run.name == name[:200]
+    config = tmp_path / name / "train.yaml"
+    assert load_config(config).run.name == name[:200]
+    assert f"written to runs/{name[:200]};" in config.read_text(encoding="utf-8")
 
 
 @pytest.mark.nightly
