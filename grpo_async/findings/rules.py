@@ -322,10 +322,12 @@ def failed_groups(evidence: Evidence) -> Finding | None:
     kinds = {name.removeprefix("failures/"): evidence.last(name) or 0.0 for name in evidence.names("failures/")}
     kinds |= dict(evidence.errors)
     kind = max(kinds, key=kinds.__getitem__, default=None)
-    why = "" if kind is None else f" The most frequent failure, {count(round(kinds[kind]), 'time')}: {kind}"
+    text = f"{percent(fraction)} of the groups failed: too few rollouts survived, scoring raised, or the update was not finite."
+    if kind is not None:
+        text += f" The most frequent failure, {count(round(kinds[kind]), 'time')}: {kind}"
     return Finding(
         key="failed-groups", severity=ERROR if fraction >= _OFTEN else WARNING, title="Rollouts fail", numbers={"failed": fraction},
-        text=sentence(f"{percent(fraction)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}"),
+        text=sentence(text),
         fix="trainer.log has the first traceback of each kind.", query="failed", sort="-step", plot="ledger",
     )  # fmt: skip
 

@@ -207,9 +207,7 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
     yield table
     for turn in rollout.turns:
         if turn.parse_error is not None:
-            yield Text(
-                f"  not searched for tool calls: {visible_line(turn.parse_error, _DETAIL_WIDTH)}", style="yellow"
-            )
+            yield Text(f"  tool calls were not parsed: {visible_line(turn.parse_error, _DETAIL_WIDTH)}", style="yellow")
         for record in turn.tool_calls:
             arguments = visible_line(json.dumps(record.arguments, ensure_ascii=False), _DETAIL_WIDTH)
             failed = " failed" if record.failed else ""

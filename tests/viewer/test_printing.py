@@ -201,7 +201,7 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
         "tool add (tool)\n3",
         "extracted: 42",
         r"stop '\nQ:'",
-        "not searched for tool calls: no JSON at character 3",
+        "tool calls were not parsed: no JSON at character 3",
     ):
         assert part in text
 
