@@ -1,6 +1,6 @@
 """The doctor: checks of this machine that matter to a run, as a table. Needs no configuration, and neither torch nor transformers.
 
-Each check runs alone, all at once: one that breaks or hangs is a failed line, and does not affect the others.
+Each check runs in its own thread, four at a time: one that breaks or hangs is a failed line, and does not affect the others.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     supervisor -> Display (keeps Progress) -> views: LineView | LiveView | JsonView, StatusFile, the launcher's Advisor
 
-Every view gets the same events, by name; what it knows beyond them is in the Progress that all of them share and only Display
-changes, so that status.json is the same with each of them. No text can move the cursor: some of it quotes models and tools.
+Every view gets the same events, by name; what it knows beyond them is in the Progress that all of them share, so that status.json
+is the same with each of them. No text can move the cursor: some of it quotes models and tools.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class RunEvaluations:
         if self._is_due(step):
             if self._running is not None:
                 why = f"the evaluation of step {self._running.step} was still running"
-                self._skip(step, why + "; evaluation.every_steps is short for it")
+                self._skip(step, why + "; evaluation.every_steps is too small for that")
             elif not is_served:
                 self._skip(step, "no server had the weights of this step")
             else:

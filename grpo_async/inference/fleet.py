@@ -604,7 +604,7 @@ class Fleet:
             wait_s = return_delay_s(tracked.num_failed)
             if time.monotonic() - server.since >= wait_s:
                 return ""
-            return f"it failed {tracked.num_failed} times without ever serving, so it is retried after {wait_s:.0f} s"
+            return f"it failed {tracked.num_failed} times in a row, so it is retried after {wait_s:.0f} s"
         if server.state is ServerState.STARTING:  # the launcher has just started it
             is_new = instance_id != tracked.last_instance_id or not instance_id
         else:

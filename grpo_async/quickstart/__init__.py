@@ -1,7 +1,7 @@
 """Tiny tasks and tiny models with which a run visibly learns on two CPU cores within a minute or two.
 
     tasks    items -> train.jsonl, heldout.jsonl; each answered the good way and the lazy way -> demonstrations
-    tokenizer + model -> warmup on the demonstrations -> model/         rewarded by `rewards.text:exact_match`
+    tokenizer + model -> warmup on the demonstrations -> model/
 
 | task            | what is learned                                        |
 |-----------------|--------------------------------------------------------|

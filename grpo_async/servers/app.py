@@ -238,7 +238,7 @@ class RolloutApp:
         return _json(answer)
 
     async def _scored(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        """Score, also while paused, but not with parts of two versions."""
+        """Score, while paused too if the engine can (vLLM waits for /resume), but not with parts of two versions."""
         if not self._is_whole:
             await self._requests.gate.wait()
         return await self._engine.score(token_ids)

@@ -69,7 +69,7 @@ FLAGS = (
     _flag("trained", "r.group_status = 'trained'", "its group was trained on"),
     _flag("filtered", "r.group_status = 'filtered'", "its group had nothing to learn from"),
     _flag("stale", "r.group_status = 'stale'", "its group was too old when it was wanted"),
-    _flag("cancelled", "r.group_status = 'cancelled'", "its group was given up"),
+    _flag("cancelled", "r.group_status = 'cancelled'", "the run ended before its group did"),
     _flag("scored", "r.reward IS NOT NULL", "has a reward"),
     _flag("unscored", "r.reward IS NULL", "has no reward"),
     _flag("clipped", "r.clipped_fraction > 0", "at least one of its tokens was clipped"),

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable
 
 _MAX_CHARS = 300  # also bounds the depth of the syntax tree
-_MAX_BITS = 4096  # of an integer: 1233 digits
+_MAX_BITS = 4096  # of an integer: 1234 digits
 
 _Number = int | float
 

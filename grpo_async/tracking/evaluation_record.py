@@ -61,7 +61,7 @@ def read_evaluations(path: Path, problems: list[str]) -> Iterator[EvaluationReco
 
 
 def scores_by_step(records: Iterable[EvaluationRecord], metric: str) -> dict[int, float]:
-    """`metric` of every policy after step 0 that was evaluated; there is no checkpoint of step 0."""
+    """`metric` of every trained policy that was evaluated, by step; a checkpoint of step 0 is never the best."""
     return {each.step: each.metrics[metric] for each in records if each.step > 0 and metric in each.metrics}
 
 

@@ -314,7 +314,7 @@ class PipelineMeter:
 
 def _of_wall(wall: float, *, busy_s: float, spent: Mapping[str, float]) -> dict[str, float]:
     """The metrics that are fractions of wall time; see the module's docstring. Worked example: {"training": 2.0, "pushing": 1.0} of
-    4 s -> training 0.5, pushing 0.25, other 0.25, the rest 0.0."""
+    4 s -> training 0.5, pushing 0.25, checkpoint 0.0, other 0.25."""
     # the two are read from the clock one after the other, so the parts may exceed `wall` slightly
     whole = max(wall, sum(spent.get(what, 0.0) for what in ACTIVITIES))
     fractions = {what: spent.get(what, 0.0) / whole for what in ACTIVITIES}

@@ -46,8 +46,8 @@ class PackCommand:
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Train on what was packed: one optimizer update for each minibatch in turn, and all of them again `training.num_iterations`
-    times. During it one more command follows: PackCommand for the step after it, or WaitCommand."""
+    """Train on what was packed: `training.num_iterations` passes over the minibatches, with one optimizer update for each.
+    During it one more command follows: PackCommand for the step after it, or WaitCommand."""
 
     lr: float
     seed: int = 0

@@ -222,7 +222,8 @@ def main(descriptor: int, reference: str, module: str) -> None:
     time limit. The function's output goes to stderr: the owner's stdout may be a report."""
     die_with_parent()
     os.dup2(2, 1)
-    prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=MAX_PRINTED_CHARS)
+    # not sys.stdout: it was opened on the file that descriptor 1 was before
+    prints = ResilientStream(sys.stderr, "standard error", lambda text: None, max_chars=MAX_PRINTED_CHARS)
     sys.stdout = cast(TextIO, prints)
     stream = socket.socket(fileno=descriptor).makefile("rwb")
 

@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of a run."""
+"""Small helpers, which import nothing of the package but `errors`."""

@@ -99,7 +99,7 @@ def test_before_training_all_slots_are_used_and_the_first_step_reports_the_resul
     run.evaluations.before_training()
     assert run.source.begun == [(0, 40)]
     assert run.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
-    assert run.evaluations.scores("reward") == {}  # there is no checkpoint of step 0 to keep
+    assert run.evaluations.scores("reward") == {}  # a checkpoint of step 0 is never the best
     assert run.after(1) == {
         "eval/reward": 0.5,
         "eval/mixed": 0.0,

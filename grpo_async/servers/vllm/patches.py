@@ -1,6 +1,6 @@
 """All runtime patches of vLLM, torch and uvicorn, each with its reason.
 
-`plugin` applies those of a whole process, `middleware` those of its engine. All of them fit the versions of vLLM in `command`,
+`plugin` applies those of a whole process, `engine` those of its client. All of them fit the versions of vLLM in `command`,
 and those of torch and uvicorn in pyproject.toml. tests/vllm fails if one no longer has any effect,
 scripts/check_vllm_versions.py if vLLM has changed something that is used here. No supported version has a hook instead.
 """

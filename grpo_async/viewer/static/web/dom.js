@@ -199,9 +199,9 @@ export function statistics(rows) {
 const STATUSES = {
   trained: ["good", "used by an optimizer step"],
   filtered: ["", "nothing to learn from: all rewards equal, or none"],
-  stale: ["warning", "too old when the trainer needed it"],
+  stale: ["warning", "too old when the trainer needed it, or bound to be"],
   failed: ["bad", "an error, or too few rollouts survived"],
-  cancelled: ["", "given up; its prompt is issued again later"],
+  cancelled: ["", "the run ended first; a resume issues its prompt again"],
   evaluated: ["info", "held-out prompt: nothing is learned from it"],
   finished: ["good", "ended on its own"],
   truncated: ["warning", "stopped by a limit"],
