@@ -114,7 +114,7 @@ class Usage:
     """Who was busy and who waited, in seconds.
 
     Attributes:
-        wall_s: length of the time that is looked at.
+        wall_s: length of the time that is looked at, without the pauses between attempts.
         trainer_waits_s: for samples.
         trainer_waits_generating_s: of it, while requests were generated.
         generation_idle_s: no request was at a server.
@@ -168,12 +168,13 @@ def usage(events: Sequence[Event]) -> Usage | None:
     def ran(track: str, name: str) -> Intervals:
         return union(named.get((track, name), ()))
 
+    wall = subtract([(start, end)], _pauses(events))
     generating, waiting = ran("rollout", "generate"), ran("trainer", "wait for samples")
-    idle = subtract([(start, end)], generating)
+    idle = subtract(wall, generating)
     idle_by = {name: overlap(idle, ran("trainer", name)) for name in _TRAINER_WORK}
     in_flight_s = sum(event.duration_s for event in named.get(("rollout", "generate"), ()))
     return Usage(
-        wall_s=end - start,
+        wall_s=seconds(wall),
         trainer_waits_s=seconds(waiting),
         trainer_waits_generating_s=overlap(waiting, generating),
         generation_idle_s=seconds(idle),
@@ -181,6 +182,16 @@ def usage(events: Sequence[Event]) -> Usage | None:
         both_s=overlap(ran("trainer", "train"), generating),
         mean_in_flight=in_flight_s / seconds(generating) if generating else 0.0,
     )
+
+
+def _pauses(events: Sequence[Event]) -> Intervals:
+    """From the last event of each attempt to the beginning of the next one."""
+    pauses = []
+    for begin in sorted(event.start for event in events if event.name == ATTEMPT and event.start == event.end):
+        last = max((event.end for event in events if event.start < begin), default=begin)
+        if last < begin:
+            pauses.append((last, begin))
+    return pauses
 
 
 def union(events: Iterable[Event]) -> Intervals:

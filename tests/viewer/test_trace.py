@@ -94,6 +94,17 @@ def test_only_the_time_of_the_steps_counts_and_what_has_a_name() -> None:
     assert found.wall_s == 2.0
 
 
+def test_the_pause_between_two_attempts_is_nobodys_time() -> None:
+    later = [Event(e.name, e.track, e.start + 5000.0, e.end + 5000.0, e.details) for e in _run()]
+    killed = _span("generate", "rollout/0", 1010.0, 1012.0)  # after the attempt's last step
+    found, once = usage([*_run(), killed, *later]), usage(_run())
+    assert found is not None
+    assert once is not None
+    assert found.wall_s == 2 * once.wall_s + 2.0
+    assert found.generation_idle_s == 2 * once.generation_idle_s
+    assert found.trainer_waits_s == 2 * once.trainer_waits_s
+
+
 def test_the_summary_names_waits_and_shares_and_obeys_no_text(tmp_path: Path) -> None:
     hostile = _span("\x1b]0;owned\x07wait for \x1b[31mred", "\x1b[2Jrollout", 1000.0, 1001.0, group="\x1b[1m" * 50)
     file = load_events(_write(tmp_path / "events.jsonl", [*_run(), hostile]))
