@@ -50,7 +50,7 @@ class Source:
         self.metrics = MetricsReader(run.metrics)
         self._lock = threading.Lock()
         self._table: RolloutTable | None = None
-        self._texts: TokenTexts | str | None = None
+        self._texts: TokenTexts | None = None
         self._refreshed_at = 0.0
         self._run_and_verdict: tuple[object, RunData, Learning] | None = None
 
@@ -71,10 +71,13 @@ class Source:
             return self._table
 
     def texts(self) -> TokenTexts | str:
-        """The texts of tokens, or the sentence that says why there are none."""
+        """The texts of tokens, or the sentence that says why there are none yet."""
         with self._lock:
             if self._texts is None:
-                self._texts = load_token_texts(self.run)
+                found = load_token_texts(self.run)
+                if isinstance(found, str):
+                    return found
+                self._texts = found
             return self._texts
 
     def run_and_verdict(self) -> tuple[RunData, Learning]:

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 import httpx
 import pytest
 from starlette.requests import Request
+from tokenizers import Tokenizer, models
 
 from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus, Origin, TaggedMessage
@@ -201,6 +202,15 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert found["prompt"][0]["content"] == "count to 3"
     assert not {"logprobs", "reset_messages"} & found["rollout"].keys()
     assert not {"rollouts", "messages"} & found["group"].keys()
+
+
+def test_token_texts_are_there_once_a_tokenizer_is(tmp_path: Path) -> None:
+    run = RunDir(write_hostile_run(tmp_path))
+    with serving(run.root) as inspector:
+        assert inspector.json("api/rollout", id="g0-r0")["tokens"]["texts"] is None
+        run.model.mkdir()
+        Tokenizer(models.BPE(vocab={"a": 5}, merges=[])).save(str(run.model / "tokenizer.json"))
+        assert inspector.json("api/rollout", id="g0-r0")["tokens"]["texts"][0] == "a"
 
 
 def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> None:
