@@ -37,6 +37,7 @@ from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import check_family, check_tokenizer_size, check_vocabulary
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
+from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.network import binding_error
 from grpo_async.utils.text import count
 
@@ -106,7 +107,8 @@ class _InputChecks:
     def check_model(self) -> None:
         config = self.config
         folder = self._check_folder("model.path", config.model.path)
-        if (described := folder or _downloaded(config.model.path)) is not None:
+        downloaded = None if folder else downloaded_file(config.model.path, "config.json")
+        if (described := folder or (downloaded and downloaded.parent)) is not None:
             with self.problems.collecting():
                 text, longest = text_config(described), config.inference.max_model_len
                 if self.trains:
@@ -377,18 +379,6 @@ class _InputChecks:
             else:
                 wait = "the run waits up to inference.startup_timeout_s for it"
                 self.notes.append(f"inference.urls: {url} is not serving now ({error}); {wait}")
-
-
-def _downloaded(name: str) -> Path | None:
-    """The folder in the cache that has the config.json of a model on the hub; None: there is none."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # it can be no name on the hub
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _no_cuda() -> str:

@@ -1,4 +1,5 @@
-"""Atomic writes, JSON that other processes write, files of lines that grow while they are read, and the paths of shipped files."""
+"""Atomic writes, JSON that other processes write, files of lines that grow while they are read, and the paths of shipped and
+of downloaded files."""
 
 from __future__ import annotations
 
@@ -294,3 +295,15 @@ def shipped(name: str) -> Path:
     inside = _PACKAGE / name
     path = inside if inside.exists() else _PACKAGE.parent / name
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def downloaded_file(name: str, file: str, revision: str | None = None) -> Path | None:
+    """A file of a model on the Hugging Face hub (revision None: of `main`) in the cache of this machine; None: it is not there."""
+    from huggingface_hub import try_to_load_from_cache  # slow import
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, file, revision=revision)
+    except HFValidationError:  # it can be no name on the hub
+        return None
+    return Path(found) if isinstance(found, str) else None

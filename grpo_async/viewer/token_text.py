@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from grpo_async.config.loader import read_values
 from grpo_async.errors import RunError
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.files import downloaded_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+_FILE = "tokenizer.json"
 
 
 class TokenTexts:
@@ -29,14 +32,14 @@ class TokenTexts:
 def load_token_texts(run: RunDir) -> TokenTexts | str:
     """The texts for a run's tokens, or a sentence that says why there are none.
 
-    Looks for tokenizer.json in the model folder that RUN/config.yaml names, then in the run's own exported model.
+    Looks for tokenizer.json in the model that RUN/config.yaml names, a folder or a download from the hub, then in the run's own
+    exported model.
 
     Raises:
         RunError: a tokenizer.json is there and cannot be read.
     """
     tried = []
-    for folder in (_model_folder(run), run.model):
-        path = folder / "tokenizer.json" if folder is not None else None
+    for path in (_of_model(run), run.model / _FILE):
         if path is not None and path.is_file():
             return TokenTexts(_load(path))
         if path is not None:
@@ -44,10 +47,14 @@ def load_token_texts(run: RunDir) -> TokenTexts | str:
     return f"token texts are left out: no {' and no '.join(tried)}"
 
 
-def _model_folder(run: RunDir) -> Path | None:
+def _of_model(run: RunDir) -> Path | None:
     match read_values(run.config, []):
-        case {"model": {"path": str(path)}}:
-            return Path(path)
+        case {"model": {"path": str(name), **others}}:
+            revision = others.get("revision")
+            in_folder = Path(name) / _FILE
+            if Path(name).is_dir():
+                return in_folder
+            return downloaded_file(name, _FILE, revision if isinstance(revision, str) else None) or in_folder
     return None
 
 
