@@ -155,9 +155,8 @@ class Supervisor:
             return RunOutcome(exit_code=signals.exit_code, error=error)
         self._control.send("stop")
         self._display.phase("stopping")
-        self._display.note(
-            "stopping: finishing the step and saving a checkpoint (press Ctrl-C again to stop immediately)"
-        )
+        what = ": finishing the step and saving a checkpoint" if self._assignment.purpose == "train" else ""
+        self._display.note(f"stopping{what} (press Ctrl-C again to stop immediately)")
         local.stopping.set()
         await local.wait(timeout_s=timeout_s)
         if not local.is_training:

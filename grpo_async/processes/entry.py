@@ -51,7 +51,7 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
         work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
     except BaseException as error:
         code = 1
-        report(assignment.heartbeat_socket, RankFailure.of(assignment.rank, error))
+        report(assignment.heartbeat_socket, RankFailure.of(assignment.rank, error, name))
         logger.exception("%s %d failed", name, assignment.rank)
     control.close()
     logging.shutdown()

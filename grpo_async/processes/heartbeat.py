@@ -80,17 +80,18 @@ class Heartbeat:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
     """How a rank ended. `time` is seconds since the epoch, and `error` the text of message_of. `is_expected`: this package raised
-    the error on purpose, so its traceback stays in the log."""
+    the error on purpose, so its traceback stays in the log. `name`: of the process without its number, as in its log."""
 
     rank: int
     time: float
     error: str
     traceback: str
     is_expected: bool
+    name: str = "trainer rank"
     kind: Literal["failure"] = "failure"
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> RankFailure:
+    def of(cls, rank: int, error: BaseException, name: str = "trainer rank") -> RankFailure:
         """The failure of a rank that `error` ends now."""
         trace = "".join(traceback.format_exception(error))
         return cls(
@@ -99,6 +100,7 @@ class RankFailure:
             error=clipped(message_of(error), _MAX_CHARS),
             traceback=trace[-_MAX_CHARS:],
             is_expected=isinstance(error, GrpoAsyncError),
+            name=name,
         )
 
 
@@ -135,7 +137,7 @@ def explain(reports: Sequence[Report]) -> Cause | None:
         return Cause(killed.rank, plain("\n".join(lines)))
     if failure is None:
         return None
-    lines = [f"trainer rank {failure.rank} failed: {failure.error}"]
+    lines = [f"{failure.name} {failure.rank} failed: {failure.error}"]
     if not failure.is_expected:
         lines += ["  " + line for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
     return Cause(failure.rank, plain("\n".join(lines)))

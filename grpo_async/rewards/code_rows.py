@@ -165,7 +165,8 @@ def _read(tests: Any, name: str | None) -> tuple[RowKind, list[Any]]:
         if kinds == {"functional"}:  # LiveCodeBench: one argument per line, as JSON
             if name is None:
                 raise ValueError("tests that call a function need its name in the column `entry_point`")
-            inputs = [f"[{','.join(filter(str.strip, str(test['input']).splitlines()))}]" for test in tests]
+            texts = [str(test["input"]).split("\n") for test in tests]  # not at U+2028, which JSON strings may hold
+            inputs = [f"[{','.join(filter(str.strip, lines))}]" for lines in texts]
             return _read_pairs(inputs, [test["output"] for test in tests], name)
         if kinds == {"stdin"}:
             return _read_pairs([test["input"] for test in tests], [test["output"] for test in tests], None)

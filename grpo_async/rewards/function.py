@@ -173,7 +173,7 @@ class RewardFunction:
                 raise error.error from error.error.__cause__
             hint = f"; raise `{self._setting}.timeout_s` if this is expected" if error.is_timeout else ""
             if error.error is None and self._pool is None:
-                hint += f"; or set `{self._setting}.run_in: process`: worker processes are killed on timeout"
+                hint += f"; {'or ' if hint else ''}set `{self._setting}.run_in: process`: worker processes are killed on timeout"
             raise RewardError(self.name, f"{error.problem}{hint}", error.is_lost) from error.origin
 
     def close(self) -> None:

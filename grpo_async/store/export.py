@@ -67,6 +67,8 @@ def _to_file(table: RolloutTable, out: Path, format_: Format, query: Query, *, w
     try:
         with replacing(out.absolute()) as temporary:
             if format_ == "parquet":
+                temporary.touch()  # DuckDB's error would be taken for one of reading the rollouts
+                temporary.unlink()  # over a file, DuckDB would write to a temporary one of its own
                 table.write_parquet(temporary, query, with_superseded=with_superseded)
                 return
             with temporary.open("wb") as file:

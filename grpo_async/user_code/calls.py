@@ -41,8 +41,8 @@ class CallError(GrpoAsyncError):
     Attributes:
         problem: what happened, as the end of a sentence that begins with the function: "raised KeyError: 'a' (mine.py, line 7)".
         error: its exception; None if it did not end, could not be called, or raised one that cannot be pickled.
-        is_timeout: it took too long.
-        is_lost: it took too long, or its process ended.
+        is_timeout: it took longer than its time limit.
+        is_lost: it or the start of its process took too long, or its process ended.
     """
 
     def __init__(

@@ -130,7 +130,8 @@ class WorkerPool:
                 what = f"took longer than {timeout_s:g} s"
                 if is_new:
                     what = f"took over {start_timeout_s:.0f} s to be imported or loaded in a worker process"
-                raise CallError(what, is_timeout=True) from error
+                # no setting governs the start, so that is no timeout of the call
+                raise CallError(what, is_timeout=not is_new, is_lost=True) from error
             except (EOFError, OSError) as error:
                 ending = describe_exit(self._end(worker, hung_up=True))
                 if self._is_closed:

@@ -83,6 +83,11 @@ def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> No
     code, _, err = _export(str(run), "--out", str(tmp_path / "no" / "file.jsonl"))
     assert code == 2
     assert "there is no folder" in err
+    for suffix in (".jsonl", ".parquet"):
+        out = tmp_path / ("x" * 246 + suffix)  # the temporary file's name is too long
+        code, _, err = _export(str(run), "--out", str(out))
+        assert code == 2, err
+        assert "File name too long; check the folder's permissions" in " ".join(err.split())
 
 
 def test_damage_ends_with_1_and_names_the_way_round(run: Path) -> None:

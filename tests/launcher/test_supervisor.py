@@ -63,6 +63,15 @@ def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(tmp_pa
         assert "--resume latest" in launcher.output
 
 
+def test_a_preflight_that_is_stopped_promises_no_checkpoint(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop", preflight=True) as launcher:
+        launcher.wait_for_line("training")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130, launcher.output
+        assert "stopping (press Ctrl-C again to stop immediately)" in launcher.output
+        assert "saving a checkpoint" not in launcher.output
+
+
 def test_a_second_signal_kills_a_trainer_that_ignores_the_first(tmp_path: Path) -> None:
     with LauncherProcess(tmp_path, trainer="ignore-stop", server="ignore-term") as launcher:
         launcher.wait_for_line("training")

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,9 @@ def test_an_error_raised_on_purpose_is_shown_without_its_traceback() -> None:
     error = DeadlineError("samples of step 3", waited_s=600, setting="training.queue_timeout_s")
     (line,) = _lines(_failure(0, error))
     assert line.startswith("trainer rank 0 failed: waited 600 s for samples of step 3")
+    evaluation = RankFailure.of(0, error, name="evaluation rank")
+    (line,) = _lines(from_json(json.loads(json.dumps(asdict(evaluation)))))
+    assert line.startswith("evaluation rank 0 failed: waited 600 s for samples of step 3")
 
 
 def test_an_error_of_user_code_is_shown_with_its_traceback_whatever_it_was_raised_from() -> None:

@@ -113,6 +113,10 @@ def test_calls_are_made_from_json() -> None:
     assert _score("class Solution:\n    def add(self, a, b):\n        return a + b", tests) == 1.0
     functional = [{"input": "1\n[2]", "output": "[1, 2]", "testtype": "functional"}]
     assert _score("class Solution:\n    def f(self, a, b):\n        return (a, *b)", functional, entry_point="f") == 1.0
+    separators = [
+        {"input": '"a\u2028b\u2029c\x85"\r\n2', "output": '["a\\u2028b\\u2029c\\u0085", 2]', "testtype": "functional"}
+    ]
+    assert _score("def f(a, b):\n    return [a, b]", separators, entry_point="f") == 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from grpo_async.rewards import RewardError, RewardFunction
+from grpo_async.user_code import workers
 from tests.rewards.helpers import FAULTY, loaded, score
 from tests.support.waiting import eventually, is_alive
 
@@ -36,6 +37,18 @@ def test_a_call_past_its_time_limit_is_killed_and_the_next_one_works() -> None:
         return (await score(reward, ["next"])).values
 
     assert _in_process(f"{FAULTY}:sleeps_if_asked", use, timeout_s=2.0) == [1.0]
+
+
+def test_the_time_limit_of_a_call_is_not_to_blame_for_a_worker_that_starts_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def use(reward: RewardFunction) -> Any:
+        monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.01)
+        with pytest.raises(RewardError, match=r"to be imported or loaded in a worker process$") as caught:
+            await score(reward, ["x"])
+        assert caught.value.is_lost
+
+    _in_process(f"{FAULTY}:sleeps_if_asked", use)
 
 
 @pytest.mark.parametrize(
