@@ -82,9 +82,7 @@ def read_result(raw: Any) -> AgentResult:
         try:
             return AgentResult(value=raw, reward=read_number(raw))
         except ValueError as error:
-            raise AgentError(
-                f"the agent's result is {shown(raw)}; it must be a number (its reward), an object with `{REWARD}`, or nothing"
-            ) from error
+            raise AgentError(f"the agent's result is {error}, or an object with `{REWARD}`") from error
     columns = {str(name): value for name, value in raw.items()}
     reward = _number(columns.pop(REWARD, None), REWARD)
     of_branches = columns.pop(REWARDS, None)

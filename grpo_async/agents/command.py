@@ -156,7 +156,7 @@ class CommandAgent(Agent):
             SandboxStatus.TIMEOUT: f"did not end within rollout.agent.timeout_s = {timeout_s:g} s and was killed",
             SandboxStatus.OUTPUT: f"wrote more than {_MAX_STDOUT} characters to stdout and was killed",
             SandboxStatus.MEMORY: f"ran out of memory{limit}",
-            SandboxStatus.CPU: f"took more than {timeout_s:g} s of CPU time and was killed",
+            SandboxStatus.CPU: f"took more than rollout.agent.timeout_s = {timeout_s:g} s of CPU time and was killed",
         }
         return problems.get(result.status, f"({self._name}) {describe_exit(result.exit_code or 0)}")
 

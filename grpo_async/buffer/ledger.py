@@ -14,7 +14,7 @@ step makes admits the next ones. Groups that no step takes (failed, stale, cance
 otherwise admission would deadlock. With max_staleness 0 this is synchronous GRPO.
 Worked example: 4 groups per step, max_staleness 1: 8 groups start at version 0; one fails -> 1 more; version 1 -> 4 more.
 
-Thread-safe: the rollout thread admits, starts and generates, the trainer's thread closes.
+Thread-safe: the rollout thread admits, starts and generates; both it and the trainer's thread close.
 """
 
 from __future__ import annotations

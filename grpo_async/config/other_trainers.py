@@ -123,7 +123,7 @@ _WITHOUT = {
     "logging_steps": _RECORDED,
     "log_completions": _RECORDED,
     "use_vllm": "is not needed: inference.engine is vllm or embedded, and one of them always generates",
-    "vllm_mode": "is not needed: servers are processes of their own; inference.vllm.sleep_while_training shares their GPUs",
+    "vllm_mode": "is not needed: servers are processes of their own; launch.colocate: true puts them on the trainer's GPUs",
     "use_liger_kernel": "is not needed: logits are computed for a few tokens at a time",
     "generation_kwargs": "is not needed: what it holds are settings of their own, such as rollout.top_p and rollout.stop",
     "model_init_kwargs": "is not needed: what it holds are settings of their own, such as model.revision and model.attention",

@@ -827,7 +827,7 @@ class InferenceSection(StrictModel):
     join later. Their token: $GRPO_ASYNC_TOKEN."""
     replicas: SmallCount = 1
     """Servers that `train` starts on each machine that serves, or `serve-vllm` on one; each takes as many GPUs as the sizes under
-    `vllm` multiply to. With `urls` only `serve-vllm` reads it."""
+    `vllm` multiply to. With `urls` only `serve-vllm` and `serve-embedded` read it."""
     host: Host = "127.0.0.1"
     """Address that a spawned server binds. On several machines each binds its own in the network that they share, or all of them
     where this is 0.0.0.0."""

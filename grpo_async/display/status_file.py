@@ -99,7 +99,7 @@ class StatusFile(View):
             "attempt": self._attempt,  # folder of its logs
             "engine": self._engine,  # embedded, vllm or external: what generates
             "on_gpu": self._on_gpu,  # whether the trainer has a GPU
-            "num_gpus": self._num_gpus,  # of the machine with the servers and the first trainer ranks
+            "num_gpus": self._num_gpus,  # of the machine with the first trainer ranks
             "precision": self._precision,  # dtypes of master weights, computation, servers and logits, in words
             "exit_code": exit_code,
             "error": error,  # why it failed

@@ -72,7 +72,7 @@ def _change(first: float, last: float, stderr: float, dof: float, count: int, un
 
 
 def _t_quantile(dof: float) -> float:
-    """The 97.5 % quantile of Student's t, to about 2 %: 2 degrees of freedom 4.3, 10 2.2, many 1.96."""
+    """The 97.5 % quantile of Student's t, to about 2 % from 2 degrees of freedom on: 2 4.3, 10 2.2, many 1.96."""
     return 1.96 + 2.4 / dof + 4.5 / dof**2
 
 

@@ -1,7 +1,8 @@
 """Is it learning? By how much, how certain, and compared with what. Pure.
 
 Held-out prompts decide where there are two evaluations; else the sampled reward. A change counts when its 95 % interval excludes 0
-and it is at least 2 % of the range of rewards; a run that only learned to give the most frequent answer has not learned.
+and, if it is a rise, it is at least 2 % of the range of rewards; a run that only learned to give the most frequent answer has not
+learned.
 Without a change, the first finding that explains it is named; where the interval is too wide for an answer, that is the answer.
 """
 

@@ -1,4 +1,6 @@
-"""The run's bearer token. It is passed only by environment: argv is visible to every user of a machine."""
+"""The run's bearer token. Processes get it by environment, never by argv, which every user of a machine can see; other machines
+read it from the run's file `token`.
+"""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     plan = plan_processes(config, engine=..., assignment=..., token=...)
     print(plan.describe())
 
-One machine: the trainer's ranks meet through private files, and nothing listens beyond loopback. Several: each has its part of
-the plan, ranks or servers; they meet in one store that node 0's launcher opens on one address (cluster.launcher_store). Secrets
-travel by environment only, and `describe` shows neither the token nor anything else of the environment.
+One machine: the trainer's ranks meet through private files, and by default nothing listens beyond loopback. Several: each has its
+part of the plan, ranks or servers; they meet in one store that node 0's launcher opens on one address (cluster.launcher_store).
+Secrets travel by environment only, and `describe` shows neither the token nor anything else of the environment.
 """
 
 from __future__ import annotations

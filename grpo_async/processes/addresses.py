@@ -1,4 +1,4 @@
-"""Chooses addresses and network interfaces of this machine. Sends nothing; imports no torch."""
+"""Chooses addresses and network interfaces of this machine. Imports no torch."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ async def code_tests(
         wall_s: seconds for all tests of a completion, or for each run if the tests are inputs and outputs.
         cpu_s: CPU seconds, counted like `wall_s`.
         memory_mb: memory of the code, in MiB.
-        max_parallel: completions judged at once, over all calls; null = half the CPUs.
+        max_parallel: completions judged at once, over all calls; with `run_in: process` in each worker; null = half the CPUs.
         with_site_packages: whether the code may import the packages of this environment.
         require: restrictions that the sandbox must enforce; [] = those that it can.
 

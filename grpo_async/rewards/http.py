@@ -61,7 +61,7 @@ class RemoteSettings(StrictModel, strict=True):
     batch_size: Count = 32
     """Completions in one request."""
     max_concurrency: Count = 8
-    """Requests at once, over all calls."""
+    """Requests at once, over all calls; with `run_in: process` in each worker."""
 
     @field_validator("url")
     @classmethod
@@ -93,8 +93,8 @@ async def remote_reward(
 ) -> list[float | None]:
     """Get scores from a server. The section's `timeout_s` bounds the whole call, retries included.
 
-    Connection errors, and answers >= 500 or 429 (too many requests), are retried 3 times, and not before the server's
-    Retry-After; any other answer is final.
+    Connection errors, and answers >= 500 or 429 (too many requests), are retried 3 times, and not before the
+    seconds of the server's Retry-After, or 60 s where it is longer; any other answer is final.
 
     Args:
         prompts: plain text or messages.

@@ -30,6 +30,7 @@ from grpo_async.records import Origin, TaggedMessage, origin_of
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.loop_thread import result_within
 from grpo_async.utils.seeds import seed_of
+from grpo_async.utils.text import count
 
 _OVERRIDES = (*SAMPLING, "stop", "max_tokens", "seed")
 
@@ -130,7 +131,7 @@ class FunctionTrainer:
             return result_within(
                 future,
                 timeout_s=self._setup.section.timeout_s,
-                what=f"{len(prompts)} completions that the rollout function asked for",
+                what=f"{count(len(prompts), 'completion')} that the rollout function asked for",
                 setting="rollout_function.timeout_s",
             )
         except concurrent.futures.CancelledError as error:

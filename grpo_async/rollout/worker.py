@@ -42,7 +42,7 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Everything but `close_group` runs on the worker's loop.
+    """See the module's docstring. Methods run on the worker's loop, except those that say that they are thread-safe.
 
     Args:
         section: `rollout` of the configuration.

@@ -42,7 +42,7 @@ from grpo_async.inference.api import (
     WeightUpdateInfo,
 )
 from grpo_async.servers.requests import NOT_FINITE, EngineDeadError, RequestTracker
-from grpo_async.utils.text import shortlist
+from grpo_async.utils.text import count, shortlist
 from grpo_async.utils.validation import problems_of
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import update_problems
@@ -300,7 +300,7 @@ class RolloutApp:
         if not is_drained:
             raise HTTPException(
                 NOT_DRAINED,
-                f"{len(self._requests.in_engine)} requests in flight have not ended within {timeout_s:g} s, so the server is not "
+                f"{count(len(self._requests.in_engine), 'request')} in flight did not end within {timeout_s:g} s, so it is not "
                 "paused; raise weights.drain_timeout_s if this is expected",
             )
 

@@ -3,8 +3,9 @@ is written last. A checkpoint that must not be found anymore (damaged, replaced,
 
     {"format": 5, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
-The files of tensors are large, so no process reads those of all ranks: the launcher compares sizes, and the checksums of the other
-files; each rank compares the checksums of its part before anything is loaded (checkpoint.find_undamaged). Does not import torch.
+The files of tensors are large, so at a resume no process reads those of all ranks: the launcher compares sizes, and the checksums
+of the other files; each rank compares the checksums of its part before anything is loaded (checkpoint.find_undamaged). Does not
+import torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     await Caller(...).run(UserCall(function, arguments)) -> its result, or a CallError that says what happened
       |- async function   on a separate event loop             `loop`     cancelled on timeout, abandoned if it blocks
-      |- plain function   in a thread                          `threads`  abandoned on timeout
-      `- WorkerPool.run   in a process                         `workers`  killed on timeout
+      `- plain function   in a thread                          `threads`  abandoned on timeout
+    await WorkerPool(...).run(request) -> the same
+      `- any function     in a process                         `workers`  killed on timeout
 
 The function's exceptions leave its thread or loop as a value (`Raised`), because a SystemExit or KeyboardInterrupt inside an
 event loop would end the loop. The function sees the caller's context variables. An async function that blocks (time.sleep)
@@ -268,7 +269,7 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
         try:
             values.append(read_number(value))
         except ValueError as error:
-            raise ValueError(f"for {of} {index} it returned {error}") from error
+            raise ValueError(f"returned for {of} {index}: {error}") from error
     return values
 
 

@@ -99,6 +99,8 @@ def make_environment(reference: str, arguments: Mapping[str, Any]) -> Environmen
         ConfigError: see `load_environment_agent`.
     """
     library, _, name = reference.partition(":")
+    if library not in ("verifiers", "openenv") or not name:
+        raise ConfigError(f"{reference!r} is neither `verifiers:NAME` nor `openenv:URL`")
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"it {needs(library)}")
     make_working_directory_importable()

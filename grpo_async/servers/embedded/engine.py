@@ -32,7 +32,7 @@ from grpo_async.servers.embedded.kv_slots import SlotCache
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 from grpo_async.servers.requests import NOT_FINITE, EngineOutput, TokenStream
 
-_PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
+_PREFILL_TOKENS = 8192  # of one prefill forward, before lengths are rounded up; a longer sequence is filled alone
 _MIN_ROWS = 16  # for fewer rows, BLAS libraries use kernels that add in another order
 _LENGTH_STEP = 32  # attention is computed over a multiple of this many positions
 _ADMIT_EVERY_STEPS = 4  # a prefill of any size costs about a decode, so a busy engine batches requests
@@ -347,7 +347,8 @@ class SlotEngine:
 
 
 def _cut_by_length(sequences: Iterable[RunningSequence]) -> Iterator[list[RunningSequence]]:
-    """Runs of sequences of similar length, each of at most _PREFILL_TOKENS tokens with padding.
+    """Runs of sequences of similar length, each of at most _PREFILL_TOKENS tokens if all were as long as its longest; a longer
+    sequence is a run by itself.
 
     Worked example with a limit of 100 tokens and lengths 50, 10, 48, 9 -> [50, 48], [10, 9].
     """

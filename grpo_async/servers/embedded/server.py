@@ -1,7 +1,7 @@
 """The embedded engine behind the HTTP application: a thread that owns the engine, and the event loop's side of it.
 
-All access to the engine is by commands, which the thread runs between two steps. That includes joining a weight group and loading
-an update: both wait for the trainer, up to their deadlines.
+The event loop changes the engine only by commands, which the thread runs between two steps; it reads version and statistics
+directly. Joining a weight group and loading an update are commands, too: both wait for the trainer, up to their deadlines.
 When the engine raises, every request gets an error line, later commands fail with the cause, and `on_failure` is called.
 """
 
@@ -50,7 +50,7 @@ class EmbeddedEngine(Engine):
     """The embedded engine as the HTTP application sees it, and the daemon thread that runs it.
 
     Args:
-        engine: the engine; only the thread uses it from `start` on.
+        engine: the engine; from `start` on, only the thread changes it.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
         from_hub: `revision` and `trust_remote_code` with which the model was loaded. Tokenizer and base are of the same revision.
         on_failure: called in the event loop after the engine failed and every request got the error.

@@ -131,7 +131,8 @@ def vllm_command(
     platform: Platform | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServerCommand:
-    """Build the command. Pure, given `platform` (default: that of the installed vLLM) and `environment` (default: os.environ).
+    """Build the command for the installed vLLM's version, `platform` (default: that of the installed vLLM) and `environment`
+    (default: os.environ). Starts nothing.
 
     Raises:
         ConfigError: `inference.host` is reachable from outside and no token is set, or this vLLM lacks `model.head_dtype`.

@@ -1,4 +1,4 @@
-"""All runtime patches of vLLM, torch and uvicorn, each with its reason.
+"""Runtime patches of vLLM, torch and uvicorn, each with its reason.
 
 `plugin` applies those of a whole process, `engine` those of its client. All of them fit the versions of vLLM in `command`,
 and those of torch and uvicorn in pyproject.toml. tests/vllm fails if one no longer has any effect,

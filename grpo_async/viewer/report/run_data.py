@@ -27,7 +27,7 @@ class RunData(Evidence):
     run_dir: RunDir
     engine: str | None = None  # the one that was chosen; None: not known
     on_gpu: bool | None = None  # whether the trainer had a GPU; None: not known
-    num_gpus: int | None = None  # of the machine with the servers; None: not known
+    num_gpus: int | None = None  # of the machine with the first trainer ranks; None: not known
     summary: Mapping[str, Any] = field(default_factory=dict)
     rollouts: RolloutOverview = field(default_factory=RolloutOverview)
 

@@ -95,9 +95,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --port, or --port 0 for any free one"
+            f"cannot listen on {host}, port {port}: {why}; choose another with --port, or --port 0 for any free one"
         ) from error
     listener.setblocking(False)
     return listener

@@ -1,6 +1,7 @@
 /* The columns of the two tables, and from which width on (px) each is shown. */
 
 import { badge, number, oneLine, percent, range, signed } from "./dom.js";
+import { mapEntry } from "./query_box.js";
 
 const MAX_REWARDS = 4;
 const STALENESS = "optimizer steps between its oldest token and its use";
@@ -53,7 +54,7 @@ function rolloutColumns(rewardNames) {
       cell: (row) => (row.error ? `error: ${oneLine(row.error, 300)}` : oneLine(row.completion_preview, 300)),
     },
     numeric("reward", "reward", (row) => number(row.reward)),
-    ...parts.map((name) => numeric(`rewards['${name.replaceAll("'", "''")}']`, oneLine(name, 20), (row) => number(row.rewards[name]), { width: "6rem", from: 1300 })),
+    ...parts.map((name) => numeric(mapEntry("rewards", name), oneLine(name, 20), (row) => number(row.rewards[name]), { width: "6rem", from: 1300 })),
     numeric("advantage", "advantage", (row) => signed(row.advantage, 2), { width: "5.6rem", from: 640 }),
     numeric("length", "length", (row) => number(row.num_tokens), { title: "tokens that the policy sampled", from: 440 }),
     numeric("turns", "turns", (row) => String(row.num_turns), { width: "4rem", from: 1320 }),

@@ -200,7 +200,7 @@ const STATUSES = {
   trained: ["good", "used by an optimizer step"],
   filtered: ["", "nothing to learn from: all rewards equal, or none"],
   stale: ["warning", "too old when the trainer needed it, or bound to be"],
-  failed: ["bad", "an error, or too few rollouts survived"],
+  failed: ["bad", "an error, too few rollouts survived, or the update was not finite"],
   cancelled: ["", "the run ended first; a resume issues its prompt again"],
   evaluated: ["info", "held-out prompt: nothing is learned from it"],
   finished: ["good", "ended on its own"],
