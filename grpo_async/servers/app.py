@@ -300,8 +300,8 @@ class RolloutApp:
         if not is_drained:
             raise HTTPException(
                 NOT_DRAINED,
-                f"{count(len(self._requests.in_engine), 'request')} in flight did not end within {timeout_s:g} s, so it is not "
-                "paused; raise weights.drain_timeout_s if this is expected",
+                f"the server is not paused: {count(len(self._requests.in_engine), 'request')} in flight did not end within "
+                f"{timeout_s:g} s; raise weights.drain_timeout_s if this is expected",
             )
 
     async def _resume(self, _: Request) -> Response:
