@@ -1,6 +1,6 @@
 """Rewards. A reward function gets all completions of a prompt, and the columns of its row, one value for each completion."""
 
-from grpo_async.rewards.text import final_text, last_boxed, last_number
+from grpo_async.rewards.text import after_thinking, final_text, last_boxed, last_number
 
 
 def correct(completions, answer, **_):
@@ -12,4 +12,4 @@ def correct(completions, answer, **_):
 
 
 def boxed_number(completion):
-    return last_number(last_boxed(final_text(completion)) or "")
+    return last_number(last_boxed(after_thinking(final_text(completion))) or "")

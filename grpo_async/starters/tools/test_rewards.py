@@ -9,7 +9,8 @@ RESULT = {"role": "tool", "content": "35"}
 def test_the_last_message_decides():
     right = [CALL, RESULT, {"role": "assistant", "content": "105"}]
     wrong = [CALL, RESULT, {"role": "assistant", "content": "35"}]
-    assert correct([right, wrong, [CALL, RESULT]], answer=["105"] * 3) == [1.0, 0.0, 0.0]
+    thinks = [CALL, RESULT, {"role": "assistant", "content": "<think>\n3 x 35\n</think>\n\n105"}]
+    assert correct([right, wrong, [CALL, RESULT], thinks], answer=["105"] * 4) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_the_tool_says_what_is_wrong():
