@@ -107,7 +107,7 @@ class _InputChecks:
     def check_model(self) -> None:
         config = self.config
         folder = self._check_folder("model.path", config.model.path)
-        downloaded = None if folder else downloaded_file(config.model.path, "config.json")
+        downloaded = None if folder else downloaded_file(config.model.path, "config.json", config.model.revision)
         if (described := folder or (downloaded and downloaded.parent)) is not None:
             with self.problems.collecting():
                 text, longest = text_config(described), config.inference.max_model_len
@@ -347,7 +347,7 @@ class _InputChecks:
             path: Path | None = getattr(tls, name)
             if path is not None and not os.access(path, os.R_OK):
                 self.problems.append(f"inference.tls.{name}: {path} cannot be read (working directory: {Path.cwd()})")
-        if node_rank == 0:
+        if node_rank == 0 and self.trains:
             try:
                 host = weights_host(config, config.inference.urls)
                 if fault := binding_error(host, 0):

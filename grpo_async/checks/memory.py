@@ -202,13 +202,15 @@ def _nearest(run_dir: RunDir) -> Path:
 def disk_room(config: ExperimentConfig, run_dir: RunDir, size: ModelSize) -> Found:
     """The run directory's disk holds the checkpoints and the exported model.
 
-    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes. keep_last + keep_best of them stay at
-    most, and each whose step is a multiple of keep_every (see `checkpoint`); one more is there while it is written; what is there
-    already (a resume) counts. The export is N m.
+    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes, and N m for a synced reference.
+    keep_last + keep_best of them stay at most, and each whose step is a multiple of keep_every (see `checkpoint`); one more is
+    there while it is written; what is there already (a resume) counts. The export is N m.
     """
     section = config.checkpoint
     item = ITEM_BYTES[config.model.dtype]
     model, each = size.parameters * item, 3 * size.trained(config) * (item if config.model.lora is None else 4)
+    if config.loss.sync_ref_model:
+        each += model  # the synced reference
     multiples = config.num_steps // math.lcm(section.every_steps, section.keep_every) if section.keep_every else 0
     still = max(0, section.keep_last + section.keep_best + multiples + 1 - len(run_dir.checkpoint_steps()))
     needed, free = still * each + model, shutil.disk_usage(_nearest(run_dir)).free

@@ -841,7 +841,7 @@ class InferenceSection(StrictModel):
     """CPU threads of a server's compute."""
     startup_timeout_s: Seconds = 600.0
     """Longest time until a server answers /health, also after a restart. vLLM compiles for minutes when it first starts on a
-    machine. Where it is not set, a second is added for each 100 MB of the model's files: 2000 s for 140 GB."""
+    machine. Where it is not set, a second is added for each 100 MB of weights in a local folder: 2000 s for 140 GB."""
     request_timeout_s: Seconds = 300.0
     """Longest silence of the server within one request."""
     max_retries: int = Field(default=5, ge=0)

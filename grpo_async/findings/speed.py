@@ -270,7 +270,8 @@ def _training(metrics: PipelineMetrics, setup: PipelineSetup, servers: float) ->
         return _bound("training", f"{why}; a faster trainer would help, generation is not the limit")
     suggested = min(2 * ranks, math.ceil(ranks * train_s / max(metrics.generation_s, 0.25 * train_s) - 1e-9))
     if setup.num_gpus is not None:
-        has_servers = setup.spawns_servers and not launch.nodes.infer  # on the machine with the first ranks
+        # on the machine with the first ranks, on GPUs of their own
+        has_servers = setup.spawns_servers and not (launch.nodes.infer or launch.colocate)
         taken = inference.replicas * inference.vllm.num_gpus if has_servers else 0
         suggested = min(suggested, setup.num_gpus - taken)
     if suggested > ranks:

@@ -1,7 +1,7 @@
 """The system call filter: a list of what Python programs need. All other calls fail with "operation not permitted", and calls newer
 than this list with "no such call", for which libraries have fallbacks.
 
-Not on the list: sockets (`socketpair` works; all work if the code has a loopback of its own), namespaces and mounts, access to
+Not on the list: sockets (`socketpair` works; Unix and IP work if the code has its own loopback), namespaces and mounts, access to
 other processes, kernel modules and the like, io_uring (it would bypass this filter), and memory that no limit counts (memfd,
 System V, message queues).
 With namespaces the list also has calls that these make harmless: new processes, signals to others, changes to others' files.

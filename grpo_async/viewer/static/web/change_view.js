@@ -12,7 +12,7 @@ export async function changeView({ main, parameters, signal }) {
   const ask = (offset) => get("change", { run, first, last, offset, limit: PAGE }, signal);
   const found = await ask(0);
   if (!found.rows.length) {
-    const how = "A run evaluates before and after its training where evaluation.data is set, and every evaluation.every_steps steps.";
+    const how = "A run with an evaluation section evaluates before and after its training, and every evaluation.every_steps steps.";
     fill(main, empty(found.steps.length < 2 ? "A comparison needs two evaluations." : "The two evaluations have no prompt in common.", how));
     return { title };
   }

@@ -42,7 +42,7 @@ function changes(title, found, run) {
     h("span", { class: `level ${change > 0 ? "good" : "bad"}` }, signed(change, 2)),
     `${number(first.step)} → ${number(last.step)}`,
   ];
-  const nothing = "None of the prompts seen more than once.";
+  const nothing = "No prompt that was seen more than once.";
   return list([title, " ", hint("first vs. last occurrence")], title, ["prompt", "#mean reward", "#change", "#step"], found.map(row), nothing);
 }
 
