@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -190,11 +189,16 @@ class MetricsReader:
         self._rows: dict[int, MetricRow] = {}
         self._known: dict[tuple[str, ...], dict[str, int]] = {}
         self._file = GrowingFile(path, self._rows.clear)
+        self.problem: str | None = None
+        """Why the last look failed; None: it did not."""
 
     def rows(self) -> dict[int, MetricRow]:
         """The finite numbers of each step, ascending by step. While the file cannot be read: those that were read before."""
         with self._lock:
-            with suppress(OSError):  # a network file system that fails for a while
+            self.problem = None
+            try:
                 for _, line in self._file.new_lines():
                     _add(self._rows, parse_object(line), self._known)
+            except OSError as error:  # a network file system that fails for a while
+                self.problem = f"metrics.jsonl cannot be read: {error}"
             return dict(self._rows)

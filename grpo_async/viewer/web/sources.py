@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -89,6 +90,9 @@ class Source:
             if self._run_and_verdict is None or self._run_and_verdict[0] != now:
                 rows = list(self.metrics.rows().values())
                 run = read_run(self.run, self.name, metrics=rows, rollouts=RolloutOverview())
+                if self.metrics.problem is not None:  # shown, but not kept: the next request looks again
+                    run = replace(run, problems=[*run.problems, self.metrics.problem])
+                    return run, learning(run)
                 self._run_and_verdict = now, run, learning(run)
             return self._run_and_verdict[1:]
 

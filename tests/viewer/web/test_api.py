@@ -26,6 +26,7 @@ from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.store.index import Index
+from grpo_async.utils.files import GrowingFile
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
@@ -235,6 +236,20 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert drawn(inspector) == {"reward": [0.1, 0.25]}
         path.unlink()
         assert drawn(inspector) == {}
+
+
+def test_a_look_at_the_metrics_that_fails_is_told_and_not_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunDir(small).metrics.write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
+
+    def fail(_: GrowingFile) -> Iterator[tuple[int, bytes]]:
+        raise OSError(116, "Stale file handle")
+
+    with serving(small) as inspector:
+        with monkeypatch.context() as patch:
+            patch.setattr(GrowingFile, "new_lines", fail)
+            failed = inspector.json("api/run")
+        assert "metrics.jsonl cannot be read: [Errno 116] Stale file handle" in failed["problems"]
+        assert inspector.json("api/run")["metrics"] == failed["metrics"] + 1
 
 
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
