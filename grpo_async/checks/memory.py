@@ -212,7 +212,12 @@ def disk_room(config: ExperimentConfig, run_dir: RunDir, size: ModelSize) -> Fou
     if config.loss.sync_ref_model:
         each += model  # the synced reference
     multiples = config.num_steps // math.lcm(section.every_steps, section.keep_every) if section.keep_every else 0
-    still = max(0, section.keep_last + section.keep_best + multiples + 1 - len(run_dir.checkpoint_steps()))
+    kept_longer = section.keep_best + multiples
+    if config.num_steps:  # of those that the run makes; 0: the rows that training.epochs goes by are not counted yet
+        kept_longer = min(
+            kept_longer, max(0, math.ceil(config.num_steps / section.every_steps) - section.keep_last - 1)
+        )
+    still = max(0, section.keep_last + 1 + kept_longer - len(run_dir.checkpoint_steps()))
     needed, free = still * each + model, shutil.disk_usage(_nearest(run_dir)).free
     parts = f"{count(still, 'checkpoint')} of {format_bytes(each)} and the model of {format_bytes(model)}"
     message = f"{parts} need {format_bytes(needed)}; {run_dir.root} has {format_bytes(free)} free"
