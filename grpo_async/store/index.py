@@ -167,17 +167,15 @@ class Index:
             generation, before = self.generation, self.metadata.superseded_condition()
             try:
                 self.metadata = read_metadata(self.folder)
-                are_read = any(self._read_blocks() for _ in range(MAX_LISTINGS))
+                if (superseded := self.metadata.superseded_condition()) != before:
+                    with self._change():
+                        for table in ("rows", "groups"):
+                            self._connection.execute(f"UPDATE {table} SET superseded = {superseded}")
+                    self.generation += 1
+                if not any(self._read_blocks() for _ in range(MAX_LISTINGS)):
+                    raise RunError(f"the blocks in {self.folder} change faster than they can be read")
             except OSError as error:
                 raise RunError(f"cannot read the rollouts in {self.folder}: {error}") from error
-            superseded = self.metadata.superseded_condition()
-            if not are_read:
-                raise RunError(f"the blocks in {self.folder} change faster than they can be read")
-            if superseded != before:
-                with self._change():
-                    for table in ("rows", "groups"):
-                        self._connection.execute(f"UPDATE {table} SET superseded = {superseded}")
-                self.generation += 1
             return self.generation != generation
 
     def damage(self) -> list[str]:
@@ -238,9 +236,10 @@ class Index:
                     self._delete(first)
                 self._forget(first)
                 self._stamps[first] = stamps[0]
+                # a block that the system does not let us read may be whole
+                advice = "make it readable" if isinstance(error, OSError) else "restore it from a copy, or remove it"
                 self._damage[first] = (
-                    f"{path} is damaged, its rollouts are left out ({first_line(str(error))}); restore it from a copy, or "
-                    "remove it"
+                    f"{path} is damaged, its rollouts are left out ({first_line(str(error))}); {advice}"
                 )
             return False
         for block, stamp in zip(blocks, stamps, strict=True):
