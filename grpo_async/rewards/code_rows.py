@@ -125,7 +125,10 @@ def code_in(text: str) -> str:
     """
     answer = after_thinking(text)
     blocks = _BLOCK.findall(answer)
-    return textwrap.dedent(blocks[-1]) if blocks else answer
+    if not blocks:
+        return answer
+    code = blocks[-1]
+    return textwrap.dedent(code) if code.lstrip("\n")[:1] in (" ", "\t") else code
 
 
 def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests | None:

@@ -220,6 +220,7 @@ def test_the_last_block_after_the_thinking_is_the_code() -> None:
     assert code_in(text) == "last\n"
     assert code_in("x = 1") == "x = 1"
     assert code_in("1. So:\n   ```python\n   if x:\n       y()\n   ```") == "if x:\n    y()\n"
+    assert code_in('```python\nx = """\n  \n"""\n```') == 'x = """\n  \n"""\n'  # a text keeps its blanks
     assert code_in("```python\ncut off") == "```python\ncut off"
 
 
