@@ -34,7 +34,7 @@ from pydantic import ValidationError
 
 from grpo_async.agents.calls import BUDGET_EXHAUSTED, ApiError, Call, bad_request
 from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
-from grpo_async.errors import GrpoAsyncError, RequestRejectedError, message_of
+from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
@@ -303,7 +303,7 @@ class AgentSession:
         except RequestRejectedError as error:
             raise bad_request(str(error)) from error  # for example response_format with an engine without grammars
         except GrpoAsyncError as error:
-            self.last_error = message_of(error)
+            self.last_error = str(error)
             raise ApiError(503, "server_error", self.last_error) from error
         finally:
             self._running.discard(task)

@@ -71,8 +71,6 @@ class Display:
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         """An optimizer step has ended."""
         with self.progress.lock:
-            if step <= self.progress.step:  # the ranks found the checkpoint damaged, and went on from an earlier one
-                self.progress.rewards.clear()
             self.progress.add_step(step, max_steps, metrics)
             eta_s = self.progress.seconds_left
         self._show("step", step=step, max_steps=max_steps, eta_s=eta_s, metrics=dict(metrics))

@@ -140,6 +140,8 @@ class Progress:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def add_step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
+        if step <= self.step:  # the ranks found the checkpoint damaged, and went on from an earlier one
+            self.rewards.clear()
         self.step, self.max_steps, self.metrics = step, max_steps, dict(metrics)
         if (reward := self.value("reward")) is not None:
             self.rewards.append(reward)

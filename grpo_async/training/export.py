@@ -144,9 +144,8 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
     """The card of the policy after `step` steps. `evaluation`: metrics on held-out data, if there are any."""
     base, rollout, lora = config.model.path, config.rollout, config.model.lora
     merged = "" if lora is None else f"LoRA of rank {lora.rank}, merged into these weights."
-    of_all = (
-        f" of {config.num_steps}" if config.num_steps else ""
-    )  # 0: of epochs, and only the trainer knows how many rows
+    # 0: the steps of epochs, which only the trainer can count
+    of_all = f" of {config.num_steps}" if config.num_steps else ""
     rows = [f"| {name} | {value:.6g} |" for name, value in (evaluation or {}).items() if isinstance(value, int | float)]
     table = (
         ["| metric | value |", "| --- | --- |", *rows] if rows else ["This policy was not evaluated on held-out data."]

@@ -1,6 +1,6 @@
 """Rewards. A reward function gets all completions of a prompt, and the columns of its row, one value for each completion."""
 
-from grpo_async.rewards.text import after_thinking
+from grpo_async.rewards.text import after_thinking, final_text
 
 
 def correct(completions, answer, **_):
@@ -10,7 +10,5 @@ def correct(completions, answer, **_):
 
 def last_text(completion):
     """A completion is the list of messages after the prompt: the model's, and the results of tools."""
-    if isinstance(completion, str):
-        return after_thinking(completion).strip()
-    last = completion[-1] if completion else {}
-    return after_thinking(last.get("content") or "").strip() if last.get("role") == "assistant" else ""
+    last = completion if isinstance(completion, str) else completion[-1:]
+    return after_thinking(final_text(last)).strip()
