@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
 
 from grpo_async.utils.files import write_atomically
 from grpo_async.utils.processes import die_with_parent
@@ -38,10 +37,11 @@ def main(mode: str, folder: Path, name: str) -> int:
     die_with_parent()
     is_first_life = not (folder / f"{name}.pid").exists()
     write_atomically(folder / f"{name}.token", os.environ["GRPO_ASYNC_TOKEN"])
-    signal.signal(signal.SIGUSR1, _crash)
-    signal.signal(signal.SIGTERM, _end)
+    ends_by = {signal.SIGUSR1, signal.SIGTERM}
     if mode == "ignore-term" or (mode == "children" and is_first_life):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ends_by.remove(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends_by)  # one that arrives before sigwait is kept for it
     if mode == "children" and is_first_life:
         child = subprocess.Popen([sys.executable, "-c", HELPER], env={})
         stray = subprocess.Popen(
@@ -55,18 +55,11 @@ def main(mode: str, folder: Path, name: str) -> int:
         print("giving up", flush=True)
         return 3
     print("serving", flush=True)
-    while True:
-        signal.pause()
-
-
-def _end(number: int, frame: FrameType | None) -> None:
+    if signal.sigwait(ends_by) == signal.SIGUSR1:
+        print("CUDA error: the card is on fire", flush=True)
+        return 3
     print("asked to end", flush=True)
-    sys.exit(0)
-
-
-def _crash(number: int, frame: FrameType | None) -> None:
-    print("CUDA error: the card is on fire", flush=True)
-    sys.exit(3)
+    return 0
 
 
 if __name__ == "__main__":

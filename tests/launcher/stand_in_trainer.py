@@ -76,9 +76,8 @@ class Modes:
 
     def fail_when_told(self) -> None:
         if self.assignment.rank == 1:
-            signal.signal(signal.SIGUSR1, lambda *_: None)
             leave_pid(self.folder, "ready")
-            signal.pause()
+            signal.sigwait({signal.SIGUSR1})
             raise TimeoutError("rank 0 sends nothing")
         self.ignore_stop()
 
@@ -101,27 +100,28 @@ class Modes:
     def served(self) -> None:
         """It takes every server as serving when it starts. It appends the news of servers to FOLDER/news, asks for a restart of
         server 0 on SIGUSR1, and finishes on SIGUSR2."""
-        control, news, status = self.control, (self.folder / "news").open("a", buffering=1), ["stopped"]
+        control, news, status = self.control, (self.folder / "news").open("a", buffering=1), "stopped"
 
         def take(message: Mapping[str, Any]) -> None:
             news.write(json.dumps(dict(message)) + "\n")
             if message["event"] == "starting":
                 control.send("server_serving", index=message["index"])
 
-        def finish(*_: object) -> None:
-            status[0] = "finished"
+        def obey() -> None:
+            nonlocal status
+            while signal.sigwait({signal.SIGUSR1, signal.SIGUSR2}) == signal.SIGUSR1:
+                control.send("restart_server", index=0, reason="it did not answer for 30 s")
+            status = "finished"
             control.stop_requested.set()
 
-        reason = "it did not answer for 30 s"
-        signal.signal(signal.SIGUSR1, lambda *_: control.send("restart_server", index=0, reason=reason))
-        signal.signal(signal.SIGUSR2, finish)
+        threading.Thread(target=obey, daemon=True).start()
         for index in range(len(self.assignment.server_urls)):
             control.send("server_serving", index=index)
         control.listen(take)
         control.send("phase", name="servers serve")
         control.stop_requested.wait(LIMIT_S)
         failures = [{"server": "server 0", "reason": "killed", "recovery_s": 1.5}]
-        control.send("summary", summary={"status": status[0], **SUMMARY, "server_failures": failures})
+        control.send("summary", summary={"status": status, **SUMMARY, "server_failures": failures})
 
 
 def holds_the_gil() -> None:
@@ -133,6 +133,9 @@ def main(mode: str, folder: Path) -> None:
         die_with_parent()
         leave_pid(folder, "rank0")
         threading.Event().wait(LIMIT_S)
+
+    # in every thread: a signal is kept for sigwait, while a handler in Python may run only when the main thread's wait ends
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, *([signal.SIGUSR2] if mode == "served" else [])})
 
     def work(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
         modes = Modes(folder, assignment, control)
