@@ -20,7 +20,17 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.progress import Progress, RunRow, ServerStatus, ago, join, left_text, recovery_text, run_rows
+from grpo_async.display.progress import (
+    Progress,
+    RunRow,
+    ServerStatus,
+    ago,
+    join,
+    left_text,
+    recovery_text,
+    run_rows,
+    steps_text,
+)
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import count, duration, format_number
 
@@ -57,7 +67,7 @@ def dashboard(
         now: time.time() seconds.
     """
     now = time.time() if now is None else now
-    steps = f"step {progress.step}/{progress.max_steps}"
+    steps = f"step {steps_text(progress)}"
     if width < _MIN_BOX[0] or height < _MIN_BOX[1]:
         return _line(f"{one_line(run_name)} {progress.phase} {steps}")
     room = height - 3  # upper edge, head, lower edge
@@ -108,9 +118,9 @@ def _line(text: str, style: str = "") -> Text:
 
 def _head(progress: Progress, steps: str, width: int) -> RenderableType:
     """Step, bar, fraction, elapsed, left, speed."""
-    fraction = progress.step / progress.max_steps if progress.max_steps else 0.0
+    fraction = progress.step / progress.max_steps if progress.max_steps else None
     clock = [
-        f"{fraction:4.0%}",
+        None if fraction is None else f"{fraction:4.0%}",
         left_text(progress),
     ]
     if width >= 60:
@@ -120,7 +130,7 @@ def _head(progress: Progress, steps: str, width: int) -> RenderableType:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(ratio=1)
     table.add_column(no_wrap=True)
-    bar = ProgressBar(total=max(1, progress.max_steps), completed=progress.step)
+    bar = ProgressBar(total=1.0, completed=fraction or 0.0)
     table.add_row(steps, bar, join(clock))
     return table
 

@@ -120,6 +120,7 @@ class Progress:
     time.monotonic() seconds, moments of events in those of time.time()."""
 
     max_steps: int
+    """0: not known; with `training.epochs` the first step tells it."""
     step: int = 0
     phase: str = "starting"
     metrics: dict[str, float] = field(default_factory=dict)
@@ -178,7 +179,7 @@ class Progress:
         return {
             "phase": self.phase,  # what it is doing, in words
             "step": self.step,  # finished optimizer steps
-            "max_steps": self.max_steps,
+            "max_steps": self.max_steps or None,
             "eta_s": self.seconds_left,  # by the last ten steps
             "reward": {"last": self.reward, "average": self.reward_average},  # mean of all groups; of 5 steps
             "metrics": dict(self.metrics),  # of the newest step, as in metrics.jsonl
@@ -196,7 +197,7 @@ class Progress:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Progress:
         """From status.json, without older messages; text is made safe for a terminal."""
-        progress = cls(max_steps=int(content.get("max_steps", 0)), step=int(content.get("step", 0)))
+        progress = cls(max_steps=int(content.get("max_steps") or 0), step=int(content.get("step", 0)))
         progress.phase = one_line(str(content.get("phase", "")))
         progress.metrics = dict(content.get("metrics") or {})
         progress.set_servers(content.get("servers") or [])
@@ -360,7 +361,7 @@ def step_line(progress: Progress) -> str:
     changed = "" if change is None else f", {change:+.3f}"
     return join(
         [
-            f"step {progress.step}/{progress.max_steps}",
+            f"step {steps_text(progress)}",
             None if reward is None else f"reward {reward:.3f} (all groups{changed})",
             progress.text("loss", "loss {:.3g}"),
             progress.text("entropy", "entropy {:.3g}"),
@@ -379,6 +380,11 @@ def step_line(progress: Progress) -> str:
             left_text(progress),
         ]
     )
+
+
+def steps_text(progress: Progress) -> str:
+    """`12/60`; `12` while the most steps are not known."""
+    return f"{progress.step}/{progress.max_steps}" if progress.max_steps else str(progress.step)
 
 
 def left_text(progress: Progress) -> str | None:

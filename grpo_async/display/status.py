@@ -16,7 +16,7 @@ from rich.text import Text
 
 from grpo_async.display.dashboard import dashboard, server_text
 from grpo_async.display.display import print_line
-from grpo_async.display.progress import Progress, RunRow, ago, join, left_text, run_rows, step_line
+from grpo_async.display.progress import Progress, RunRow, ago, join, left_text, run_rows, step_line, steps_text
 from grpo_async.display.status_file import VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
@@ -119,7 +119,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[RunRow]:
     yield "error", str(content.get("error") or ""), ""
     yield "precision", str(content.get("precision") or ""), ""
     fraction = f"  {progress.step / progress.max_steps:.0%}" if progress.max_steps else ""
-    yield "step", f"{progress.step}/{progress.max_steps}{fraction}", ""
+    yield "step", f"{steps_text(progress)}{fraction}", ""
     if is_running:
         yield "elapsed", join([took, left_text(progress), progress.text("step_time", "{:.1f} s/step")]), ""
     else:

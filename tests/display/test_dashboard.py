@@ -117,6 +117,15 @@ def test_a_larger_terminal_shows_more_charts_more_servers_and_messages() -> None
         assert part in huge
 
 
+def test_nothing_is_said_of_the_number_of_steps_before_it_is_known() -> None:
+    """A run that was resumed at step 5, with `training.epochs`: the trainer counts the rows."""
+    for width, height in ((80, 24), (40, 10), (19, 4)):
+        text = _text(Progress(max_steps=0, step=5), width, height)
+        assert "step 5" in text
+        for part in ("5/", "%", "━"):
+            assert part not in text, f"{part!r} of a number that is not known:\n{text}"
+
+
 def test_a_small_terminal_keeps_the_reward_and_what_is_said() -> None:
     text = _text(_progress(), 40, 10)
     for part in ("reward 0.580", "step 12/60", "advice", "warning"):
