@@ -140,6 +140,13 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
         assert part in text
 
 
+def test_an_evaluation_that_failed_is_not_called_none(tmp_path: Path) -> None:
+    """Its row in the table says why it has no result."""
+    text = _text(_page(write_run(tmp_path, evaluations=[{"step": 0, "when": "before", "error": "the scorer died"}])))
+    assert "none: the scorer died" in text
+    assert "There was no evaluation" not in text
+
+
 def test_failed_rollouts_and_those_that_no_step_saw_are_not_called_unscored(tmp_path: Path) -> None:
     groups = [
         Group(rewards=[1.0, None]),
