@@ -106,9 +106,13 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
         return None
     series: list[dict[str, Any]] = []
     metrics: list[str] = []
+    left_out: set[str] = set()
     for run_index, run in enumerate(runs):
         rows = _rows_of(plot, run)
         lines = [line for line in _lines_of(plot, rows) if len(runs) == 1 or not line.single_run]
+        if plot.of_evaluations:  # there may be many values of `evaluation.group_by`
+            left_out.update(line.metric for line in lines[MAX_SERIES:])
+            del lines[MAX_SERIES:]
         for number, line in enumerate(lines):
             drawn_line = _series(line, rows)
             if drawn_line is None:
@@ -125,7 +129,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
         return None
     data = {
         "title": plot.title,
-        "unit": plot.unit,
+        "unit": plot.unit + (f"; {len(left_out)} more are not drawn" if left_out else ""),
         "format": plot.format,
         "include": list(plot.include),
         "log": plot.log,
@@ -164,7 +168,7 @@ def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:
     found = [
         Line(name, name[prefix.rfind("/") + 1 :].removesuffix(suffix).replace("_", " "))
         for name in sorted(names - set(plot.leave_out))
-    ][: MAX_SERIES if plot.of_evaluations else None]
+    ]
     if len(found) < plot.least_found:
         return list(plot.lines)
     rank = {label: index for index, label in enumerate(plot.order)}

@@ -167,7 +167,14 @@ def test_the_pass_rate_is_over_all_prompts_and_the_reward_also_of_each_value_of_
         evaluations=[EvaluationRecord(step=0, metrics=metrics, by_group=by_group)],
     )
     assert [each["label"] for each in _draw("pass", run)["series"]] == ["pass@1", "pass@2"]
-    assert [each["label"] for each in _draw("held-out-groups", run)["series"]] == [f"v{number}" for number in range(7)]
+    drawn = _draw("held-out-groups", run)
+    assert [each["label"] for each in drawn["series"]] == [f"v{number}" for number in range(7)]
+    assert "not drawn" not in drawn["unit"]
+    more = {f"v{number}": metrics for number in range(10)}
+    run = replace(run, evaluations=[EvaluationRecord(step=0, metrics=metrics, by_group=more)])
+    drawn = _draw("held-out-groups", run)
+    assert [each["label"] for each in drawn["series"]] == [f"v{number}" for number in range(8)]
+    assert drawn["unit"] == "mean over the prompts with this value; 2 more are not drawn"
 
 
 def test_evaluations_on_an_axis_of_seconds_keep_their_order_also_where_the_row_of_a_step_is_missing() -> None:
