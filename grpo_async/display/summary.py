@@ -123,20 +123,20 @@ def print_evaluation(
 ) -> None:
     """A column for all prompts and one for each value of `group_by`, with every number; of more than a handful of values,
     a row for each, with the most important numbers."""
-    columns = {**by_group, "all": metrics}
+    columns = [*by_group.items(), ("all prompts", metrics)]
     names = [name for name in _order(metrics) if name in metrics]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column(plain(group_by or ""), no_wrap=True)
     if len(columns) <= _MAX_COLUMNS:
-        for column in columns:
+        for column, _ in columns:
             table.add_column(Text(clipped(plain(column), _MAX_NAME)), justify="right", overflow="fold")
         for name in names:
-            table.add_row(_NAMES.get(name, name), *(_shown(name, values.get(name)) for values in columns.values()))
+            table.add_row(_NAMES.get(name, name), *(_shown(name, values.get(name)) for _, values in columns))
     else:
         names = _important(names)
         for name in names:
             table.add_column(_NAMES.get(name, name), justify="right", no_wrap=True)
-        for column, values in columns.items():
+        for column, values in columns:
             table.add_row(Text(clipped(plain(column), _MAX_NAME)), *(_shown(name, values.get(name)) for name in names))
     console.print(Text(plain(title), style="bold"))
     console.print(table)

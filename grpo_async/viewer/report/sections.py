@@ -108,8 +108,8 @@ def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
         yield Table(caption="Evaluations" + (f" of {run.label}" if len(runs) > 1 else ""), head=head, rows=rows)
         newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
         if newest is not None:
-            parts = {**newest.by_group, "all": newest.metrics}
-            rows = [[part, *_values(values, names)] for part, values in parts.items()]
+            parts = [*newest.by_group.items(), ("all prompts", newest.metrics)]
+            rows = [[part, *_values(values, names)] for part, values in parts]
             yield Table(
                 caption=f"By value of evaluation.group_by, at step {newest.step} of {run.label}", head=head, rows=rows
             )

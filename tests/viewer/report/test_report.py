@@ -140,6 +140,12 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
         assert part in text
 
 
+def test_a_value_of_group_by_may_have_any_name(tmp_path: Path) -> None:
+    parts = {"by_group": {"all": {"reward": 0.125}}}
+    text = _text(_page(write_run(tmp_path, evaluations=[{**evaluation(0, 0.5), **parts}])))
+    assert " all 0.125 all prompts 0.5 " in text
+
+
 def test_an_evaluation_that_failed_is_not_called_none(tmp_path: Path) -> None:
     """Its row in the table says why it has no result."""
     text = _text(_page(write_run(tmp_path, evaluations=[{"step": 0, "when": "before", "error": "the scorer died"}])))
