@@ -329,6 +329,15 @@ def test_the_page_of_a_branch_says_whose_numbers_stand_beside_it(browser: Browse
         assert {"Tokens", "Time"} <= set(watched.page.locator("aside h3").all_inner_texts())
 
 
+def test_keys_find_nothing_in_a_group_that_ended_before_its_rollouts(browser: Browser, tmp_path: Path) -> None:
+    with LineStore(tmp_path / "run" / "rollouts") as store:
+        store.append(build_group(7, []), GroupStatus.CANCELLED, None)
+    with serving(tmp_path / "run") as inspected, opened(browser, inspected, "#/group?run=run&id=7") as watched:
+        for key in ("j", "k", "Enter"):
+            watched.page.keyboard.press(key)
+        assert watched.page.inner_text("h1") == "Group 7"
+
+
 def test_names_of_runs_share_a_parameter_whatever_is_in_them(show: Show) -> None:
     names = ["lr=0.1,bs=4/run", "50%", "plain"]
     call = "async names => { const m = await import('/static/web/api.js'); return [m.joined(names), m.split(m.joined(names))]; }"

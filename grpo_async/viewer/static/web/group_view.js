@@ -98,9 +98,9 @@ export async function groupView({ app, main, parameters, signal }) {
   draw();
 
   const move = (by) => {
-    chosen = Math.max(0, Math.min(summaries.length - 1, chosen + by));
+    chosen = Math.min(summaries.length - 1, Math.max(0, chosen + by)); // -1: it has no rollouts
     [...cards.children].forEach((each, index) => each.classList.toggle("chosen", index === chosen));
-    cards.children[chosen].scrollIntoView({ block: "nearest" });
+    cards.children[chosen]?.scrollIntoView({ block: "nearest" });
   };
   const open = (event) => {
     if (event.target.closest("a, button, summary") || chosen < 0) {
