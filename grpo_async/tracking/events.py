@@ -19,7 +19,11 @@ class EventInfo:
 EVENTS = (
     EventInfo(ATTEMPT, "run", "an attempt of the run: an instant when it begins, and a span when it ends by itself"),
     EventInfo("importing", "run", "rank 0 imports its libraries"),
-    EventInfo("checking the checkpoint", "run", "checksums of the checkpoint to resume from"),
+    EventInfo(
+        "checking the checkpoint",
+        "run",
+        "checksums of the checkpoint to resume from; `resume_step` is one that is whole",
+    ),
     EventInfo("loading the tokenizer", "run", "the tokenizer and the chat template"),
     EventInfo("loading the model", "run", "all of it: imports, tokenizer, and the weights or a checkpoint"),
     EventInfo("waiting for the server", "run", "until the first server answers"),

@@ -14,7 +14,7 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.run_directory import attempt_number
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Span, Timeline
 from grpo_async.tracking.timeline_file import ATTEMPT
 from grpo_async.utils.seeds import seed_of
 
@@ -28,13 +28,15 @@ def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlC
         details["resume_step"] = assignment.resume_step
     timeline.instant(ATTEMPT, "run", **details)  # an attempt that is killed has no span
     try:
-        with timeline.span(ATTEMPT, "run", **details):
-            _run(assignment, config, control, timeline)
+        with timeline.span(ATTEMPT, "run", **details) as attempt:
+            _run(assignment, config, control, timeline, attempt)
     finally:
         timeline.close()
 
 
-def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline) -> None:
+def _run(
+    assignment: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline, attempt: Span
+) -> None:
     control.send("phase", name="loading the model")
     began = time.time()
     import numpy as np
@@ -56,10 +58,11 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     join_process_group(assignment, config)
     try:
         if assignment.resume_step is not None:
-            with timeline.span("checking the checkpoint", "run"):
+            with timeline.span("checking the checkpoint", "run") as check:
                 step, notes = find_undamaged(
                     assignment.run_dir, assignment.resume_step, is_named=assignment.resume_is_named
                 )
+                check.details["resume_step"] = attempt.details["resume_step"] = step
             for note in notes:
                 control.send("warning", text=note)
             assignment = assignment.model_copy(update={"resume_step": step})
