@@ -871,6 +871,12 @@ class InferenceSection(StrictModel):
         """`dtype`, or float32 where it is null: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
         return self.dtype or "float32"
 
+    def gpus_of_a_server(self, engine: str) -> int:
+        """GPUs that a server takes with this engine, where its machine has some."""
+        if engine == "embedded":
+            return 1 if self.embedded.device == "cuda" else 0
+        return self.vllm.num_gpus
+
     @property
     def longest_outage_s(self) -> float:
         """Longest time until the only server serves again or is given up: every restart takes its longest delay and start."""

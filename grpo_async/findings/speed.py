@@ -89,6 +89,15 @@ class PipelineSetup:
         return self.config.launch.device == "cuda" if self.on_gpu is None else self.on_gpu
 
     @property
+    def server_engine(self) -> str:
+        return self.engine or self.config.inference.engine
+
+    @property
+    def gpus_of_a_server(self) -> int:
+        """0: servers work on the CPU."""
+        return self.config.inference.gpus_of_a_server(self.server_engine) if self.has_gpus else 0
+
+    @property
     def spawns_servers(self) -> bool:
         """False: others run them."""
         return not self.config.inference.urls
@@ -218,7 +227,7 @@ def _trainer_waits(metrics: PipelineMetrics, setup: PipelineSetup, trainer: floa
     if usage is not None and has_room and ((metrics.running or 0.0) >= 0.7 * in_flight or servers >= _IDLE):
         # n rollouts fill a fraction u of the cache, so n x 0.85 / u fit, at most twice as many at once:
         # KV 38 %, 64 in flight: min(64 x 2, 64 x 0.85 / 0.38) = 128
-        is_embedded = (setup.engine or config.inference.engine) == "embedded" and setup.spawns_servers
+        is_embedded = setup.server_engine == "embedded" and setup.spawns_servers
         slots = config.inference.embedded.max_slots * config.num_servers if is_embedded else most_in_flight
         most = min(most_in_flight, slots)
         suggested = _whole_groups(min(in_flight * min(2.0, _KV_TARGET / max(usage, 0.01)), most), setup)
@@ -243,16 +252,16 @@ def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Fi
     needed = max(servers + 1, min(2 * servers, wanted))
     if not setup.spawns_servers:
         return _bound("generation", f"{why}; {servers} -> {needed} servers in inference.urls would keep up")
-    if not setup.has_gpus:
-        return _bound("generation", f"{why}; faster or more cores would help, or shorter completions")
     if nodes.infer:
         return _change(
             "generation", why, "launch.nodes.infer", nodes.infer, max(nodes.infer + 1, math.ceil(needed / replicas))
         )
+    if not setup.gpus_of_a_server:
+        return _bound("generation", f"{why}; faster or more cores would help, or shorter completions")
     suggested = math.ceil(needed / nodes.train)
     if setup.num_gpus is not None:
         free = setup.num_gpus - (0 if launch.colocate else launch.num_trainer_ranks)
-        suggested = min(suggested, free // config.inference.vllm.num_gpus)
+        suggested = min(suggested, free // setup.gpus_of_a_server)
     if suggested > replicas:
         return _change("generation", why, "inference.replicas", replicas, suggested)
     help_ = "GPUs for more servers (launch.nodes.infer, or one of the trainer's) would help, or shorter completions"
@@ -272,7 +281,7 @@ def _training(metrics: PipelineMetrics, setup: PipelineSetup, servers: float) ->
     if setup.num_gpus is not None:
         # on the machine with the first ranks, on GPUs of their own
         has_servers = setup.spawns_servers and not (launch.nodes.infer or launch.colocate)
-        taken = inference.replicas * inference.vllm.num_gpus if has_servers else 0
+        taken = inference.replicas * setup.gpus_of_a_server if has_servers else 0
         suggested = min(suggested, setup.num_gpus - taken)
     if suggested > ranks:
         tail = "of each machine" if launch.nodes.train > 1 else ""

@@ -172,7 +172,5 @@ def _fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportK
 
 
 def gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:
-    """GPUs that one server takes: none on the CPU, and one with the embedded engine."""
-    if not engine.on_gpu:
-        return 0
-    return config.inference.vllm.num_gpus if engine.engine == "vllm" else 1
+    """GPUs that one server takes: none on the CPU."""
+    return config.inference.gpus_of_a_server(engine.engine) if engine.on_gpu else 0

@@ -94,6 +94,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({"num_trainer_ranks": 2, "num_gpus": 3}, FED, "training", None, "GPUs for more ranks"),
     ({"num_trainer_ranks": 2, "spawns_servers": False, "num_gpus": 3}, FED, "training", (RANKS, 2, 3), ""),
     ({"colocate": True, "num_gpus": 2}, FED, "training", (RANKS, 1, 2), ""),
+    # servers on the CPU beside a trainer on a GPU take none
+    ({"embedded_slots": 64, "num_gpus": 2}, FED, "training", (RANKS, 1, 2), ""),
+    ({"embedded_slots": 64, "num_gpus": 3}, BOUND, "generation", None, "faster or more cores would help"),
     # 3 machines with 2 ranks: t = 9.5 s, g = 6 s: 2 x 9.5 / 6 = 3.2 -> 4 ranks of each
     ({"nodes": {"train": 3}, "num_trainer_ranks": 2}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each"),
     # 2 machines with 4 servers each: twice as many at most, so 4 machines
