@@ -19,7 +19,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.processes.addresses import interface_of, resolve_host
 from grpo_async.processes.assignment import Node
-from grpo_async.utils.network import WILDCARDS, binding_error, host_and_port, is_loopback
+from grpo_async.utils.network import WILDCARDS, binding_error, check_host, host_and_port, is_loopback
 from grpo_async.utils.text import count
 
 DEFAULT_PORT = 29400
@@ -79,6 +79,10 @@ def find_node(
     else:
         host = environment.get("MASTER_ADDR") or _first_machine(source, environment)
         port = _port(environment.get("MASTER_PORT") or str(DEFAULT_PORT))
+    try:
+        check_host(host)
+    except ValueError as error:
+        raise ConfigError(f"{_RENDEZVOUS}: {error}") from error
     if not host:
         raise ConfigError(
             f"launch.nodes: {_described(config)}, and no rendezvous address is set; set launch.rdzv to HOST:PORT of the machine "

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from grpo_async.utils.network import check_host
 from grpo_async.utils.text import clipped
 from grpo_async.utils.validation import problems_of
 
@@ -113,8 +114,8 @@ def _check_server_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and url == f"{parts.scheme}://{parts.netloc}"
-        is_whole = is_whole and bool(parts.hostname) and parts.port != 0 and "@" not in url
-    except ValueError:  # brackets that do not close, a port beyond 65535
+        is_whole = is_whole and bool(check_host(parts.hostname or "")) and parts.port != 0 and "@" not in url
+    except ValueError:  # brackets that do not close, a port beyond 65535, no name of a host
         is_whole = False
     if not is_whole:
         raise ValueError(f"{clipped(url, 80)!r} is not http://host:port or https://host:port, without a path")
@@ -135,7 +136,7 @@ FilePath = Annotated[Path, AfterValidator(lambda path: Path(_check_path(str(path
 """A file or folder; `~` is the home folder."""
 ModelName = Annotated[str, AfterValidator(_check_path)]
 """A folder, or a name on a hub."""
-Host = Annotated[str, Field(pattern=r"^[^\s/@]+$", max_length=253)]
+Host = Annotated[str, Field(pattern=r"^[^\s/@]+$", max_length=253), AfterValidator(check_host)]
 """Name or address of a machine."""
 ServerUrl = Annotated[
     str, AfterValidator(_check_server_url), WithJsonSchema({"type": "string", "pattern": r"^https?://[^/]+$"})

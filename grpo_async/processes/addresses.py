@@ -24,7 +24,7 @@ def resolve_host(host: str, setting: str) -> str:
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a part between its dots is empty or too long
+    except OSError as error:
         raise ConfigError(f"{setting}: the host {host} is not known on this machine ({error})") from error
     addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(addresses[0][4][0])

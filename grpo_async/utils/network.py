@@ -50,6 +50,21 @@ def host_in_url(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
+def check_host(host: str) -> str:
+    """`host`, as it is.
+
+    Raises:
+        ValueError: no resolver takes it.
+    """
+    try:
+        host.encode("idna")  # as every function of `socket` does
+    except UnicodeError as error:
+        raise ValueError(
+            f"{host!r} cannot be the name of a host: a part between its dots is empty or too long"
+        ) from error
+    return host
+
+
 def host_and_port(text: str) -> tuple[str, int | None]:
     """ "node-1:80" -> ("node-1", 80); "[::1]" -> ("::1", None).
 
@@ -59,7 +74,7 @@ def host_and_port(text: str) -> tuple[str, int | None]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname or parts.netloc != text or re.search(r"[\s@]", text):
         raise ValueError(f"{text!r} is neither HOST nor HOST:PORT")
-    return parts.hostname, parts.port
+    return check_host(parts.hostname), parts.port
 
 
 def binding_error(address: str, port: int = 0) -> OSError | None:

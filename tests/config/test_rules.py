@@ -94,6 +94,9 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"launch": {"nodes": {"infer": 1}, "colocate": True}}, "gives them machines of their own"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
+        ({"inference": {"urls": ["http://gpu..cluster:1"]}}, "http://host:port"),
+        ({"inference": {"host": "a" * 64}}, "cannot be the name of a host: a part between its dots is empty or too long"),
+        ({"weights": {"host": "gpu..cluster"}}, "'gpu..cluster' cannot be the name of a host"),
         (
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
             "weights.host: 127.0.0.1 cannot be reached from http://10.0.0.7:8000",

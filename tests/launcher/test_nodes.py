@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 from collections.abc import Mapping
@@ -68,6 +67,12 @@ _SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "node[
         ((1, None), {}, "no rendezvous address is set"),
         ((1, "a/b"), {}, "neither HOST nor HOST:PORT"),
         ((1, "a:0"), {}, "has port 0"),
+        ((1, "gpu..cluster"), {}, "neither HOST nor HOST:PORT"),
+        (
+            (1, None),
+            _TORCHRUN | {"MASTER_ADDR": "gpu..cluster"},
+            r"MASTER_ADDR\): .*'gpu\.\.cluster' cannot be the name of a host",
+        ),
         ((1, None), _TORCHRUN | {"MASTER_PORT": "tcp"}, r"\$MASTER_PORT: 'tcp' is not a port"),
         ((1, None), _TORCHRUN | {"MASTER_PORT": "123456"}, r"\$MASTER_PORT: '123456' is not a port"),
     ],
@@ -106,7 +111,8 @@ def test_the_first_machine_of_a_list_of_slurm(nodes: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "rdzv", ["node-1", "http://node-1:80", "0.0.0.0:1", "[::]:1", "::1:29400", "fe80::1:29400", "a:70000"]
+    "rdzv",
+    ["node-1", "http://node-1:80", "0.0.0.0:1", "[::]:1", "::1:29400", "fe80::1:29400", "a:70000", "gpu..cluster:1"],
 )
 def test_the_rendezvous_is_one_address(tmp_path: Path, rdzv: str) -> None:
     with pytest.raises(ValueError, match=r"is not host:port|listen on every network"):
@@ -122,10 +128,9 @@ def test_a_host_name_that_is_loopback_for_itself_only_is_refused(
         leading_node(Node(num_train=2, address="node-0"))
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "gpu..cluster", "a" * 64])
-def test_a_host_that_is_not_known_is_said_with_its_setting(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"launch\.rdzv: the host {re.escape(host)} is not known"):
-        addresses.resolve_host(host, "launch.rdzv")
+def test_a_host_that_is_not_known_is_said_with_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.rdzv: the host no-such-host\.invalid is not known"):
+        addresses.resolve_host("no-such-host.invalid", "launch.rdzv")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])
