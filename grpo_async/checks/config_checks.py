@@ -102,6 +102,11 @@ class _InputChecks:
         of_evaluation = {} if evaluation is None or evaluation.data is None else {"evaluation.data": evaluation.data}
         return {"data.train": self.config.data.train, **of_evaluation}
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether all rows are read, which takes a moment only; else the first few of each source."""
+        return all(map(_is_small, self.sources.values()))
+
     # ---- model, packages, devices, disk ----
 
     def check_model(self) -> None:
@@ -186,7 +191,7 @@ class _InputChecks:
     def read_rows(self) -> dict[str, Rows]:
         """Rows of each source that can be read: all where that takes a moment only, else the first few."""
         rows: dict[str, Rows] = {}
-        if all(map(_is_small, self.sources.values())):
+        if self.reads_all:
             with self.problems.collecting():
                 rows = self._load_all()
         else:
@@ -255,8 +260,8 @@ class _InputChecks:
 
     def check_text(self, components: Components, rows: Mapping[str, Rows], *, deep: bool) -> None:
         """Load the tokenizer; render the tools, compare its ids with the model's, and measure what prompts leave of
-        inference.max_model_len. Without tools and `deep`, only where a prompt has as many bytes as a sequence may have tokens (a
-        token has at least one)."""
+        inference.max_model_len, of which some are chosen where there are many. Without tools and `deep`, only where one of those
+        has as many bytes as a sequence may have tokens (a token has at least one)."""
         config, folder, prompts = self.config, Path(self.config.model.path), {}
         if not config.has_own_rollouts:
             for key, found in rows.items():
@@ -278,16 +283,19 @@ class _InputChecks:
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
             for key, some in prompts.items() if deep else ():
-                self._check_lengths(key, list(map(token_counter(renderer, components), some)))
+                is_all = self.reads_all and len(some) == len(rows[key])
+                self._check_lengths(key, list(map(token_counter(renderer, components), some)), is_all=is_all)
 
-    def _check_lengths(self, key: str, lengths: list[int]) -> None:
-        """Compare the lengths of a source's prompts, in tokens, with the longest sequence."""
+    def _check_lengths(self, key: str, lengths: list[int], *, is_all: bool) -> None:
+        """Compare the lengths of a source's prompts, in tokens, with the longest sequence. Unless these are all prompts, what is
+        found is a note and no problem: others may fit."""
         most, longest = self.sources[key].max_prompt_tokens, self.config.inference.max_model_len
         kept = [length for length in lengths if most is None or length <= most]
         if lengths and not kept:
-            self.problems.append(f"{key}.max_prompt_tokens: {most} leaves no prompt; raise it")
+            left = "leaves no prompt" if is_all else f"leaves none of the {len(lengths)} prompts measured"
+            (self.problems if is_all else self.notes).append(f"{key}.max_prompt_tokens: {most} {left}; raise it")
         if too_long := sum(length >= longest for length in kept):
-            (self.problems if too_long == len(kept) else self.notes).append(
+            (self.problems if is_all and too_long == len(kept) else self.notes).append(
                 f"{key}: {too_long} of {len(kept)} prompts measured have {longest} tokens or more, and "
                 f"inference.max_model_len is {longest}: nothing can be generated for them; raise it, or drop them with "
                 f"{key}.max_prompt_tokens"

@@ -240,6 +240,25 @@ def test_a_dry_run_measures_prompts_with_the_tokenizer(
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("_NUM_MEASURED", 2), ("_SMALL_BYTES", 0)],  # every second row, or the first three
+)
+def test_prompts_that_were_not_measured_may_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: int
+) -> None:
+    monkeypatch.setattr(config_checks, name, value)
+    long, short = {"prompt": "1 + 2 = " * 30}, {"prompt": "1 + 2 = "}
+    train = _write(tmp_path / "rows.jsonl", [long, long if name == "_SMALL_BYTES" else short, long, short])
+    data: dict[str, Any] = {"train": {"type": "jsonl", "path": str(train)}}
+    notes = check_inputs(_with_tokenizer(tmp_path, data=data, **_limits(60)), engine=EMBEDDED, deep=True)
+    data["train"]["max_prompt_tokens"] = 50
+    notes += check_inputs(_with_tokenizer(tmp_path, data=data, **_limits(60)), engine=EMBEDDED, deep=True)
+    measured = 3 if name == "_SMALL_BYTES" else 2
+    assert any(note.startswith(f"data.train: {measured} of {measured} prompts measured") for note in notes)
+    assert f"data.train.max_prompt_tokens: 50 leaves none of the {measured} prompts measured; raise it" in notes
+
+
+@pytest.mark.parametrize(
     ("name", "content", "told"),
     [
         ("train.jsonl", '{"prompt": "1", "answer": %s}' % ("9" * 5000), "train.jsonl:1: this line cannot be read as JSON"),
