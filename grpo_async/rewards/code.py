@@ -235,8 +235,8 @@ def _work(row: RowTests) -> dict[str, Any]:
 
 
 def is_same_output(given: str, wanted: str) -> bool:
-    """Compare line by line, ignoring the whitespace around words, empty lines at both ends, and the notation of numbers with a
-    point or exponent.
+    """Compare line by line, ignoring the whitespace around words, empty lines at both ends, and, where the wanted word is a number
+    with a point or exponent, its notation and differences up to 1e-6, relative or absolute, whichever is more.
 
     Example: "0.50\\n" and "0.5" -> True; "1 2" and "1\\n2" -> False.
     """
