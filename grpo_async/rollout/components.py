@@ -27,6 +27,7 @@ from grpo_async.rollout.function_trainer import FunctionSetup
 from grpo_async.rollout.group import NO_SLOTS, ErrorLog, GroupProducer
 from grpo_async.tools import Tool, load_tools
 from grpo_async.tracking.timeline import Slots
+from grpo_async.user_code.calls import partials_of, unwrap_partial
 from grpo_async.user_code.references import resolve_and_check
 
 
@@ -142,17 +143,19 @@ class Components:
 
 def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> list[str]:
     """The lines of an object's `startup_notes()`, if it has any, such as what the machine lacks. The method gets those of
-    the section's `arguments` that it names.
+    the section's `arguments` that it names; of a partial, also those that are fixed in it.
 
     Raises:
         ConfigError: something that the object needs is missing.
     """
-    notes = getattr(owner, "startup_notes", None)
+    notes = getattr(unwrap_partial(owner), "startup_notes", None)
     if not callable(notes):
         return []
+    known = dict(arguments or {})
+    for partial in partials_of(owner):
+        known = {**partial.keywords, **known}
     wanted = inspect.signature(notes).parameters
-    given = {name: value for name, value in (arguments or {}).items() if name in wanted}
-    return [str(note) for note in notes(**given)]
+    return [str(note) for note in notes(**{name: value for name, value in known.items() if name in wanted})]
 
 
 def token_counter(renderer: ChatRenderer, components: Components) -> Callable[[Prompt], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -12,9 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.rewards.code import code_tests, is_same_output, prepare_worker
 from grpo_async.rewards.code_rows import code_in, read_row
+from grpo_async.rollout.components import startup_notes
 from grpo_async.sandbox import Capability, Sandbox, SandboxError
 from tests.rewards.helpers import loaded, score
 
@@ -271,6 +274,9 @@ def test_an_unreadable_row_fails_the_call_and_names_the_completion() -> None:
         ("1 2", "1\n2", False),
         ("3.0", "3", False),
         ("0.4", "0.5", False),
+        ("999999.1", "1000000.0", True),  # relative
+        ("0.0000009", "0.0", True),  # absolute
+        ("0.000002", "0.0", False),
         ("", "0", False),
         ("yes", "no.", False),
     ],
@@ -291,6 +297,17 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, faili
     monkeypatch.setattr(Sandbox, "run", run)
     with pytest.raises(RewardError, match="no more processes"):
         asyncio.run(score(RewardFunction(code_tests), [ADD], columns={"tests": [TWO]}))
+
+
+def test_a_partial_has_the_notes_of_its_function_and_its_arguments() -> None:
+    without = functools.partial(code_tests, require=[])
+    assert startup_notes(without) == startup_notes(code_tests, {"require": []}) != []
+    with pytest.raises(ConfigError, match="levitation"):
+        startup_notes(functools.partial(without, require=["levitation"]))
+    with pytest.raises(
+        ConfigError, match="levitation"
+    ):  # the section's arguments go over those of the partial, as in a call
+        startup_notes(without, {"require": ["levitation"]})
 
 
 @pytest.mark.parametrize("run_in", ["thread", "process"])
