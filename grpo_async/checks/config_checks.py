@@ -260,8 +260,8 @@ class _InputChecks:
 
     def check_text(self, components: Components, rows: Mapping[str, Rows], *, deep: bool) -> None:
         """Load the tokenizer; render the tools, compare its ids with the model's, and measure what prompts leave of
-        inference.max_model_len, of which some are chosen where there are many. Without tools and `deep`, only where one of those
-        has as many bytes as a sequence may have tokens (a token has at least one)."""
+        inference.max_model_len (where there are many, some of them). Without tools and `deep`, only where one of those prompts has
+        as many bytes as a sequence may have tokens (a token has at least one)."""
         config, folder, prompts = self.config, Path(self.config.model.path), {}
         if not config.has_own_rollouts:
             for key, found in rows.items():

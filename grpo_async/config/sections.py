@@ -476,7 +476,8 @@ class RolloutSection(StrictModel):
     top_p: TopP = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities add up to this (nucleus sampling,
     arXiv 1904.09751); 1 = all. This and the next four sample from another distribution than the policy's: they need
-    `loss.proximal: recomputed` with `loss.correction: {level: token}`."""
+    `loss.proximal: recomputed` with `loss.correction: {level: token}`, or cispo with `loss.proximal: sampler`, and do not go with
+    gspo or `loss.off_policy_mask`. A custom loss is not held to this."""
     top_k: TopK = 0
     """Sample from this many of the most likely tokens; 0 = all (-1 in vLLM's API)."""
     min_p: MinP = 0.0
@@ -805,7 +806,7 @@ class EmbeddedOptions(StrictModel):
 
 class TlsOptions(StrictModel):
     certificate: FilePath | None = None
-    """PEM file with the certificate (and chain) of servers that `train` or `serve-vllm` start."""
+    """PEM file with the certificate (and chain) of servers that `train`, `serve-vllm` or `serve-embedded` start."""
     key: FilePath | None = None
     """PEM file with its private key."""
     ca_certs: FilePath | None = None
@@ -826,8 +827,8 @@ class InferenceSection(StrictModel):
     """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
     join later. Their token: $GRPO_ASYNC_TOKEN."""
     replicas: SmallCount = 1
-    """Servers that `train` starts on each machine that serves, or `serve-vllm` on one; each takes as many GPUs as the sizes under
-    `vllm` multiply to. With `urls` only `serve-vllm` and `serve-embedded` read it."""
+    """Servers that `train` starts on each machine that serves, or `serve-vllm` or `serve-embedded` on one; each of vLLM takes as many
+    GPUs as the sizes under `vllm` multiply to. With `urls` only these two commands read it."""
     host: Host = "127.0.0.1"
     """Address that a spawned server binds. On several machines each binds its own in the network that they share, or all of them
     where this is 0.0.0.0."""

@@ -113,7 +113,14 @@ class WorkerPool:
             while self._idle and not self._idle[-1].is_alive:
                 self._end(self._idle.pop())
             is_new = not self._idle
-            worker = Worker(self._reference, module) if is_new else self._idle.pop()
+            try:
+                worker = Worker(self._reference, module) if is_new else self._idle.pop()
+            except OSError as error:
+                raise CallError(
+                    f"cannot be called: {error}, when a worker process was to be started for it; allow more processes "
+                    "(`ulimit -u`), open files (`ulimit -n`) or memory",
+                    is_lost=True,
+                ) from error
             self._workers.add(worker)
             start_timeout_s = START_TIMEOUT_S if self._first is None else _LOAD_TIMEOUT_S
             try:

@@ -304,9 +304,7 @@ def test_a_partial_has_the_notes_of_its_function_and_its_arguments() -> None:
     assert startup_notes(without) == startup_notes(code_tests, {"require": []}) != []
     with pytest.raises(ConfigError, match="levitation"):
         startup_notes(functools.partial(without, require=["levitation"]))
-    with pytest.raises(
-        ConfigError, match="levitation"
-    ):  # the section's arguments go over those of the partial, as in a call
+    with pytest.raises(ConfigError, match="levitation"):  # the section's arguments override the partial's, as in a call
         startup_notes(without, {"require": ["levitation"]})
 
 
