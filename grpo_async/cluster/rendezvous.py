@@ -208,15 +208,16 @@ def join(
             attempt_dir = run_dir.attempt(run["attempt"])
             _compare(config, attempt_dir, run["versions"])
             own = NodeInfo.of(config, node, engine)
+            launchers.post(0, "ready", node=own.model_dump())
+            say(f"node {node.rank} has joined node 0 ({address}), and waits for the others")
+            assignment = _wait_for_start(launchers, ends_at, config)
         except BaseException as error:  # a signal, too: node 0 would wait for this machine
-            launchers.post(0, "refused", node=own.model_dump(), reason=message_of(error))
-            launchers.exchange()
+            with contextlib.suppress(RuntimeError):  # node 0 is gone
+                launchers.post(0, "refused", node=own.model_dump(), reason=message_of(error))
+                launchers.exchange()
             if isinstance(error, ConfigError):
                 raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error
             raise
-        launchers.post(0, "ready", node=own.model_dump())
-        say(f"node {node.rank} has joined node 0 ({address}), and waits for the others")
-        assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are not RuntimeErrors
         raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
     own_places = {"run_dir": run_dir, "attempt_dir": attempt_dir, "node": node}

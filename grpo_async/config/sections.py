@@ -827,8 +827,8 @@ class InferenceSection(StrictModel):
     """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
     join later. Their token: $GRPO_ASYNC_TOKEN."""
     replicas: SmallCount = 1
-    """Servers that `train` starts on each machine that serves, or `serve-vllm` or `serve-embedded` on one; each of vLLM takes as many
-    GPUs as the sizes under `vllm` multiply to. With `urls` only these two commands read it."""
+    """Servers that `train` starts on each machine that serves, or `serve-vllm` or `serve-embedded` on one; each of vLLM takes as
+    many GPUs as the sizes under `vllm` multiply to. With `urls` only these two commands read it."""
     host: Host = "127.0.0.1"
     """Address that a spawned server binds. On several machines each binds its own in the network that they share, or all of them
     where this is 0.0.0.0."""

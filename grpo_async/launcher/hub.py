@@ -143,7 +143,7 @@ class NodeHub:
             case {"kind": "failed", "error": str(error)}:
                 self._local.lose_servers(f"on {node.name} {plain(error)}")
             case {"kind": "refused", "reason": str(reason)}:
-                self._lose(node, f"{node.name} cannot take part: {plain(reason)}")
+                self._lose(node, f"{node.name} has left the run: {plain(reason)}")
             case _:
                 self._display.unknown_message(node.name, message)
 

@@ -87,7 +87,7 @@ class RankFailure:
     error: str
     traceback: str
     is_expected: bool
-    name: str = "trainer rank"
+    name: str
     kind: Literal["failure"] = "failure"
 
     @classmethod

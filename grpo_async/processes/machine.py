@@ -89,7 +89,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
             return tuple(takewhile(lambda part: part not in ("", "-1"), wanted)), None
         if has_gpu_devices():
             raise ConfigError(
-                f"this machine has GPUs, and {error}; put nvidia-smi into PATH, or say in CUDA_VISIBLE_DEVICES which to use"
+                f"this machine has GPUs, and {error}, or say in CUDA_VISIBLE_DEVICES which to use"
             ) from error
         return (), None
     if wanted is None:
@@ -129,7 +129,7 @@ def query_gpus(*fields: str, timeout_s: float = _QUESTION_TIMEOUT_S) -> list[lis
             command, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        raise RunError(f"nvidia-smi cannot be started: {error}") from error
+        raise RunError(f"nvidia-smi cannot be started: {error}; put it into PATH") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"nvidia-smi timed out after {timeout_s:g} s: the driver of the GPUs hangs; restart the machine, or run without "

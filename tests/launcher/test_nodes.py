@@ -325,18 +325,19 @@ def test_another_configuration_is_refused_on_both_sides(tmp_path: Path) -> None:
             gathering.result(WAIT_S)
 
 
+@pytest.mark.parametrize("during", ["own_urls", "_wait_for_start"])
 @pytest.mark.parametrize(
     ("error", "reason"), [(SystemExit(143), "SystemExit: 143"), (KeyboardInterrupt(), "KeyboardInterrupt")]
 )
 def test_a_machine_that_ends_while_it_joins_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, error: BaseException, reason: str
 ) -> None:
-    def end(config: ExperimentConfig, address: str) -> tuple[str, ...]:
+    def end(*_: object) -> tuple[str, ...]:
         raise error
 
-    monkeypatch.setattr(rendezvous, "own_urls", end)
+    monkeypatch.setattr(rendezvous, during, end)
     with ExitStack() as stack:
-        run = _Run(_config(tmp_path), stack)
+        run = _Run(_config(tmp_path, train=3), stack)  # node 2 is still missing
         gathering = in_thread(run.gather, name="gather")
         with pytest.raises(type(error)):
             run.join(1)
@@ -461,7 +462,7 @@ def test_a_machine_that_cannot_start_its_servers_says_so_at_once(tmp_path: Path)
     first, second = _launchers(tmp_path, "ignore-stop", server="missing")
     with second as serves, first as trains:
         assert serves.end() == 1
-        trains.wait_for_line(f"node 1 ({socket.gethostname()}) cannot take part: cannot start the inference server")
+        trains.wait_for_line(f"node 1 ({socket.gethostname()}) has left the run: cannot start the inference server")
         assert trains.end() == 1
         assert "is gone" not in trains.output
         assert trains.left() == {}

@@ -338,7 +338,12 @@ def test_without_a_driver_there_are_no_gpus_but_those_that_the_user_names(
     assert find_gpus({}) == ((), None)
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "1,2,-1,3"}) == (("1", "2"), None)
     monkeypatch.setattr(machine, "_DEVICES", ("null",))  # a container with devices and without nvidia-smi
-    with pytest.raises(ConfigError, match="put nvidia-smi into PATH, or say in CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match="put it into PATH, or say in CUDA_VISIBLE_DEVICES"):
+        find_gpus({})
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho Driver/library version mismatch; exit 18\n")
+    tool.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"version mismatch; (?!.*into PATH).*reinstall the driver, or say in CUDA_"):
         find_gpus({})
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -337,7 +338,9 @@ def _check_fields(value: Any, fields: Any) -> None:
         assert re.fullmatch(fields, value), f"{value!r} is not {fields}"
 
 
-def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_the_first_one() -> None:
+def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done = CliRunner().invoke(
         app,
         [
@@ -363,10 +366,15 @@ def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_
     assert container["image"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert pod["terminationGracePeriodSeconds"] == 360  # launch.stop_timeout_s + 60
-    # the third pod finds its place by what the Job and the manifest give it
-    environment = {each["name"]: each["value"] for each in container["env"]} | {"JOB_COMPLETION_INDEX": "2"}
-    node = find_node(load_config(Path("configs/cluster.yaml")), environment=environment)
-    assert (node.rank, node.address, node.port) == (2, "math-7b-v2-0.math-7b-v2", 29400)
+    # each pod finds its place by what the Job and the manifest give it; the name of node 0 stands in its own /etc/hosts
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    for rank in (0, 2):
+        domain = "math-7b-v2.space.svc.cluster.local"
+        monkeypatch.setattr(socket, "getfqdn", lambda rank=rank, domain=domain: f"math-7b-v2-{rank}.{domain}")
+        node = find_node(
+            load_config(Path("configs/cluster.yaml")), environment=environment | {"JOB_COMPLETION_INDEX": str(rank)}
+        )
+        assert (node.rank, node.address, node.port) == (rank, f"math-7b-v2-0.{domain}", 29400)
 
 
 def test_a_manifest_needs_an_image_and_a_volume(tmp_path: Path) -> None:
