@@ -450,7 +450,7 @@ def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
                 or not isinstance(call.get("id"), str | int | None)
             ):
                 raise bad_request(
-                    f"{where}.tool_calls is not a list of calls with a function's name and an id each",
+                    f"{where}.tool_calls is not a list of calls, each with the name of a function and an id that is text (or none)",
                     param=f"{where}.tool_calls",
                 )
         read["tool_calls"] = calls

@@ -69,7 +69,7 @@ def _run_child(source: ReasoningGymSource, counts: Sequence[int]) -> list[list[A
     try:
         ended = subprocess.run(
             command,
-            input=json.dumps({"tasks": tasks, "seed": source.seed}, default=str),  # dates, as YAML reads them
+            input=json.dumps({"tasks": tasks, "seed": source.seed}),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,

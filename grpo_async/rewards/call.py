@@ -67,7 +67,7 @@ class RewardError(GrpoAsyncError):
     Args:
         name: name of the reward function.
         problem: what happened, with which value, and what to do.
-        is_lost: it or the start of its process took too long, or its process ended or could not be started.
+        is_lost: it or the start of its process took too long, or its process ended.
     """
 
     def __init__(self, name: str, problem: str, is_lost: bool = False) -> None:

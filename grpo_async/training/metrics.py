@@ -62,9 +62,9 @@ class UpdateSums:
         per_weight = of_sample if self._objective.has_sequence_weights else ones
         per_clip = of_sample if token_loss.is_per_sequence else ones
         difference = (logprobs - inputs.sampler_logprobs).double().abs()
-        # log10, so that every bin has the same relative width; histc leaves out NaN
-        places = torch.log10(difference.clamp(_BINS_FROM, _BINS_TO))
-        self._differences += torch.histc(places, _NUM_BINS, math.log10(_BINS_FROM), math.log10(_BINS_TO))
+        # log10, so that every bin has the same relative width; histc leaves out NaN and what is beyond the bins
+        ends = math.log10(_BINS_FROM), math.log10(_BINS_TO)
+        self._differences += torch.histc(torch.log10(difference).clamp(*ends), _NUM_BINS, *ends)
         weights = output.importance_weights.double()
         low = zeros if token_loss.clipped_low is None else token_loss.clipped_low.to(logprobs.dtype)
         high = zeros if token_loss.clipped_high is None else token_loss.clipped_high.to(logprobs.dtype)

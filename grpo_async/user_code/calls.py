@@ -43,7 +43,7 @@ class CallError(GrpoAsyncError):
         problem: what happened, as the end of a sentence that begins with the function: "raised KeyError: 'a' (mine.py, line 7)".
         error: its exception; None if it did not end, could not be called, or raised one that cannot be pickled.
         is_timeout: it took longer than its time limit.
-        is_lost: it or the start of its process took too long, or its process ended or could not be started.
+        is_lost: it or the start of its process took too long, or its process ended.
     """
 
     def __init__(

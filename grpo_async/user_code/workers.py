@@ -117,9 +117,8 @@ class WorkerPool:
                 worker = Worker(self._reference, module) if is_new else self._idle.pop()
             except OSError as error:
                 raise CallError(
-                    f"cannot be called: {error}, when a worker process was to be started for it; allow more processes "
-                    "(`ulimit -u`), open files (`ulimit -n`) or memory",
-                    is_lost=True,
+                    f"cannot be called: no worker process can be started for it ({error}); allow more processes (`ulimit -u`), "
+                    "open files (`ulimit -n`) or memory"
                 ) from error
             self._workers.add(worker)
             start_timeout_s = START_TIMEOUT_S if self._first is None else _LOAD_TIMEOUT_S

@@ -71,6 +71,23 @@ def test_a_worker_that_dies_is_an_error_of_its_call_only(how: str, text: str) ->
     assert _in_process(f"{FAULTY}:dies_if_asked", use) == [1.0]
 
 
+def test_a_worker_that_cannot_be_started_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def use(reward: RewardFunction) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(workers.subprocess, "Popen", refuse)
+            with pytest.raises(
+                RewardError, match=r"no worker process can be started for it \(.*unavailable\); allow more"
+            ) as error:
+                await score(reward, ["first"])
+        assert not error.value.is_lost
+        return (await score(reward, ["next"])).values
+
+    assert _in_process(f"{FAULTY}:sleeps_if_asked", use) == [1.0]
+
+
 def test_an_error_in_a_worker_is_chained_and_carries_the_trace() -> None:
     async def use(reward: RewardFunction) -> Any:
         with pytest.raises(RewardError, match="reward `raises`: raised KeyError") as caught:
