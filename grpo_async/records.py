@@ -457,7 +457,7 @@ class TokenFlag(IntFlag):
     CLIPPED_HIGH = 2  # the ratio was above it
     IMPORTANCE_MASKED = 4  # left out by the mask of loss.correction
     OFF_POLICY_MASKED = 8  # its sequence was left out by loss.off_policy_mask
-    # 16 is not given again: stored rollouts have it where loss.top_entropy_quantile, a setting that is gone, left a token out
+    # 16 is not reused: rollouts stored before the first release may have it, from a setting that was removed
     SKIPPED = 32  # its update was not finite, and was not made
 
 

@@ -4,7 +4,8 @@ Kubernetes. Both run `grpo-async train CONFIG` on every machine, which finds its
 Slurm        one job of whole machines; `srun` starts a task on each. A while before the time limit the run saves and ends, and
              the job is queued again to continue from there.
 Kubernetes   an Indexed Job with a pod for each machine, and a headless Service with names by which the pods find pod 0. They
-             share a volume, for run.dir, model and data. A pod that fails, fails the Job: apply it again with --resume.
+             share a volume, for run.dir, model and data. A pod that fails makes the Job fail: delete it, and apply it again with
+             --resume.
 
 The templates are slurm.sbatch.jinja and kubernetes.yaml.jinja, beside this module.
 """

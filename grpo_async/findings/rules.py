@@ -451,7 +451,7 @@ _LIMITS = (
            text="{} of the turns could not be parsed for calls", query="tool_calls=0", plot="tools",
            fix="tool_calling.parser may be wrong for this model, or the policy writes calls that its template does not know."),
     _Limit(key="tools", metric="tools/failure_frequency", warns=0.5, title="Most tool calls fail",
-           text="{} of the calls of a rollout failed", query="failed_tool_calls>0", sort="-step", plot="tools"),
+           text="{} of the calls failed", query="failed_tool_calls>0", sort="-step", plot="tools"),
     _Limit(key="clipped", metric="clip_ratio/region_mean", warns=0.2, title="Many tokens are clipped",
            text="{} of the tokens are clipped, so they do not move the policy", query="clipped", plot="clip",
            sort="-clipped_fraction",

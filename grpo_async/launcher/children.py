@@ -74,7 +74,7 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL to its whole session at once."""
+        """Send SIGKILL to its process group at once; `Children.kill` finds the rest."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

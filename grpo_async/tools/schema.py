@@ -50,7 +50,8 @@ def check_arguments(
         problems = [_problem(each, parameters) for each in error.errors(include_url=False)]
     except Exception as error:  # noqa: BLE001 - a type hint may be a class of the user, whose `__post_init__` may raise anything
         problems = [Raised(error).summary]
-    raise ToolError(f"{shortlist(problems)}. {_signature(parameters)}")
+    told = shortlist(problems)
+    raise ToolError(f"{told}{'' if told.endswith('?') else '.'} {_signature(parameters)}")
 
 
 def _with_integers(value: Any) -> Any:
@@ -75,7 +76,7 @@ def _problem(error: Any, parameters: Mapping[str, Any]) -> str:
 
 
 def _signature(parameters: Mapping[str, Any]) -> str:
-    """`it takes number: integer, unit?: string`; optional arguments have a `?`."""
+    """`It takes number: integer, unit?: string`; optional arguments have a `?`."""
     required = set(parameters.get("required", ()))
     parts = []
     for key, schema in parameters.get("properties", {}).items():

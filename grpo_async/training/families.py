@@ -60,10 +60,11 @@ def check_vocabulary(path: str, *, ours: int | None, theirs: int | None) -> None
     """Check that the reference at `path` has the policy's vocabulary (None: its size is not known).
 
     Raises:
-        ConfigError: the sizes differ, so token ids would mean other tokens.
+        ConfigError: the sizes differ, so token ids may mean other tokens. (Sizes that only their padding makes differ are refused,
+            too.)
     """
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
-            f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to use "
-            "the policy's tokenizer"
+            f"loss.reference: {path!r} has a vocab_size of {theirs}, model.path one of {ours}; the reference has to use the "
+            "policy's tokenizer, and have as many rows in its embedding"
         )

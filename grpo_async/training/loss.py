@@ -58,7 +58,8 @@ class TokenLoss:
     """The loss of each token and what the metrics need. All tensors are (N,), and only `loss` has a gradient."""
 
     loss: torch.Tensor
-    ratio: torch.Tensor  # importance weight as the loss uses it, before clipping (`clipped_low`, `clipped_high`)
+    ratio: torch.Tensor
+    """Importance weight as the loss uses it: of cispo after its cap, else before clipping (`clipped_low`, `clipped_high`)."""
     clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip on this side
     clipped_high: torch.Tensor | None = None
     is_capped: torch.Tensor | None = None  # bool; `delta` removed the gradient; None for losses without `delta`

@@ -151,7 +151,7 @@ _REFERENCE = {"type": "dapo", "beta": 0.1}
         ({"tracking": [{"type": "mlflow", "experiment": "x"}]}, "tracking.0.type: mlflow: needs the package"),
         ({"data": {"train": {"type": "hub", "name": "a/b"}}}, "data.train.type: hub: needs the package"),
         ({"loss": {**_REFERENCE, "reference": "{folder}/none"}}, "loss.reference: {folder}/none does not exist"),
-        ({"loss": {**_REFERENCE, "reference": "{folder}/other"}}, "has a vocabulary of 9 tokens, model.path one of 7"),
+        ({"loss": {**_REFERENCE, "reference": "{folder}/other"}}, "has a vocab_size of 9, model.path one of 7"),
         ({"model": {"path": "{folder}/train.jsonl"}}, "model.path: {folder}/train.jsonl is a file"),
         ({"model": {"path": "{folder}/cut"}}, "model.safetensors is not a complete safetensors file: "),
         ({"model": {"path": "{folder}/renamed"}}, "neither model.safetensors nor model.safetensors.index.json exists"),

@@ -206,19 +206,19 @@ def test_a_job_that_is_queued_again_resumes_what_it_began_itself(tmp_path: Path,
     def options(count: int) -> list[str]:
         """What each machine is given after `train CONFIG`."""
         environment = {**cluster, "SLURM_RESTART_COUNT": str(count), "SLURM_JOB_NODELIST": "a"}
-        command = ["bash", str(script), "--clean"]
+        command = ["bash", str(script), "--clean", "--set", "run.seed=3"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        return done.stdout.split()[-1:]
+        return done.stdout.partition("x.yaml ")[2].split()
 
-    assert options(1) == ["--clean"]  # the machine broke before it had the run directory
+    assert options(1) == ["--clean", "--set", "run.seed=3"]  # the machine broke before it had the run directory
     attempt = RunDir(config.run_path).logs / "attempt_1"
     attempt.mkdir(parents=True)
     attempt.with_name("latest").symlink_to("attempt_1")
     job_note(attempt).write_text("42\n")
-    assert options(0) == ["--clean"]  # handed in anew
-    assert options(1) == ["--resume"]
+    assert options(0) == ["--clean", "--set", "run.seed=3"]  # handed in anew
+    assert options(1) == ["--set", "run.seed=3", "--resume"]
     job_note(attempt).write_text("43\n")  # another run has the directory in the meantime
-    assert options(1) == ["--clean"]
+    assert options(1) == ["--clean", "--set", "run.seed=3"]
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, "requeue 42\n"), (signal.SIGTERM, "")])

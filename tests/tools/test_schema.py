@@ -118,7 +118,7 @@ def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it
         ({"pair": [1]}, 'argument "pair" at 1: field required'),
         ({"either": "a"}, 'argument "either" at list[str]: input should be a valid array, not "a"'),
         ({"unit": "km"}, """argument "unit": input should be 'm' or 'ft', not "km\""""),
-        ({"ration": 1}, "unknown argument \"ration\"; did you mean 'ratio'?"),
+        ({"ration": 1}, "unknown argument \"ration\"; did you mean 'ratio'? It takes "),
         ({"text": "x" * 99 + "\n", "count": "y" * 99}, 'valid integer, not "' + "y" * 58 + "…"),
     ],
 )
