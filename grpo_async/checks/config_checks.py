@@ -10,7 +10,6 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,14 +346,10 @@ class _InputChecks:
 
                 lr_factors(self.config)
 
-    # ---- addresses, certificates, the token ----
+    # ---- addresses and the token ----
 
     def check_connections(self, node_rank: int) -> None:
-        config, tls, token = self.config, self.config.inference.tls, token_from_environment()
-        for name in ("certificate", "key", "ca_certs") if tls is not None else ():
-            path: Path | None = getattr(tls, name)
-            if path is not None and not os.access(path, os.R_OK):
-                self.problems.append(f"inference.tls.{name}: {path} cannot be read (working directory: {Path.cwd()})")
+        config, token = self.config, token_from_environment()
         if node_rank == 0 and self.trains:
             try:
                 host = weights_host(config, config.inference.urls)
@@ -364,10 +359,7 @@ class _InputChecks:
             except ConfigError as error:  # the server may still be about to come
                 self.notes.append(str(error))
         for url in config.inference.urls:
-            with (
-                self.problems.collecting(),
-                ServerControl(url, token=token, timeout_s=_ASK_S, ca_certs=config.inference.ca_certs) as server,
-            ):
+            with self.problems.collecting(), ServerControl(url, token=token, timeout_s=_ASK_S) as server:
                 self._ask(server, url)
         if config.inference.urls and token is None:
             self.notes.append(

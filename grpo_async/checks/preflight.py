@@ -184,13 +184,12 @@ def check_token(context: PreflightContext, server: Server) -> Found:
         return ("warn" if local else "fail"), f"{message}; start it with the same token in its environment"
     if not local and url.scheme != "https":
         message = "it is reached over a network without TLS, the token in clear"
-        return "warn", f"{message}; see inference.tls, or use a tunnel"
+        return "warn", f"{message}; use a tunnel, or a reverse proxy with TLS"
     return "pass", f"it {'is on loopback' if local else 'is encrypted'} and wants the token"
 
 
 def _wants_token(context: PreflightContext, server: Server) -> bool:
-    timeout_s, ca_certs = context.config.weights.timeout_s, context.config.inference.ca_certs
-    with ServerControl(server.url, token=None, timeout_s=timeout_s, ca_certs=ca_certs) as control:
+    with ServerControl(server.url, token=None, timeout_s=context.config.weights.timeout_s) as control:
         try:
             control.info()
         except RequestRejectedError as error:

@@ -24,7 +24,7 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
     With inference.replicas above 1, that many servers start, on this port and the following ones, each with its own GPUs, and
     one that dies is restarted. A single server replaces this process, so whatever started it supervises it.
 
-    Listens on `inference.host`, with HTTPS if `inference.tls` has a certificate. Every request except /health needs the
+    Listens on `inference.host`. Every request except /health needs the
     token of GRPO_ASYNC_TOKEN; if the variable is not set, a token is generated and printed (on loopback; on any other
     address the server refuses to start without one).
 

@@ -232,7 +232,6 @@ RENAMED: dict[KeyPath, KeyPath] = {
     ("evaluation", "data", "drop"): ("evaluation", "data", "remove_columns"),
     ("evaluation", "pass_reward"): ("evaluation", "pass_threshold"),
     ("evaluation", "samples"): ("evaluation", "samples_per_prompt"),
-    ("inference", "tls", "authority"): ("inference", "tls", "ca_certs"),
     ("launch", "nodes"): ("launch", "nodes", "train"),  # the number alone
     ("launch", "slurm", "server_nodes"): ("launch", "nodes", "infer"),
     ("launch", "slurm", "server_port"): ("launch", "server_port"),
@@ -241,6 +240,15 @@ RENAMED: dict[KeyPath, KeyPath] = {
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
 }
 """Old path -> new path. The old one is accepted, with a warning, until the next version."""
+
+REMOVED: dict[KeyPath, str] = {
+    (
+        "inference",
+        "tls",
+    ): "is gone: a reverse proxy in front of a server adds TLS; inference.urls takes https addresses",
+    ("tracking", "mlflow"): "is gone: docs/howto/inspect.md shows how to send metrics.jsonl to MLflow",
+}
+"""Path, or list and type of its entries -> what to do instead. Each is told for one version."""
 
 
 def renamed_keys(word: str) -> dict[str, str]:
@@ -258,6 +266,8 @@ def suggest_key(path: KeyPath) -> str:
     rollout.lr         -> 'optimizer.lr'         right key, wrong section: the whole path
     optim.lrr          -> 'optimizer.lr'
     """
+    if gone := next((why for old, why in REMOVED.items() if path[: len(old)] == old), None):
+        return f"; it {gone}"
     section, depth = ROOT, 0
     while (below := section.below(path[depth])) is not None:
         section, depth = below, depth + 1

@@ -25,7 +25,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.keys import RENAMED, ROOT, FieldType, suggest_key
+from grpo_async.config.keys import REMOVED, RENAMED, ROOT, FieldType, suggest_key
 from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
     KeyPath,
@@ -286,7 +286,9 @@ def _explain(fault: dict[str, Any], path: KeyPath, root: Node) -> Iterator[Probl
         case "union_tag_not_found":
             yield location, f"{dotted}.type: this key is required, one of {', '.join(map(repr, tags))}"
         case "union_tag_invalid":
-            hint = did_you_mean(str(context["tag"]), tags)
+            tag = str(context["tag"])
+            gone = REMOVED.get((path[0], tag))
+            hint = f"; {tag} {gone}" if gone else did_you_mean(tag, tags)
             message = f"input should be one of {', '.join(map(repr, tags))} (got {context['tag']!r}){hint}"
             yield root.nearest((*path, "type")), f"{dotted}.type: {message}"
         case "value_error":

@@ -804,21 +804,6 @@ class EmbeddedOptions(StrictModel):
     """Where the embedded engine runs."""
 
 
-class TlsOptions(StrictModel):
-    certificate: FilePath | None = None
-    """PEM file with the certificate (and chain) of servers that `train`, `serve-vllm` or `serve-embedded` start."""
-    key: FilePath | None = None
-    """PEM file with its private key."""
-    ca_certs: FilePath | None = None
-    """PEM file with the certificates that the trainer trusts; null = `certificate`, else those of the system."""
-
-    @model_validator(mode="after")
-    def _certificate_and_key_go_together(self) -> Self:
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key go together: give both (servers of this run) or neither (`urls`)")
-        return self
-
-
 class InferenceSection(StrictModel):
     engine: Literal["auto", EngineName] = "auto"
     """vllm: the real vLLM server. embedded: a small engine on transformers, for machines without vLLM.
@@ -832,8 +817,6 @@ class InferenceSection(StrictModel):
     host: Host = "127.0.0.1"
     """Address that a spawned server binds. On several machines each binds its own in the network that they share, or all of them
     where this is 0.0.0.0."""
-    tls: TlsOptions | None = None
-    """HTTPS between trainer and servers."""
     dtype: ComputeDtype | None = None
     """dtype of the served weights; weights are cast to it before they are sent. null: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=8)
@@ -882,16 +865,6 @@ class InferenceSection(StrictModel):
     def longest_outage_s(self) -> float:
         """Longest time until the only server serves again or is given up: every restart takes its longest delay and start."""
         return (self.max_restarts + 1) * (self.startup_timeout_s + MAX_RESTART_DELAY_S)
-
-    @property
-    def ca_certs(self) -> Path | None:
-        """PEM file of the certificates that the servers' clients trust; None: those of the system."""
-        return (self.tls.ca_certs or self.tls.certificate) if self.tls is not None else None
-
-    @property
-    def scheme(self) -> str:
-        """URL scheme of the servers that this run starts."""
-        return "https" if self.tls is not None and self.tls.certificate is not None else "http"
 
 
 class WeightsSection(StrictModel):
@@ -999,18 +972,7 @@ class TrackioTracker(StrictModel):
     """A Hugging Face space to send to; null = this machine only."""
 
 
-class MlflowTracker(StrictModel):
-    type: Literal["mlflow"]
-    """MLflow (extra `mlflow`)."""
-    experiment: str
-    """Name of the experiment; made where it does not exist."""
-    uri: str | None = None
-    """Tracking server (http://...) or folder; null = the environment's MLFLOW_TRACKING_URI, else the run directory."""
-
-
-TrackerSection = Annotated[
-    TensorboardTracker | WandbTracker | TrackioTracker | MlflowTracker, Field(discriminator="type")
-]
+TrackerSection = Annotated[TensorboardTracker | WandbTracker | TrackioTracker, Field(discriminator="type")]
 
 
 # ---- processes ----

@@ -25,7 +25,6 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -134,7 +133,6 @@ class InferenceClient:
         progress_timeout_s: time without tokens after which the run counts as stalled.
         wait_timeout_s: maximum wait of a request while no server serves.
         retry: the retry policy.
-        ca_certs: PEM file of trusted certificates; None: those of the system.
     """
 
     def __init__(
@@ -146,7 +144,6 @@ class InferenceClient:
         wait_timeout_s: float,
         progress_timeout_s: float = math.inf,
         retry: RetryPolicy | None = None,
-        ca_certs: Path | None = None,
     ) -> None:
         self._servers = servers
         self._router = Router(servers, wait_timeout_s=wait_timeout_s)
@@ -154,7 +151,7 @@ class InferenceClient:
         self._max_flush_interval_s = min(request_timeout_s, progress_timeout_s) / _CHUNKS_PER_TIMEOUT
         self._request_timeout_s = request_timeout_s
         self._headers = {**_HEADERS, **authorization(token)}
-        self._certificates = trusted_certificates(ca_certs)
+        self._certificates = trusted_certificates()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import ssl
-from pathlib import Path
 
 from grpo_async.errors import (
-    ConfigError,
     DeadlineError,
     InferenceError,
     RequestRejectedError,
@@ -22,16 +20,9 @@ def authorization(token: str | None) -> dict[str, str]:
 
 
 @functools.cache
-def trusted_certificates(ca_certs: Path | None) -> ssl.SSLContext:
-    """The TLS context: certificates of the PEM file `ca_certs`, or those of the system. It is shared, because loading takes long.
-
-    Raises:
-        ConfigError: the file cannot be used.
-    """
-    try:
-        return ssl.create_default_context(cafile=ca_certs)
-    except OSError as error:  # an SSLError is one too
-        raise ConfigError(f"inference.tls: {ca_certs} is not a PEM file with certificates: {error}") from error
+def trusted_certificates() -> ssl.SSLContext:
+    """Return the TLS context with the certificates of the system or of $SSL_CERT_FILE, loaded once."""
+    return ssl.create_default_context()
 
 
 def error_for_status(status: int, body: bytes) -> InferenceError:

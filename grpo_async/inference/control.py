@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -50,7 +49,6 @@ class ServerControl:
         token: bearer token, or None.
         timeout_s: default for calls without their own.
         name: name of the server in messages; its address if None.
-        ca_certs: PEM file of trusted certificates; None: those of the system.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class ServerControl:
         token: str | None,
         timeout_s: float,
         name: str | None = None,
-        ca_certs: Path | None = None,
     ) -> None:
         self.url = url
         self.name = name or url
@@ -71,7 +68,7 @@ class ServerControl:
         self._http = httpx.Client(
             base_url=url,
             headers=authorization(token),
-            verify=trusted_certificates(ca_certs),
+            verify=trusted_certificates(),
             timeout=timeout_s,
             # a new connection for each call: a kept one may be broken, and an update cannot be requested twice
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),

@@ -198,9 +198,7 @@ class Fleet:
         self._tracked = []
         for index, url in enumerate(urls):
             name = f"server {index} ({url})"
-            control = ServerControl(
-                url, token=token, timeout_s=control_timeout_s, name=name, ca_certs=inference.ca_certs
-            )
+            control = ServerControl(url, token=token, timeout_s=control_timeout_s, name=name)
             server = Server(
                 index=index, name=name, url=url, control=control, state=ServerState.STARTING, since=time.monotonic()
             )
@@ -642,7 +640,7 @@ def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
         return f"it is not a server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with `vllm serve`"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
-            f"its certificate was rejected ({error}); inference.tls.ca_certs names the PEM file of trusted certificates, and the "
+            f"its certificate was rejected ({error}); $SSL_CERT_FILE names the PEM file of trusted certificates, and the "
             "certificate has to include the address in the URL"
         )
     return ""

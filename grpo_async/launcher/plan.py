@@ -397,10 +397,6 @@ def _on_gpus(gpus: tuple[str, ...] | None) -> str:
 def _facts(config: ExperimentConfig, weights: str) -> Iterator[Fact]:
     yield "precision", config.precision
     yield "weights", f"{weights}; requests in flight: {config.weights.mode} (weights.mode)"
-    tls = config.inference.tls
-    if tls is not None:
-        own = f"certificate {tls.certificate}, " if tls.certificate is not None else ""
-        yield "TLS", f"{own}trusted: {config.inference.ca_certs or 'the certificates of the system'}"
 
 
 def _own_notes(

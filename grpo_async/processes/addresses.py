@@ -85,4 +85,4 @@ def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None
             f"and {_MAX_PORT} is the last"
         )
     host = host_in_url(WILDCARDS.get(host, host))
-    return tuple(f"{inference.scheme}://{host}:{port}" for port in ports)
+    return tuple(f"http://{host}:{port}" for port in ports)

@@ -6,14 +6,10 @@ The libraries are optional extras and are imported when one of their trackers is
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import re
 import shlex
-import time
 import uuid
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeAlias
@@ -21,7 +17,6 @@ from typing import Any, TypeAlias
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.public import public_config
 from grpo_async.config.sections import (
-    MlflowTracker,
     TensorboardTracker,
     TrackerSection,
     TrackioTracker,
@@ -38,7 +33,6 @@ from grpo_async.utils.text import both_ends
 _COMPLETIONS = "held_out/completions"
 _MAX_TEXT = 2000  # characters of a text in TensorBoard, which shows all completions at once
 _LINE_WIDTH = 120  # characters of a line there
-_MLFLOW_TABLES = "mlflow.loggedArtifacts"
 
 
 TableRows: TypeAlias = Sequence[Mapping[str, str | float | None]]
@@ -179,55 +173,6 @@ class Trackio(Tracker):
         self._run.finish()
 
 
-class Mlflow(Tracker):
-    """MLflow, through its client alone: nothing of the process's own state is touched."""
-
-    def __init__(self, section: MlflowTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
-        run_dir.trackers.mkdir(exist_ok=True)
-        folder = (run_dir.trackers / "mlflow").resolve().as_uri()
-        uri = section.uri or os.environ.get("MLFLOW_TRACKING_URI") or folder
-        if uri.startswith("file:") or "://" not in uri:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.x asks for this before it writes files
-        self.shown_by = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
-        entities = _library("mlflow.entities")
-        self._metric = entities.Metric
-        self._client = _library("mlflow").MlflowClient(tracking_uri=uri)
-        known = self._client.get_experiment_by_name(section.experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(section.experiment)
-        self._run_id = _stored_id(
-            run_dir,
-            "mlflow_run_id",
-            lambda: str(self._client.create_run(experiment, run_name=config.run.name).info.run_id),
-        )
-        self._client.update_run(self._run_id, status="RUNNING")
-        self._client.log_dict(self._run_id, public_config(config), "config.json")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = round(time.time() * 1000)
-        # MLflow does not allow "@" in metric names: eval/pass@4 -> eval/pass_at_4
-        named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
-        self._client.log_batch(
-            self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]
-        )
-
-    def log_completions(self, step: int, rows: TableRows) -> None:
-        """A file for each evaluation, as `log_table` writes it, which needs pandas. The page of MLflow shows the first and
-        the newest of them."""
-        for evaluated, of_one in groupby(rows, key=lambda row: row["step"]):
-            table = {"columns": list(rows[0]), "data": [list(row.values()) for row in of_one]}
-            file = {"path": f"completions/step_{evaluated}.json", "type": "table"}
-            self._client.log_dict(self._run_id, table, file["path"])
-            known = json.loads(self._client.get_run(self._run_id).data.tags.get(_MLFLOW_TABLES, "[]"))
-            shown = [*(first for first in known[:1] if first != file), file]
-            self._client.set_tag(self._run_id, _MLFLOW_TABLES, json.dumps(shown))
-
-    def log_verdict(self, step: int, text: str) -> None:
-        self._client.set_tag(self._run_id, "verdict", text)
-
-    def close(self, *, failed: bool) -> None:
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
-
-
 def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: RunDir) -> Tracker:
     """Raises ConfigError where the library is missing, and what the library raises."""
     match section:
@@ -237,8 +182,6 @@ def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: Run
             return Wandb(section, config, run_dir)
         case TrackioTracker():
             return Trackio(section, config, run_dir)
-        case MlflowTracker():
-            return Mlflow(section, config, run_dir)
 
 
 def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:

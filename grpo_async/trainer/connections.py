@@ -74,7 +74,6 @@ def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
         request_timeout_s=inference.request_timeout_s,
         wait_timeout_s=inference.longest_outage_s,
         progress_timeout_s=min(config.training.queue_timeout_s, config.training.stall_timeout_s),
-        ca_certs=inference.ca_certs,
         retry=RetryPolicy(max_retries=inference.max_retries),
     )
 

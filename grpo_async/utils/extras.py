@@ -5,7 +5,6 @@ from __future__ import annotations
 EXTRAS = {
     "datasets": "hub",
     "math_verify": "math",
-    "mlflow": "mlflow",
     "openai": "agents",
     "openenv": "openenv",
     "pandas": "pandas",

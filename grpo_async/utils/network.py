@@ -1,13 +1,11 @@
-"""Addresses of this machine, sockets that listen on one of them alone, and the TLS certificates of servers."""
+"""Addresses of this machine, and sockets that listen on one of them alone."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 import socket
-import ssl
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -86,20 +84,6 @@ def binding_error(address: str, port: int = 0) -> OSError | None:
         except OSError as error:
             return error
     return None
-
-
-def server_certificates(certificate: Path, key: Path) -> ssl.SSLContext:
-    """The TLS context of a server, from a PEM certificate (and its chain) and its private key, which has no password.
-
-    Raises:
-        OSError: a file cannot be read.
-        ssl.SSLError: they are not a certificate and its key, do not fit, or the key has a password.
-        ValueError: the same.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # a key with a password would make OpenSSL ask for it on the terminal
-    context.load_cert_chain(certificate, key, password=lambda: "")
-    return context
 
 
 def listening_store(address: str, port: int, world_size: int, timeout: timedelta, **options: bool) -> TCPStore:

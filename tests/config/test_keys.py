@@ -77,7 +77,6 @@ def test_the_names_in_the_tables_of_the_migration_page_are_known() -> None:
         (["num_train_epochs"], "training.epochs: "),
         (["push_to_hub"], "push_to_hub (TRL) is not needed: "),
         (["token_figures"], "record.rollouts.token_figures is now called record.rollouts.token_stats.\n"),
-        (["inference.tls.authority"], "\ninference.tls.ca_certs: "),
         (["data.train.type"], 'default "jsonl"\n  jsonl: One JSON object per line.\n'),
         (["rewards"], "\n  Keys: function, model, name, "),
         (["environments"], "\n  Keys: factory, arguments, "),
@@ -127,3 +126,13 @@ def test_values_of_arguments_are_hidden_and_servers_launch_and_trackers_left_out
     assert whole.keys() - public.keys() == {"launch", "inference", "tracking"}
     for section in ("run", "training", "optimizer", "loss"):
         assert public[section] == whole[section]
+
+
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [("inference.tls.key=k.pem", "reverse proxy"), ("tracking=[{type: mlflow, experiment: e}]", "metrics.jsonl")],
+)
+def test_a_setting_that_is_gone_says_what_to_do_instead(setting: str, instead: str) -> None:
+    result = CliRunner().invoke(app, ["validate", "configs/quickstart.yaml", "--set", setting])
+    assert result.exit_code == 2
+    assert instead in " ".join(result.stderr.split())

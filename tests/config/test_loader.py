@@ -114,7 +114,7 @@ optimizer:
   lr: ${RATE}
   warmup_steps: ${MISSING:-2}
 inference:
-  tls: ${EMPTY}
+  dtype: ${EMPTY}
 """
     config = load_config(_write(tmp_path, text))
     assert (config.run.name, config.run.seed) == ("12", 5)  # in quotes: text stays text
@@ -123,7 +123,7 @@ inference:
     assert config.data.train.path == Path("fallback.jsonl")
     assert config.rewards[0].arguments == {"literal": "${HOME}", "text": "costs $5"}
     assert (config.optimizer.lr, config.optimizer.warmup_steps) == (3e-6, 2)
-    assert config.inference.tls is None  # nothing at all, unquoted, is YAML's null
+    assert config.inference.dtype is None  # nothing at all, unquoted, is YAML's null
 
 
 def test_bad_references_are_problems_and_say_nothing_else_about_the_value(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from grpo_async.config import ExperimentConfig
 from tests.support.configs import small_config
 
 JSONL = {"type": "jsonl", "path": "t"}
-TLS = {"certificate": "c.pem", "key": "k.pem"}
 TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
 
 
@@ -101,7 +99,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
             "weights.host: 127.0.0.1 cannot be reached from http://10.0.0.7:8000",
         ),
-        ({"inference": {"tls": {"key": "k.pem"}}}, "certificate and key go together"),
         (
             {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 1}},
             "sleep_while_training: with rollout.max_staleness: 1",
@@ -168,7 +165,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"loss": {"delta": 1.29}},
         {
             "weights": {"host": "10.0.0.1"},
-            "inference": {"urls": ["https://a:1", "http://b:2"], "tls": {"ca_certs": "c"}},
+            "inference": {"urls": ["https://a:1", "http://b:2"]},
         },
         {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
         {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
@@ -216,23 +213,6 @@ def test_the_reduction_in_use_is_the_types_unless_set() -> None:
     assert {name: _config(loss={"type": name}).loss.resolved_reduction for name in own} == own
     assert _config(loss={"type": "custom", "function": "a:b"}).loss.resolved_reduction == "dapo"
     assert _config(loss={"type": "cispo", "reduction": "grpo"}).loss.resolved_reduction == "grpo"
-
-
-@pytest.mark.parametrize(
-    ("inference", "scheme", "trusted"),
-    [
-        ({"tls": TLS}, "https", "c.pem"),
-        ({"tls": {**TLS, "ca_certs": "ca.pem"}}, "https", "ca.pem"),
-        ({"tls": {"ca_certs": "ca.pem"}, "urls": ["https://127.0.0.1:1"]}, "http", "ca.pem"),
-        ({}, "http", None),
-    ],
-)
-def test_spawned_servers_speak_https_with_a_certificate_that_clients_trust(
-    inference: dict[str, Any], scheme: str, trusted: str | None
-) -> None:
-    section = _config(inference=inference).inference
-    assert section.scheme == scheme
-    assert section.ca_certs == (trusted and Path(trusted))
 
 
 def test_a_run_has_100_steps_or_as_many_as_its_epochs_take() -> None:

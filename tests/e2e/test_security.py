@@ -7,11 +7,10 @@ import ipaddress
 import os
 import signal
 import socket
-import ssl
 import stat
 import subprocess
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +19,6 @@ import pytest
 
 from tests.e2e.support import Run, finish, make_run, rewards
 from tests.e2e.test_failures import ENDLESS
-from tests.support.tls import make_certificates
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -60,7 +58,6 @@ class Live:
     process: subprocess.Popen[str]
     token: str
     urls: list[str]
-    trust: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
     def tree(self) -> list[psutil.Process]:
         """The launcher and everything below it, and whatever carries the run's mark without being below it."""
@@ -108,11 +105,9 @@ def _live(run: Run, *, step: int, timeout_s: float = 180.0) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Two servers that speak HTTPS, two ranks, a reward in a process of its own. The last two tests kill what is in it."""
+    """Two servers, two ranks, a reward in a process of its own. The last two tests kill what is in it."""
     folder = tmp_path_factory.mktemp("live")
-    made = make_certificates(folder / "tls")
     settings = (
-        *(f"inference.tls.{name}={getattr(made, name)}" for name in ("certificate", "key", "ca_certs")),
         *ENDLESS,
         "inference.replicas=2",
         "inference.restart_delay_s=0.2",
@@ -122,7 +117,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     )
     run = make_run(folder, "quickstart.yaml", settings)
     with _live(run, step=2) as live:
-        live.trust.load_verify_locations(made.ca_certs)
         yield live
 
 
@@ -181,7 +175,7 @@ def test_a_run_can_be_reached_by_its_user_on_this_machine_only_and_the_token_sta
 # -- HTTP
 
 
-def _status(live: Live, url: str, method: str, target: str, authorization: str | None, *, body: bytes = b"") -> int:
+def _status(url: str, method: str, target: str, authorization: str | None, *, body: bytes = b"") -> int:
     """The status of a request that is sent as it is written here; a client would tidy the path."""
     address = urlsplit(url)
     lines = [
@@ -192,10 +186,7 @@ def _status(live: Live, url: str, method: str, target: str, authorization: str |
     ]
     if authorization is not None:
         lines.append(f"Authorization: {authorization}")
-    with (
-        socket.create_connection((address.hostname or "", address.port or 0), timeout=20.0) as plain,
-        live.trust.wrap_socket(plain, server_hostname=address.hostname) as connection,
-    ):
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=20.0) as connection:
         connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         answer = connection.makefile("rb").readline()
     return int(answer.split()[1]) if answer else 0
@@ -206,21 +197,21 @@ def test_every_path_of_every_server_answers_401_without_the_token_which_opens_ea
     token = live.token
     open_paths = []
     for url, paths in zip(live.urls, (PATHS, READABLE), strict=True):  # both servers are the same program
-        assert _status(live, url, "GET", "/health", None) == 200
+        assert _status(url, "GET", "/health", None) == 200
         for path in paths:
             for method in METHODS:
                 for given in (None, f"Bearer {token}x"):
-                    status = _status(live, url, method, path, given)
+                    status = _status(url, method, path, given)
                     # 400: no request at all to the HTTP parser, so that it reaches no path
                     if status != 401 and not ("#" in path and status == 400):
                         open_paths.append((method, path, given and given.replace(token, "TOKEN"), status))
-        assert _status(live, url, "POST", "/health", None) == 401
-        assert _status(live, url, "GET", f"/rollout/info?token={token}", None) == 401
-        assert _status(live, url, "GET", "/rollout/info", "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
+        assert _status(url, "POST", "/health", None) == 401
+        assert _status(url, "GET", f"/rollout/info?token={token}", None) == 401
+        assert _status(url, "GET", "/rollout/info", "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
         right = f"Bearer {token}"
-        assert [_status(live, url, "GET", path, right) for path in READABLE] == [200, 200, 200]
-        assert _status(live, url, "GET", "/no_such_path", right) == 404
-        assert _status(live, url, "POST", "/rollout/generate", right, body=b"{}") in (400, 422)
+        assert [_status(url, "GET", path, right) for path in READABLE] == [200, 200, 200]
+        assert _status(url, "GET", "/no_such_path", right) == 404
+        assert _status(url, "POST", "/rollout/generate", right, body=b"{}") in (400, 422)
     assert open_paths == []
 
 

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from grpo_async.config.sections import InferenceSection, TlsOptions
+from grpo_async.config.sections import InferenceSection
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 
@@ -69,7 +68,6 @@ def watched(
     timeout_s: float = 20.0,
     startup_timeout_s: float = 60.0,
     token: str | None = None,
-    ca_certs: Path | None = None,
 ) -> Iterator[Watch]:
     """A fleet that is started, and closed at the end of the `with` block. By default nothing but a broken connection fences."""
     watch: Watch
@@ -94,7 +92,6 @@ def watched(
         heartbeat_interval_s=interval_s,
         heartbeat_timeout_s=timeout_s,
         startup_timeout_s=startup_timeout_s,
-        tls=TlsOptions(ca_certs=ca_certs) if ca_certs else None,
     )
     fleet = Fleet(urls, inference, token=token, control_timeout_s=20.0, ask_restart=ask if spawned else None)
     watch = Watch(fleet)

@@ -9,17 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
+import trustme
 
-from grpo_async.errors import BadResponseError, ConfigError, RequestRejectedError, RunError, ServerUnavailableError
+from grpo_async.errors import BadResponseError, RequestRejectedError, RunError, ServerUnavailableError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.connect import trusted_certificates
 from grpo_async.inference.control import _DRAIN_MARGIN_S, ServerControl
 from grpo_async.inference.router import Servers
 from grpo_async.utils.retry import RetryPolicy
 from grpo_async.weights.push import GRACE_S
 from tests.inference.fleet_support import watched
 from tests.support.local_server import local_server
-from tests.support.tls import make_certificates
 
 
 def _control(url: str) -> ServerControl:
@@ -81,30 +82,36 @@ def test_an_answer_that_cannot_be_used_is_an_error_of_its_own() -> None:
             control.parameters()
 
 
-def test_a_server_with_a_certificate_is_reached_by_those_who_trust_its_authority(tmp_path: Path) -> None:
+def test_a_server_behind_tls_is_reached_by_those_who_trust_its_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control calls, the fleet and the client; and nobody talks to a server whose certificate another authority has signed."""
-    signed, other = make_certificates(tmp_path / "signed"), make_certificates(tmp_path / "other")
+    authority, other = trustme.CA(), trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(signed.certificate, signed.key)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+
+    def trust(signer: trustme.CA) -> None:
+        signer.cert_pem.write_to_path(tmp_path / "trusted.pem")
+        trusted_certificates.cache_clear()
+
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "trusted.pem"))
     with local_server(certificate=context) as server:
-        with ServerControl(server.url, token=None, timeout_s=10.0, ca_certs=signed.ca_certs) as control:
+        trust(authority)
+        with _control(server.url) as control:
             assert control.info().instance_id == "first"
-        control = ServerControl(server.url, token=None, timeout_s=10.0, ca_certs=other.ca_certs)
-        with control, pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
-            control.info(retries=0)
-        with watched([server.url], ca_certs=signed.ca_certs) as watch:
+        with watched([server.url]) as watch:
             watch.serve_all()
-            assert list(asyncio.run(_generate(watch.fleet, signed.ca_certs)).token_ids) == [7, 8]
-        message = r"given up: .*CERTIFICATE_VERIFY.*inference\.tls\.ca_certs"  # at once, not at the deadline
-        with watched([server.url], ca_certs=other.ca_certs) as watch, pytest.raises(RunError, match=message):
+            assert list(asyncio.run(_generate(watch.fleet)).token_ids) == [7, 8]
+        trust(other)
+        with _control(server.url) as control, pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            control.info(retries=0)
+        message = r"given up: .*CERTIFICATE_VERIFY.*SSL_CERT_FILE"  # at once, not at the deadline
+        with watched([server.url]) as watch, pytest.raises(RunError, match=message):
             watch.wait_until_up()
-    with pytest.raises(ConfigError, match="not a PEM file"):
-        ServerControl("https://localhost", token=None, timeout_s=1.0, ca_certs=tmp_path)
+    trusted_certificates.cache_clear()
 
 
-async def _generate(servers: Servers, ca_certs: Path) -> Generation:
+async def _generate(servers: Servers) -> Generation:
     request = GenerateRequest(request_id="r", token_ids=[1], max_tokens=8, temperature=1.0)
-    async with InferenceClient(
-        servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0, ca_certs=ca_certs
-    ) as client:
+    async with InferenceClient(servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0) as client:
         return await client.generate(request)

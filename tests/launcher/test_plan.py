@@ -126,11 +126,9 @@ def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reach
     assert [spec.name for spec in plan.servers] == [f"inference server {index}" for index in range(3)]
     assert [spec.log_name for spec in plan.servers] == ["server_0.log", "server_1.log", "server_2.log"]
     assert "server     http://127.0.0.1:4712\n" in plan.describe()
-    tls = {"certificate": "/pki/server.pem", "key": "/pki/server.key"}
-    plan = make_plan(make_config(tmp_path, inference={"host": "::1", "tls": tls}, weights={"mode": "keep_kv"}))
-    assert plan.assignment.server_urls == ("https://[::1]:4711",)
+    plan = make_plan(make_config(tmp_path, inference={"host": "::1"}, weights={"mode": "keep_kv"}))
+    assert plan.assignment.server_urls == ("http://[::1]:4711",)
     text = plan.describe()
-    assert "TLS        certificate /pki/server.pem, trusted: /pki/server.pem" in text
     assert "weights    gloo: " in text
     assert "requests in flight: keep_kv (weights.mode)" in text
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import time
@@ -24,14 +23,11 @@ from grpo_async.inference.api import GenerateChunk
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.servers.embedded.main import (
     bind_listener,
-    check_certificate,
     load_engine,
-    serve_embedded,
 )
 from tests.servers.embedded_support import make_request, prompt
 from tests.support.configs import small_config
 from tests.support.ports import free_port
-from tests.support.tls import Certificates, encrypt, make_certificates
 
 SERVE = """
 import sys
@@ -64,7 +60,6 @@ def _served(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     config = folder / "config.json"
     config.write_text(_config(model, **inference).model_dump_json())
-    scheme = "https" if "tls" in inference else "http"
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE.format(patch=patch), str(config), str(port)],
@@ -76,8 +71,8 @@ def _served(
     try:
         assert process.stdout is not None
         line = process.stdout.readline()  # ends at the latest when the process does
-        assert line == f"serving {model.name} on {scheme}://127.0.0.1:{port}\n"
-        yield process, f"{scheme}://127.0.0.1:{port}"
+        assert line == f"serving {model.name} on http://127.0.0.1:{port}\n"
+        yield process, f"http://127.0.0.1:{port}"
     finally:
         process.kill()
         process.communicate(timeout=20.0)
@@ -95,52 +90,25 @@ def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_mo
         assert "RuntimeError: out of luck" in errors
 
 
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("tls"))
-
-
-def _section(tls: Certificates) -> dict[str, str]:
-    return {"certificate": str(tls.certificate), "key": str(tls.key)}
-
-
-def test_a_server_with_a_certificate_speaks_https_only_and_ends_at_sigterm_with_an_open_stream(
-    tiny_model: Path, tmp_path: Path, tls: Certificates
-) -> None:
-    with _served(tiny_model, tmp_path, tls=_section(tls)) as (process, url):
-        with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
-            httpx.get(url + "/health", timeout=20.0, trust_env=False)
-        with pytest.raises(httpx.TransportError):
-            httpx.get(url.replace("https", "http") + "/health", timeout=20.0, trust_env=False)
-        trusting = ssl.create_default_context(cafile=str(tls.ca_certs))
-        with httpx.Client(base_url=url, verify=trusting, timeout=60.0, trust_env=False) as client:
-            assert client.get("/health").status_code == 200
-            assert client.get("/rollout/info").status_code == 401
-            info = client.get("/rollout/info", headers=HEADERS).json()
-            assert (info["engine"], info["dtype"], info["generated_tokens"]) == ("embedded", "float32", 0)
-            body = make_request(prompt(4), max_tokens=1500, flush_interval_s=0.0).model_dump_json()
-            with client.stream("POST", "/rollout/generate", content=body, headers=HEADERS) as response:
-                lines = response.iter_lines()
-                assert GenerateChunk.model_validate_json(next(lines)).token_ids
-                began = time.monotonic()
-                process.send_signal(signal.SIGTERM)
-                last = GenerateChunk.model_validate_json(list(lines)[-1])
-            assert last.finish_reason == "abort"
-            process.wait(timeout=10.0)
-            assert time.monotonic() - began < 10.0
-
-
-def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_path: Path, tls: Certificates) -> None:
-    encrypted, other = tmp_path / "encrypted.key", make_certificates(tmp_path / "other")
-    encrypt(tls.key, encrypted)
-    for change in (
-        {"certificate": tmp_path / "none.pem"}, {"key": tmp_path}, {"certificate": tls.key}, {"key": other.key}, {"key": encrypted}
-    ):  # fmt: skip
-        config = _config(tmp_path / "no model", tls=_section(tls) | {name: str(path) for name, path in change.items()})
-        with pytest.raises(ConfigError, match=r"inference\.tls: .*not a PEM certificate with its private key"):
-            serve_embedded(config, 0)
-    check_certificate(_config(tmp_path, tls=_section(tls)).inference)
-    check_certificate(_config(tmp_path, tls={"ca_certs": str(tls.ca_certs)}).inference)  # none of its own
+def test_a_server_asks_for_the_token_and_ends_at_sigterm_with_an_open_stream(tiny_model: Path, tmp_path: Path) -> None:
+    with (
+        _served(tiny_model, tmp_path) as (process, url),
+        httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        assert client.get("/rollout/info").status_code == 401
+        info = client.get("/rollout/info", headers=HEADERS).json()
+        assert (info["engine"], info["dtype"], info["generated_tokens"]) == ("embedded", "float32", 0)
+        body = make_request(prompt(4), max_tokens=1500, flush_interval_s=0.0).model_dump_json()
+        with client.stream("POST", "/rollout/generate", content=body, headers=HEADERS) as response:
+            lines = response.iter_lines()
+            assert GenerateChunk.model_validate_json(next(lines)).token_ids
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            last = GenerateChunk.model_validate_json(list(lines)[-1])
+        assert last.finish_reason == "abort"
+        process.wait(timeout=10.0)
+        assert time.monotonic() - began < 10.0
 
 
 def test_a_model_loads_in_bfloat16_and_its_own_code_runs_only_where_the_config_says_so(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -153,34 +152,6 @@ def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch
     *_, table, verdict = SQLiteStorage.get_logs("p", "tracked")
     assert table["held_out/completions"]["_value"] == [dict(zip(ROWS[0], row, strict=True)) for row in DATA]
     assert verdict["verdict"]["_value"] == [{"step": 3, "verdict": VERDICT}]
-
-
-def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for step in (1, 2):
-        trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
-        trackers.log(step, {"eval/pass@4": 0.25 * step})
-        trackers.log_completions(step + 5, [row | {"step": step} for row in ROWS])  # the evaluation took five steps
-        trackers.log_verdict(step, VERDICT)
-        trackers.close()
-    (file,) = (tmp_path / "trackers" / "mlflow").glob("*/*/metrics/eval/pass_at_4")
-    assert [line.split()[1:3] for line in file.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
-    meta = next((tmp_path / "trackers" / "mlflow").glob("*/*/meta.yaml"))
-    assert yaml.safe_load(meta.read_text())["status"] == 3  # FINISHED
-    trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
-    trackers.log_completions(9, [ROWS[0] | {"step": 1}, *ROWS])  # two evaluations, one of them again
-    trackers.close(failed=True)
-    assert yaml.safe_load(meta.read_text())["status"] == 4  # FAILED
-    tables = json.loads((meta.parent / "tags" / "mlflow.loggedArtifacts").read_text())
-    assert tables == [{"path": f"completions/step_{step}.json", "type": "table"} for step in (1, 4)]
-    content = json.loads((meta.parent / "artifacts" / tables[-1]["path"]).read_text())
-    assert content == {"columns": list(ROWS[0]), "data": DATA}
-    assert (meta.parent / "tags" / "verdict").read_text() == VERDICT
-    (config,) = (tmp_path / "trackers" / "mlflow").glob("*/*/artifacts/config.json")
-    assert "api_key" in config.read_text()
-    assert "sk-12345" not in config.read_text()
 
 
 def test_a_tracker_that_cannot_be_set_up_stops_the_run_before_it_begins(

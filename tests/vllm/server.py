@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -47,12 +46,8 @@ def experiment(model: str, **vllm: Any) -> dict[str, Any]:
 
 
 class VllmServer(Served):
-    """`ca_certs`: PEM file of the certificates to trust; None over plain HTTP."""
-
-    def __init__(
-        self, url: str, *, token: str, process: subprocess.Popen[bytes], log: Path, ca_certs: str | None
-    ) -> None:
-        super().__init__(url, token=token, verify=ssl.create_default_context(cafile=ca_certs) if ca_certs else True)
+    def __init__(self, url: str, *, token: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        super().__init__(url, token=token)
         self.process, self.log = process, log
 
     def engine_core(self) -> psutil.Process:
@@ -80,14 +75,7 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    tls = config["inference"].get("tls")
-    server = VllmServer(
-        f"{'https' if tls else 'http'}://127.0.0.1:{port}",
-        token=token,
-        process=process,
-        log=log,
-        ca_certs=tls["ca_certs"] if tls else None,
-    )
+    server = VllmServer(f"http://127.0.0.1:{port}", token=token, process=process, log=log)
     below: list[psutil.Process] = []
     try:
         _wait_until_healthy(server)

@@ -85,22 +85,17 @@ def test_the_gpu_command_uses_the_gpu_options() -> None:
     assert "--enable-sleep-mode" not in vllm_command(config, 1, platform="cpu", environment={}).argv
 
 
-def test_model_tls_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when_trusted(tmp_path: Path) -> None:
+def test_model_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when_trusted(tmp_path: Path) -> None:
     assert "--trust-remote-code" not in _made().argv
     raw = experiment(str(tmp_path))
     raw["model"] |= {"trust_remote_code": True, "chat_template": "template.jinja", "revision": "v1"}
     raw["inference"]["vllm"]["extra_args"] = ["--max-num-seqs", "3"]
-    raw["inference"]["tls"] = {"certificate": "server.pem", "key": "server.key"}
     made = vllm_command(ExperimentConfig.model_validate(raw), 1, platform="cpu", environment={})
     assert "--trust-remote-code" in made.argv
     assert made.env["HF_HUB_OFFLINE"] == "1"
     assert _value(made.argv, "--chat-template") == "template.jinja"
     assert _value(made.argv, "--revision") == _value(made.argv, "--tokenizer-revision") == "v1"
-    assert _value(made.argv, "--ssl-certfile") == "server.pem"
-    assert _value(made.argv, "--ssl-keyfile") == "server.key"
     assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
-    for other in (None, {"ca_certs": "ca.pem"}):  # the second is for `urls`: servers that are not ours
-        assert "--ssl-certfile" not in _made(tls=other).argv
 
 
 def test_what_would_open_the_server_is_taken_out_of_the_environment() -> None:
@@ -179,7 +174,6 @@ def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None
     options = {"expert_parallel": True, "enforce_eager": True, "sleep_while_training": True}
     raw = experiment("some/model")
     raw["model"] |= {"revision": "main", "trust_remote_code": True, "chat_template": "t.jinja"}
-    raw["inference"] |= {"tls": {"certificate": "c.pem", "key": "k.pem"}}
     raw["inference"]["vllm"] |= {"kv_cache_mb": None, **options}
     raw["rollout"] = {**raw.get("rollout", {}), "max_staleness": 0}
     config = ExperimentConfig.model_validate(raw)
@@ -189,5 +183,5 @@ def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None
         for word in each.argv
         if word.startswith("--")
     ]
-    assert {"--chat-template", "--enable-sleep-mode", "--ssl-keyfile", "--kv-cache-memory-bytes"} <= set(made)
+    assert {"--chat-template", "--enable-sleep-mode", "--kv-cache-memory-bytes"} <= set(made)
     assert set(made) - left <= set(rules._SET_BY_US)

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import InferenceSection
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.token import require_token, token_from_environment
-from grpo_async.utils.network import family_of, host_in_url, server_certificates
+from grpo_async.utils.network import family_of, host_in_url
 from grpo_async.utils.processes import die_with_launcher
 
 if TYPE_CHECKING:
@@ -31,15 +30,14 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
     """Serve `config.model` on `config.inference.host`:`port` until the process is asked to end.
 
     Raises:
-        ConfigError: host, port, certificate, device or model is unusable.
+        ConfigError: host, port, device or model is unusable.
         SystemExit: with 1, after the engine failed.
     """
     die_with_launcher()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=config.inference.embedded.device == "cuda")
-    # before the model is loaded, so that a taken port or a wrong certificate shows at once
+    # before the model is loaded, so that a taken port shows at once
     inference = config.inference
-    check_certificate(inference)
     listener = bind_listener(inference.host, port)
     engine = load_engine(config)
     from grpo_async.servers.embedded.server import EmbeddedEngine, EmbeddedServer  # slow import
@@ -60,8 +58,8 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
         from_hub={"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code},
     )
     host, port = listener.getsockname()[:2]
-    address = f"{inference.scheme}://{host_in_url(host)}:{port}"
-    server = EmbeddedServer(served, tls=inference.tls, greeting=f"serving {Path(config.model.path).name} on {address}")
+    address = f"http://{host_in_url(host)}:{port}"
+    server = EmbeddedServer(served, greeting=f"serving {Path(config.model.path).name} on {address}")
     server.run(sockets=[listener])
     if server.has_failed:
         raise SystemExit(1)
@@ -103,24 +101,6 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     engine = SlotEngine(model, num_slots=inference.embedded.max_slots, max_model_len=inference.max_model_len)
     check_against_model(engine, model)
     return engine
-
-
-def check_certificate(inference: InferenceSection) -> None:
-    """Load the certificate of `inference.tls` and its key, if there is one.
-
-    Raises:
-        ConfigError: a file is missing, unreadable or not a certificate or key, the key has a password, or they do not match.
-    """
-    tls = inference.tls
-    if tls is None or tls.certificate is None or tls.key is None:
-        return
-    try:
-        server_certificates(tls.certificate, tls.key)
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
-        raise ConfigError(
-            f"inference.tls: {tls.certificate} and {tls.key} are not a PEM certificate with its private key (one without a "
-            f"password): {error}"
-        ) from error
 
 
 def bind_listener(host: str, port: int) -> socket.socket:

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.exceptions import HTTPException
 
-from grpo_async.config.sections import TlsOptions
 from grpo_async.errors import DeadlineError, GrpoAsyncError, message_of
 from grpo_async.inference.api import (
     KEEP_ALIVE_S,
@@ -295,7 +294,7 @@ class EmbeddedEngine(Engine):
 class EmbeddedServer(uvicorn.Server):
     """An engine over HTTP, until the process is asked to end. `greeting` is printed when it listens."""
 
-    def __init__(self, engine: EmbeddedEngine, *, tls: TlsOptions | None = None, greeting: str = "") -> None:
+    def __init__(self, engine: EmbeddedEngine, *, greeting: str = "") -> None:
         config = uvicorn.Config(
             TokenGuard(RolloutApp(engine).app),
             http=GuardedProtocol,
@@ -307,8 +306,6 @@ class EmbeddedServer(uvicorn.Server):
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
-            ssl_certfile=tls.certificate if tls is not None else None,
-            ssl_keyfile=tls.key if tls is not None else None,
         )
         super().__init__(config)
         self._engine, self._greeting = engine, greeting

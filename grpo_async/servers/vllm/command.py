@@ -193,8 +193,6 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         arguments.append("--trust-remote-code")
     if config.model.head_dtype is not None:
         arguments += ["--hf-overrides", json.dumps({"head_dtype": config.model.head_dtype})]
-    if inference.tls is not None and inference.tls.certificate is not None:
-        arguments += ["--ssl-certfile", str(inference.tls.certificate), "--ssl-keyfile", str(inference.tls.key)]
     return arguments
 
 
