@@ -225,12 +225,16 @@ class _InputChecks:
         loaded = load_data(data, evaluation)
         self.notes.extend(loaded.notes)
         num_rows = len(loaded.train)
-        groups, steps = training.num_prompts(num_rows), self.config.with_rows(num_rows).num_steps
+        groups, counted = training.num_prompts(num_rows), self.config.with_rows(num_rows)
         if self.trains and groups is not None and self.config.data.train.max_prompt_tokens is None:
             self.notes.append(
                 f"training.epochs: {training.epochs:g} x {count(num_rows, 'row')} = {count(groups, 'group')}, at most "
-                f"{count(steps, 'step')}"
+                f"{count(counted.num_steps, 'step')}"
             )
+            if self.config.warmup_steps > counted.warmup_steps:
+                self.notes.append(
+                    f"optimizer.warmup_steps: {self.config.warmup_steps} is cut to {counted.warmup_steps}"
+                )
         rows = {"data.train": loaded.train, "evaluation.data": loaded.evaluation}
         return {key: found for key, found in rows.items() if found is not None and key in self.sources}
 

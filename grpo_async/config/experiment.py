@@ -115,6 +115,11 @@ class ExperimentConfig(StrictModel):
         """The most steps of the run; 0 until the rows that `training.epochs` goes by are counted (`with_rows`)."""
         return self.training.max_steps or 0
 
+    @property
+    def warmup_steps(self) -> int:
+        """`optimizer.warmup_steps`, but no more than the steps of the run, once these are known."""
+        return min(self.optimizer.warmup_steps, self.num_steps or self.optimizer.warmup_steps)
+
     def with_rows(self, num_rows: int) -> ExperimentConfig:
         """The config with `training.max_steps` set to the most steps that `training.epochs` over `num_rows` can take.
 
