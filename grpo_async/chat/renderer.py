@@ -69,7 +69,8 @@ class ChatRenderer:
         source = self._template.source(with_tools=True) if self._template.exists else ""
         self._encoder = Encoder(tokenizer, source)
         self._parser = choose_parser(parser, template_source=source, vocabulary=tokenizer.get_added_vocab())
-        self._thinking_is_open = self._template.exists and self._template.thinking_is_open
+        self.thinking_is_open = self._template.exists and self._template.thinking_is_open
+        """Whether the generation prompt leaves the policy inside its thinking."""
         wanted = self._parser.format.special_tokens if self._parser.format else ()
         control = self._encoder.control_tokens
         self._kept_ids = frozenset(control[token] for token in wanted if token in control)
@@ -190,7 +191,7 @@ class ChatRenderer:
                 SampledTurn(
                     text=(opening or "") + text,
                     marked_text=(opening or "") + marked,
-                    thinking_is_open=self._thinking_is_open and opening is None,
+                    thinking_is_open=self.thinking_is_open and opening is None,
                 )
             )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own parser may raise anything
@@ -219,7 +220,7 @@ class ChatRenderer:
         Thinking that is not closed has no answer. Text that was not sampled (what a client sends back) need not have the thinking
         that the generation prompt opened.
         """
-        start = answer_start(text, is_open=self._thinking_is_open and (is_sampled or None))
+        start = answer_start(text, is_open=self.thinking_is_open and (is_sampled or None))
         if not start:
             return "", text
         thinking = text[:start].strip()

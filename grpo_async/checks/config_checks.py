@@ -204,8 +204,7 @@ class _InputChecks:
         config, train = self.config, rows.get("data.train")
         held_out = rows.get("evaluation.data" if "evaluation.data" in self.sources else "data.train")
         is_text = train and isinstance(train[0]["prompt"], str)
-        goes_through_template = config.tools or config.environments or config.rollout.agent is not None
-        if is_text and config.data.train.system_prompt is None and not goes_through_template:
+        if is_text and not config.templates_text:
             self.notes.append(
                 "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
                 "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"

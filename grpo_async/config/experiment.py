@@ -167,6 +167,12 @@ class ExperimentConfig(StrictModel):
         return self.rollout_function is not None or self.rollout.agent is not None
 
     @property
+    def templates_text(self) -> bool:
+        """Whether prompts of plain text go through the chat template, as messages always do."""
+        has_tools = bool(self.tools or self.environments or self.rollout.agent is not None)
+        return has_tools or self.data.train.system_prompt is not None
+
+    @property
     def run_path(self) -> Path:
         return self.run.dir / self.run.name
 

@@ -75,7 +75,8 @@ def load_rollout_inputs(
     """
     components = load_components(config)
     data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, components))
-    rewards = load_rewards(config.rewards)
+    is_templated = config.templates_text or not isinstance(data.train[0]["prompt"], str)
+    rewards = load_rewards(config.rewards, opened_by_template=is_templated and renderer.thinking_is_open)
     Problems(reward_problems(config, rewards, data.train[0])).raise_if_any()
     scorer = Scorer(
         rewards,
