@@ -141,6 +141,8 @@ async def code_tests(
             raise ValueError(f"code_tests, completion {index}: {error}") from error
         if row is None:
             return None
+        if not text.strip():
+            return 0.0
         if row.kind is not RowKind.SCRIPT:
             row = dataclasses.replace(row, tests=row.tests[:max_tests])
         async with slots:  # runs have time limits

@@ -32,7 +32,6 @@ from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.user_code.workers import WorkerPool
 from grpo_async.utils.text import duplicates
 
-
 OPENED = "opened_by_template"
 
 

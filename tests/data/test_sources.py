@@ -430,3 +430,12 @@ def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"rows\.txt: there is no chat template"):
         load_rows(source, count_tokens=refuse)
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations", "chosen"])
+def test_no_renaming_is_proposed_that_would_leave_the_answer_in_the_prompt(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({name: [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}))
+    told = _error("jsonl", path=path)
+    assert f"`{name}` may hold the answer" in told
+    assert "ename" not in told
