@@ -22,7 +22,8 @@ from grpo_async.checks.memory import ModelSize, check_run_dir_writable, disk_roo
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EnvironmentSource, HubSource, Source
-from grpo_async.data import Rows, first_rows, load_data, look_at_rows, make_prompt
+from grpo_async.data import Rows, first_rows, load_data, make_prompt
+from grpo_async.data.look import look_at_rows
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError, Problems
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import why_hopeless
@@ -251,14 +252,11 @@ class _InputChecks:
         num_rows = len(loaded.train)
         groups, counted = training.num_prompts(num_rows), self.config.with_rows(num_rows)
         if self.trains and groups is not None and self.config.data.train.max_prompt_tokens is None:
+            cut = "" if self.config.warmup_steps == counted.warmup_steps else ", and so is optimizer.warmup_steps"
             self.notes.append(
                 f"training.epochs: {training.epochs:g} x {count(num_rows, 'row')} = {count(groups, 'group')}, at most "
-                f"{count(counted.num_steps, 'step')}"
+                f"{count(counted.num_steps, 'step')}{cut}"
             )
-            if self.config.warmup_steps > counted.warmup_steps:
-                self.notes.append(
-                    f"optimizer.warmup_steps: {self.config.warmup_steps} is cut to {counted.warmup_steps}"
-                )
         rows = {"data.train": loaded.train, "evaluation.data": loaded.evaluation}
         return {key: found for key, found in rows.items() if found is not None and key in self.sources}
 
@@ -314,13 +312,10 @@ class _InputChecks:
                     try:
                         lengths.append(counted(prompt))
                     except ChatError as error:
-                        if prompt.messages[-1].tool_calls:
-                            continue  # said of all rows already
-                        refused.append(f"the first is {location}: {error}")
-                if refused:
-                    self.problems.append(
-                        f"{key}: {len(refused)} of {len(some)} prompts measured are refused; {refused[0]}"
-                    )
+                        refused.append(f"{location}: {error}")
+                self.problems.extend(
+                    f"{key}: {len(refused)} prompts are refused, such as {first}" for first in refused[:1]
+                )
                 self._check_lengths(key, lengths, is_all=is_all)
 
     def _check_lengths(self, key: str, lengths: list[int], *, is_all: bool) -> None:
@@ -380,16 +375,14 @@ class _InputChecks:
         async def unread(some: Rows) -> list[str]:
             found = []
             for row, location in zip(some, some.locations, strict=True):
-                columns = {name: [value] for name, value in row.items() if name != "prompt"}
-                has_gold = any(columns.get(name, [None])[0] is not None for name in ("answer", "solution", "tests"))
-                if not (has_gold or is_alone) or reward.missing_inputs(columns) is not None:
+                if not is_alone and all(row.get(name) is None for name in ("answer", "solution", "tests")):
                     continue
+                columns = {name: [value] for name, value in row.items() if name != "prompt"}
                 try:
-                    outcome = await reward.score([row["prompt"]], [""], [[]], columns)
+                    values = (await reward.score([row["prompt"]], [""], [[]], columns)).values
                 except RewardError as error:
-                    found.append(f"{location}: {error}")
-                else:
-                    found += [location] if outcome.values == [None] else []
+                    values, location = [None], f"{location}: {error}"
+                found += [location] if values == [None] else []
             return found
 
         for key, each in rows.items():
@@ -398,7 +391,7 @@ class _InputChecks:
                 looked = "rows" if len(some) == len(each) else "rows looked at"
                 self.notes.append(
                     f"{key}: {len(found)} of {len(some)} {looked} have no answer that {reward.name!r} can read, so it does not "
-                    f"score them; the first is {found[0]}"
+                    f"score them (the first: {found[0]})"
                 )
 
     def check_own_functions(self) -> None:

@@ -8,19 +8,8 @@
 """
 
 from grpo_async.data.load import LoadedData, load_data
-from grpo_async.data.look import look_at_rows
 from grpo_async.data.rows import Row, Rows
 from grpo_async.data.sources import first_rows, load_rows
 from grpo_async.data.stream import PromptStream, make_prompt
 
-__all__ = [
-    "LoadedData",
-    "PromptStream",
-    "Row",
-    "Rows",
-    "first_rows",
-    "load_data",
-    "load_rows",
-    "look_at_rows",
-    "make_prompt",
-]
+__all__ = ["LoadedData", "PromptStream", "Row", "Rows", "first_rows", "load_data", "load_rows", "make_prompt"]

@@ -10,7 +10,8 @@ from typing import Any
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config import ExperimentConfig
-from grpo_async.data import LoadedData, PromptStream, Rows, load_data, look_at_rows, make_prompt
+from grpo_async.data import LoadedData, PromptStream, Rows, load_data, make_prompt
+from grpo_async.data.look import look_at_rows
 from grpo_async.errors import Problems
 from grpo_async.evaluation.evaluator import Evaluator, build_evaluator
 from grpo_async.inference.fleet import Fleet

