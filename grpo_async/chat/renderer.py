@@ -69,7 +69,8 @@ class ChatRenderer:
         source = self._template.source(with_tools=True) if self._template.exists else ""
         self._encoder = Encoder(tokenizer, source)
         self._parser = choose_parser(parser, template_source=source, vocabulary=tokenizer.get_added_vocab())
-        self._thinking_is_open = self._template.exists and self._template.thinking_is_open
+        self.thinking_is_open = self._template.exists and self._template.thinking_is_open
+        """Whether the generation prompt leaves the policy inside its thinking."""
         wanted = self._parser.format.special_tokens if self._parser.format else ()
         control = self._encoder.control_tokens
         self._kept_ids = frozenset(control[token] for token in wanted if token in control)
@@ -121,7 +122,8 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Token ids of a prompt. Conversations, and text with a system prompt or with tools, go through the chat template
-        with a generation prompt; plain text alone does not.
+        with a generation prompt; plain text alone does not. A last message of the assistant that came with the data has none: the
+        policy continues it (`opening_of`), as with TRL's `apply_chat_template`.
 
         Messages from tools and environments are guarded: the text of a control token in them stays text. Messages of the data
         are not: they are the user's own, and a system prompt that names `<think>` means the token.
@@ -135,7 +137,14 @@ class ChatRenderer:
         if not is_conversational and len(messages) == 1 and not tools:
             text = guarded.messages[0]["content"]
             return self._encoder.encode(text, guarded.placeholders, as_document=True)
-        rendered = self._template.render(guarded.messages, tools=tools, add_generation_prompt=True)
+        opening = opening_of(messages)
+        if opening is not None and messages[-1].tool_calls:
+            raise ChatError(
+                "the last message has tool calls without results, and so nothing that the policy can continue"
+            )
+        rendered = self._template.render(
+            guarded.messages, tools=tools, add_generation_prompt=True, is_open=opening is not None
+        )
         return self._encoder.encode(rendered, guarded.placeholders)
 
     def suffix_ids(
@@ -162,9 +171,14 @@ class ChatRenderer:
             )
         return [end, *self._suffix.ids(calls, results)]
 
-    def parse(self, token_ids: Sequence[int], *, turn: int) -> PolicyTurn:
+    def parse(self, token_ids: Sequence[int], *, turn: int, opening: str | None = None) -> PolicyTurn:
         """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it). Never raises
-        for what a model wrote: calls that cannot be read carry an `error`."""
+        for what a model wrote: calls that cannot be read carry an `error`.
+
+        Args:
+            opening: the beginning of a message that the policy continued. It belongs to the calls that are read ("<tool_call>"),
+                not to the content.
+        """
         text = self.completion_text(token_ids)
         if self._parser.format is None:
             return PolicyTurn(text=text, content=text)
@@ -174,11 +188,18 @@ class ChatRenderer:
             marked = self._encoder.text([token for token in token_ids if token not in hidden])
         try:
             reading = self._parser.format.read(
-                SampledTurn(text=text, marked_text=marked, thinking_is_open=self._thinking_is_open)
+                SampledTurn(
+                    text=(opening or "") + text,
+                    marked_text=(opening or "") + marked,
+                    thinking_is_open=self.thinking_is_open and opening is None,
+                )
             )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own parser may raise anything
             return PolicyTurn(text=text, content=text, parse_error=message_of(error))
-        return PolicyTurn(text=text, content=reading.content, tool_calls=_with_ids(reading.calls, turn))
+        content = reading.content
+        if opening:  # a format strips the text around calls
+            content = content.removeprefix(opening if content.startswith(opening) else opening.strip())
+        return PolicyTurn(text=text, content=content, tool_calls=_with_ids(reading.calls, turn))
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""
@@ -199,7 +220,7 @@ class ChatRenderer:
         Thinking that is not closed has no answer. Text that was not sampled (what a client sends back) need not have the thinking
         that the generation prompt opened.
         """
-        start = answer_start(text, is_open=self._thinking_is_open and (is_sampled or None))
+        start = answer_start(text, is_open=self.thinking_is_open and (is_sampled or None))
         if not start:
             return "", text
         thinking = text[:start].strip()
@@ -322,6 +343,13 @@ class ChatRenderer:
     @cached_property
     def _suffix(self) -> SuffixRule:
         return SuffixRule(self._template, self._encoder, self._end_of_turn_ids)
+
+
+def opening_of(messages: Sequence[TaggedMessage]) -> str | None:
+    """The beginning of the policy's first turn, where the data gives it: the text of a last message of the assistant. None: the
+    policy begins a message of its own."""
+    last = messages[-1] if messages else None
+    return last.content if last is not None and (last.role, last.origin) == ("assistant", Origin.PROMPT) else None
 
 
 def _with_ids(calls: Sequence[ToolCall], turn: int) -> list[ToolCall]:

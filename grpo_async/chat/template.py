@@ -59,9 +59,14 @@ class ChatTemplate:
             raise ConfigError(f"{error}; set model.chat_template to the Jinja file to use") from error
 
     def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool,
+        is_open: bool = False,
     ) -> str:
-        """The text of `messages`.
+        """The text of `messages`; `is_open`: it ends inside the last one, which the policy continues.
 
         Raises:
             ConfigError: there is no template.
@@ -75,8 +80,9 @@ class ChatTemplate:
                     [dict(message) for message in messages],
                     tools=[dict(tool) for tool in tools] or None,
                     chat_template=source,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=add_generation_prompt and not is_open,
                     tokenize=False,
+                    **({"continue_final_message": True} if is_open else {}),
                     **self._arguments,
                 )
             )

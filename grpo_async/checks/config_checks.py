@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.chat.renderer import load_renderer
+from grpo_async.chat.turn import ChatError
 from grpo_async.checks.memory import ModelSize, check_run_dir_writable, disk_room
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
+from grpo_async.config.sections import EnvironmentSource, HubSource, Source
 from grpo_async.data import Rows, first_rows, load_data, make_prompt
+from grpo_async.data.look import look_at_rows
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError, Problems
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import why_hopeless
@@ -28,7 +30,7 @@ from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
 from grpo_async.rewards import RewardFunction, load_rewards
-from grpo_async.rewards.call import OFFERED
+from grpo_async.rewards.call import OFFERED, RewardError
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.embedded.families import check_embedded_family
@@ -41,12 +43,28 @@ from grpo_async.utils.network import binding_error
 from grpo_async.utils.text import count
 
 _NUM_ROWS = 3
+_NUM_FIRST = 10_000  # of a file that is too large to be read here
 _NUM_MEASURED = 200
-_SMALL_BYTES = 32 << 20  # about a second
+_SMALL_BYTES = 128 << 20  # about ten seconds
+_READ_GOLDS = ("grpo_async.rewards.text", "grpo_async.rewards.math", "grpo_async.rewards.code")
+"""Modules of rewards that score an empty completion at once, and give None where they cannot read the row's answer."""
+_LATER = "the trainer looks at all rows, and so does `grpo-async validate --data`"
 _ASK_S = 3.0  # that a server has for an answer
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
+
+
+def check_data(config: ExperimentConfig) -> list[str]:
+    """Look at all rows that the configuration names, and at a sample of them with the tokenizer and the rewards; returns notes.
+
+    Raises:
+        ConfigError: all problems, one a line, each with its dotted path.
+    """
+    found = _InputChecks(config=config, reads_all=True)
+    found.check_data(deep=True)
+    found.problems.raise_if_any()
+    return found.notes
 
 
 def check_inputs(
@@ -63,22 +81,14 @@ def check_inputs(
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
-    found = _InputChecks(config=config, engine=engine, trains=trains)
-    found.check_model()
+    found = _InputChecks(config=config, trains=trains)
+    found.check_model(engine)
     has_model = not found.problems
-    found.check_machine()
-    rows = found.read_rows()
-    components = found.check_components(rows)
-    try:
-        if components is not None and has_model:
-            found.check_text(components, rows, deep=deep)
-        if has_model and trains and deep:
-            found.check_room()
-        found.check_rewards(components, rows)
-        found.check_own_functions()
-    finally:
-        if components is not None:
-            asyncio.run(components.aclose())
+    found.check_machine(engine)
+    found.check_data(has_model=has_model, deep=deep)
+    if has_model and trains and deep:
+        found.check_room()
+    found.check_own_functions()
     found.check_connections(node_rank)
     found.problems.raise_if_any()
     return found.notes
@@ -89,8 +99,9 @@ class _InputChecks:
     """What the checks of one configuration have found so far."""
 
     config: ExperimentConfig
-    engine: EngineChoice
-    trains: bool
+    trains: bool = True
+    reads_all: bool = False
+    """Whether every source is read whole; else those that take a moment only, and the first rows of the others."""
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
 
@@ -102,13 +113,13 @@ class _InputChecks:
         return {"data.train": self.config.data.train, **of_evaluation}
 
     @property
-    def reads_all(self) -> bool:
-        """Whether all rows are read, which takes a moment only; else the first few of each source."""
-        return all(map(_is_small, self.sources.values()))
+    def sees_all(self) -> bool:
+        """Whether all rows are seen."""
+        return self.reads_all or all(map(_is_small, self.sources.values()))
 
     # ---- model, packages, devices, disk ----
 
-    def check_model(self) -> None:
+    def check_model(self, engine: EngineChoice) -> None:
         config = self.config
         folder = self._check_folder("model.path", config.model.path)
         downloaded = None if folder else downloaded_file(config.model.path, "config.json", config.model.revision)
@@ -117,17 +128,17 @@ class _InputChecks:
                 text, longest = text_config(described), config.inference.max_model_len
                 if self.trains:
                     check_family(text, config.model.path, longest)
-                if self.engine.engine == "embedded":
+                if engine.engine == "embedded":
                     check_embedded_family(text, longest)
         if folder is not None and config.model.revision is not None:
             self.problems.append(
                 f"model.revision: {config.model.revision} is one of a hub name, and model.path: {folder} is a folder; leave it out"
             )
         for name, section in (("rollout", config.rollout), ("evaluation", config.evaluation)):
-            if self.engine.engine == "embedded" and section is not None and section.structured_outputs is not None:
+            if engine.engine == "embedded" and section is not None and section.structured_outputs is not None:
                 self.problems.append(
                     f"{name}.structured_outputs: the embedded engine has no grammars, and is the one that serves here "
-                    f"({self.engine.reason}); set inference.engine: vllm, or leave it out"
+                    f"({engine.reason}); set inference.engine: vllm, or leave it out"
                 )
         template = config.model.chat_template
         if template is not None and not template.is_file():
@@ -154,7 +165,7 @@ class _InputChecks:
             return None
         return folder
 
-    def check_machine(self) -> None:
+    def check_machine(self, engine: EngineChoice) -> None:
         """Check that the optional packages are installed and the devices are there."""
         config = self.config
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
@@ -167,7 +178,7 @@ class _InputChecks:
             needed += [("model.lora", "peft")] if config.model.lora is not None else []
         missing = [(key, module) for key, module in needed if importlib.util.find_spec(module) is None]
         self.problems.extend(f"{key}: {needs(module)}" for key, module in missing)
-        if self.engine.engine == "embedded":
+        if engine.engine == "embedded":
             devices["inference.embedded.device"] = config.inference.embedded.device
         keys = [key for key, device in devices.items() if device == "cuda"]
         if keys and (reason := _no_cuda()):
@@ -187,24 +198,38 @@ class _InputChecks:
 
     # ---- data ----
 
+    def check_data(self, *, has_model: bool = True, deep: bool) -> None:
+        """Check the rows with all that reads them: tools, environments, the tokenizer and the rewards."""
+        rows = self.read_rows()
+        for key, some in rows.items():
+            self.notes.extend(look_at_rows(key, some, self.config, self.problems))
+        components = self.check_components(rows)
+        try:
+            if components is not None and has_model:
+                self.check_text(components, rows, deep=deep)
+            self.check_rewards(components, rows)
+        finally:
+            if components is not None:
+                asyncio.run(components.aclose())
+
     def read_rows(self) -> dict[str, Rows]:
-        """Rows of each source that can be read: all where that takes a moment only, else the first few."""
+        """Rows of each source that can be read: all where that takes a moment only, else the first ones."""
         rows: dict[str, Rows] = {}
-        if self.reads_all:
+        if self.sees_all:
             with self.problems.collecting():
                 rows = self._load_all()
         else:
             for key, source in self.sources.items():
-                if isinstance(source, HubSource):
-                    self.notes.append(f"{key}: the dataset {source.name} is not checked here")
+                if isinstance(source, HubSource) and not Path(source.name).exists():
+                    self.notes.append(f"{key}: the dataset {source.name} is not checked here; {_LATER}")
                     continue
                 with self.problems.collecting(f"{key}: "):
-                    rows[key] = first_rows(source, _NUM_ROWS)
+                    rows[key] = first_rows(source, _NUM_FIRST if hasattr(source, "path") else _NUM_ROWS)
+                    self.notes.append(f"{key}: {count(len(rows[key]), 'row')} looked at here; {_LATER}")
         config, train = self.config, rows.get("data.train")
         held_out = rows.get("evaluation.data" if "evaluation.data" in self.sources else "data.train")
         is_text = train and isinstance(train[0]["prompt"], str)
-        goes_through_template = config.tools or config.environments or config.rollout.agent is not None
-        if is_text and config.data.train.system_prompt is None and not goes_through_template:
+        if is_text and not config.templates_text:
             self.notes.append(
                 "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
                 "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"
@@ -224,11 +249,12 @@ class _InputChecks:
         loaded = load_data(data, evaluation)
         self.notes.extend(loaded.notes)
         num_rows = len(loaded.train)
-        groups, steps = training.num_prompts(num_rows), self.config.with_rows(num_rows).num_steps
+        groups, counted = training.num_prompts(num_rows), self.config.with_rows(num_rows)
         if self.trains and groups is not None and self.config.data.train.max_prompt_tokens is None:
+            cut = "" if self.config.warmup_steps == counted.warmup_steps else ", and so is optimizer.warmup_steps"
             self.notes.append(
                 f"training.epochs: {training.epochs:g} x {count(num_rows, 'row')} = {count(groups, 'group')}, at most "
-                f"{count(steps, 'step')}"
+                f"{count(counted.num_steps, 'step')}{cut}"
             )
         rows = {"data.train": loaded.train, "evaluation.data": loaded.evaluation}
         return {key: found for key, found in rows.items() if found is not None and key in self.sources}
@@ -262,17 +288,14 @@ class _InputChecks:
         inference.max_model_len (where there are many, some of them). Without tools and `deep`, only where one of those prompts has
         as many bytes as a sequence may have tokens (a token has at least one)."""
         config, folder, prompts = self.config, Path(self.config.model.path), {}
-        if not config.has_own_rollouts:
-            for key, found in rows.items():
-                with self.problems.collecting():
-                    chosen = found.take(range(0, len(found), math.ceil(len(found) / _NUM_MEASURED))) if found else ()
-                    prompts[key] = [make_prompt(row, 0, self.sources[key].system_prompt) for row in chosen]
-        sizes = [
-            sum(len(message.content.encode(errors="replace")) for message in prompt.messages)
-            for some in prompts.values()
-            for prompt in some
-        ]
-        deep = deep or max(sizes, default=0) >= config.inference.max_model_len
+        for key, found in rows.items() if not config.has_own_rollouts else ():
+            chosen = _sample(found)
+            made = [make_prompt(row, 0, self.sources[key].system_prompt) for row in chosen]
+            prompts[key] = dict(zip(chosen.locations, made, strict=True))
+        every = [prompt for some in prompts.values() for prompt in some.values()]
+        sizes = [sum(len(message.content.encode(errors="replace")) for message in prompt.messages) for prompt in every]
+        has_roles = any(message.role != "user" for prompt in every for message in prompt.messages)
+        deep = deep or (has_roles and folder.is_dir()) or max(sizes, default=0) >= config.inference.max_model_len
         if not (deep or components.tool_sets):
             return
         with self.problems.collecting():
@@ -282,8 +305,17 @@ class _InputChecks:
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
             for key, some in prompts.items() if deep else ():
-                is_all = self.reads_all and len(some) == len(rows[key])
-                self._check_lengths(key, list(map(token_counter(renderer, components), some)), is_all=is_all)
+                is_all = self.sees_all and len(some) == len(rows[key])
+                lengths, refused, counted = [], [], token_counter(renderer, components)
+                for location, prompt in some.items():
+                    try:
+                        lengths.append(counted(prompt))
+                    except ChatError as error:
+                        refused.append(f"{location}: {error}")
+                self.problems.extend(
+                    f"{key}: {len(refused)} prompts are refused, such as {first}" for first in refused[:1]
+                )
+                self._check_lengths(key, lengths, is_all=is_all)
 
     def _check_lengths(self, key: str, lengths: list[int], *, is_all: bool) -> None:
         """Compare the lengths of a source's prompts, in tokens, with the longest sequence. Unless these are all prompts, what is
@@ -331,7 +363,35 @@ class _InputChecks:
         for section, reward in zip(config.rewards, rewards, strict=True):
             with self.problems.collecting(f"reward {reward.name!r}: "):
                 self.notes.extend(startup_notes(resolve(section.reference), section.keywords))
+                if section.reference.partition(":")[0] in _READ_GOLDS and not config.has_own_rollouts:
+                    self._check_golds(reward, rows, is_alone=len(rewards) == 1)
             reward.close()
+
+    def _check_golds(self, reward: RewardFunction, rows: Mapping[str, Rows], *, is_alone: bool) -> None:
+        """Score an empty completion for a sample of the rows. Where several rewards share the data, a row without any answer is
+        meant for another one."""
+
+        async def unread(some: Rows) -> list[str]:
+            found = []
+            for row, location in zip(some, some.locations, strict=True):
+                if not is_alone and all(row.get(name) is None for name in ("answer", "solution", "tests")):
+                    continue
+                columns = {name: [value] for name, value in row.items() if name != "prompt"}
+                try:
+                    values = (await reward.score([row["prompt"]], [""], [[]], columns)).values
+                except RewardError as error:
+                    values, location = [None], f"{location}: {error}"
+                found += [location] if values == [None] else []
+            return found
+
+        for key, each in rows.items():
+            some = _sample(each)
+            if found := asyncio.run(unread(some)):
+                looked = "rows" if len(some) == len(each) else "rows looked at"
+                self.notes.append(
+                    f"{key}: {len(found)} of {len(some)} {looked} have no answer that {reward.name!r} can read, so it does not "
+                    f"score them (the first: {found[0]})"
+                )
 
     def check_own_functions(self) -> None:
         with self.problems.collecting():
@@ -393,13 +453,26 @@ def _no_cuda() -> str:
     return "" if torch.cuda.is_available() else f"torch {version} sees no GPU"
 
 
+def _sample(rows: Rows) -> Rows:
+    """Rows at even distances, and the first with each sequence of roles: a template may refuse some."""
+    first: dict[tuple[str, ...], int] = {}
+    for index, row in enumerate(rows):
+        if not isinstance(row["prompt"], str):
+            first.setdefault(tuple(message["role"] for message in row["prompt"]), index)
+    even = range(0, len(rows), max(1, math.ceil(len(rows) / _NUM_MEASURED)))
+    return rows.take(sorted({*even, *list(first.values())[:_NUM_MEASURED]}))
+
+
 def _is_small(source: Source) -> bool:
     if isinstance(source, EnvironmentSource):
         return True
-    if not isinstance(source, JsonlSource | CsvSource | ParquetSource):
-        return False  # a generator, a package or a hub may take its time
+    path = Path(source.name) if isinstance(source, HubSource) else getattr(source, "path", None)
+    if path is None:
+        return False  # a generator or a package may take its time
     try:
-        return source.path.is_file() and source.path.stat().st_size <= _SMALL_BYTES
+        files = [path] if path.is_file() else list(path.rglob("*"))
+        num_bytes = sum(file.stat().st_size for file in files) * (4 if source.type == "parquet" else 1)  # compressed
+        return 0 < num_bytes <= _SMALL_BYTES
     except OSError:
         return False  # reading it says what is wrong
 

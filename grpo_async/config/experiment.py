@@ -115,6 +115,11 @@ class ExperimentConfig(StrictModel):
         """The most steps of the run; 0 until the rows that `training.epochs` goes by are counted (`with_rows`)."""
         return self.training.max_steps or 0
 
+    @property
+    def warmup_steps(self) -> int:
+        """`optimizer.warmup_steps`, but no more than the steps of the run, once these are known."""
+        return min(self.optimizer.warmup_steps, self.num_steps or self.optimizer.warmup_steps)
+
     def with_rows(self, num_rows: int) -> ExperimentConfig:
         """The config with `training.max_steps` set to the most steps that `training.epochs` over `num_rows` can take.
 
@@ -160,6 +165,12 @@ class ExperimentConfig(StrictModel):
     def has_own_rollouts(self) -> bool:
         """Whether a rollout function or an agent makes whole rollouts, which may bring columns that the data lacks."""
         return self.rollout_function is not None or self.rollout.agent is not None
+
+    @property
+    def templates_text(self) -> bool:
+        """Whether prompts of plain text go through the chat template, as messages always do."""
+        has_tools = bool(self.tools or self.environments or self.rollout.agent is not None)
+        return has_tools or self.data.train.system_prompt is not None
 
     @property
     def run_path(self) -> Path:

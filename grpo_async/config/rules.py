@@ -138,10 +138,6 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
         f"({count(rollout.groups_per_step, 'group')} x {rollout.group_size})",
     )
     yield (
-        training.max_steps is not None and config.optimizer.warmup_steps > training.max_steps,
-        "{optimizer.warmup_steps} is more than {training.max_steps}; set both for a short run",
-    )
-    yield (
         training.minibatches > rollout.groups_per_step,
         "{training.minibatches} is more than {rollout.groups_per_step}; a group is trained in one update, so there can be at most "
         "as many updates as groups",

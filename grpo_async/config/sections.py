@@ -705,7 +705,7 @@ class OptimizerSection(StrictModel):
     """Further arguments of transformers' schedule, such as {num_cycles: 3} (cosine_with_restarts), {power: 2} (polynomial),
     {num_decay_steps: 50, decay_type: linear} (warmup_stable_decay), {timescale: 1000} (inverse_sqrt)."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warmup; the first step has lr / warmup_steps."""
+    """Steps of linear warmup, at most those of the run; the first step has lr / warmup_steps."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """linear, cosine, polynomial and warmup_stable_decay end at this x lr."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)

@@ -20,6 +20,7 @@ from grpo_async.utils.safe_text import SURROGATE
 from grpo_async.utils.strict_json import UnreadableError, arguments_of
 from grpo_async.utils.text import backticked, json_kind, text_of_parts
 
+_CONVERSATIONS = ("messages", "conversations", "conversation", "chosen", "rejected")
 _KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
 
@@ -30,10 +31,10 @@ def check_prompt(row: Row, location: str, unused: set[str]) -> Any:
         ConfigError: there is none, or it cannot be used; the message has the location, the column and what to do.
     """
     if "prompt" not in row:
-        raise ConfigError(
-            f"{location}: there is no column `prompt`; the columns are {backticked(row)}. "
-            "Rename the one that holds the prompt, for example `columns: {problem: prompt}`"
-        )
+        remedy = "Rename the one that holds the prompt, for example `columns: {problem: prompt}`"
+        if whole := [name for name in _CONVERSATIONS if name in row]:
+            remedy = f"{backticked(whole)} may hold the answer, too; docs/howto/data.md shows how to take it out"
+        raise ConfigError(f"{location}: there is no column `prompt`; the columns are {backticked(row)}. {remedy}")
     prompt = row["prompt"]
     if isinstance(prompt, str):
         if not prompt.strip():

@@ -93,7 +93,7 @@ def read_parquet(source: ParquetSource) -> LocatedRows:
                 _check_columns(path, file.schema_arrow.names)
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     for row in batch.to_pylist():
-                        yield f"{path}, row {number}", row
+                        yield f"{path}, row {number}", _as_written(row, file.schema_arrow)
                         number += 1
         # ValueError and OverflowError: dates and times that Python's types cannot hold
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
@@ -101,6 +101,27 @@ def read_parquet(source: ParquetSource) -> LocatedRows:
                 f"{path}: this file cannot be read as Parquet, from row {number} on ({message_of(error)}); "
                 "check that it is whole and that `path` names a Parquet file"
             ) from error
+
+
+def _as_written(row: Row, schema: Any, *, is_decoded: bool = False) -> Row:
+    """The row as it was before Arrow stored it: JSON columns decoded (unless `is_decoded`), and messages without the nulls that
+    Arrow adds, because it gives each message, and the arguments of each tool call, every key that some other one has."""
+
+    def restored(value: Any, kind: Any, *, in_message: bool) -> Any:
+        if getattr(kind, "extension_name", "") == "arrow.json" and not is_decoded:
+            return value if value is None else json.loads(value)
+        if isinstance(value, list) and hasattr(kind, "value_type"):
+            return [restored(item, kind.value_type, in_message=in_message) for item in value]
+        if not isinstance(value, dict) or not hasattr(kind, "get_field_index"):
+            return value
+        in_message = in_message or kind.get_field_index("role") >= 0
+        return {
+            name: restored(item, kind.field(name).type, in_message=in_message)
+            for name, item in value.items()
+            if item is not None or not in_message
+        }
+
+    return {name: restored(value, schema.field(name).type, in_message=False) for name, value in row.items()}
 
 
 def _parquet_files(path: Path) -> list[Path]:
@@ -147,10 +168,10 @@ def read_hub(source: HubSource) -> LocatedRows:
             f"{hub_name(source)}: the dataset cannot be loaded ({message_of(error)}); "
             "check `name`, `subset` and `split`, and that this machine reaches the hub or holds the dataset in its cache"
         ) from error
-    number = 0
+    number, schema = 0, dataset.features.arrow_schema
     try:
         for row in dataset.with_format(None):  # numpy and torch formats were saved along
-            yield f"{hub_name(source)}, row {number}", dict(row)
+            yield f"{hub_name(source)}, row {number}", _as_written(row, schema, is_decoded=True)
             number += 1
     except Exception as error:  # of what decodes images and audio
         raise ConfigError(

@@ -410,3 +410,5 @@ def _own_notes(
         )
     if config.inference.vllm.sleep_while_training and not shared_gpus:
         yield "inference.vllm.sleep_while_training: the servers share no GPU with the trainer, so sleeping has no benefit"
+    if (warmup := config.optimizer.warmup_steps) > config.warmup_steps:
+        yield f"optimizer.warmup_steps: {warmup} is cut to {config.warmup_steps}: the run has no more steps"

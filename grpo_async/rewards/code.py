@@ -34,7 +34,7 @@ from typing import Any
 from grpo_async.config.base import Count, Seconds
 from grpo_async.rewards.call import shared_slots, with_checked_arguments
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
-from grpo_async.rewards.text import final_text
+from grpo_async.rewards.text import last_turns
 from grpo_async.sandbox import (
     REQUIRED,
     Sandbox,
@@ -89,6 +89,8 @@ async def code_tests(
     entry_point: Sequence[Any] | None = None,
     setup: Sequence[Any] | None = None,
     *,
+    prompts: Sequence[Any] | None = None,
+    opened_by_template: bool = False,
     all_or_nothing: bool = False,
     max_tests: Count | None = None,
     wall_s: Seconds = 10.0,
@@ -132,19 +134,22 @@ async def code_tests(
     # Concurrent runs that starve each other would miss their time limits.
     slots = shared_slots("code_tests", max_parallel or max(1, usable_cpus() // 2))
 
-    async def score(index: int, completion: Any) -> float | None:
+    async def score(index: int, text: str) -> float | None:
         try:
             row = read_row(tests[index], entry_point[index] if entry_point else None, setup[index] if setup else None)
         except ValueError as error:
             raise ValueError(f"code_tests, completion {index}: {error}") from error
         if row is None:
             return None
+        if not text.strip():
+            return 0.0
         if row.kind is not RowKind.SCRIPT:
             row = dataclasses.replace(row, tests=row.tests[:max_tests])
         async with slots:  # runs have time limits
-            return await judge.score(code_in(final_text(completion)), row)
+            return await judge.score(code_in(text), row)
 
-    return await all_of(score(index, completion) for index, completion in enumerate(completions))
+    turns = last_turns(completions, prompts, opened_by_template)
+    return await all_of(score(index, text) for index, text in enumerate(turns))
 
 
 code_tests.startup_notes = startup_notes  # type: ignore[attr-defined]

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.records import THINKING
 from grpo_async.rewards.call import with_checked_arguments
-from grpo_async.rewards.text import final_text
+from grpo_async.rewards.text import last_turns
 
 
 @with_checked_arguments
-def think_format(completions: Sequence[Any], *, opened_by_template: bool = False, **_: Any) -> list[float | None]:
-    """1.0 if a completion is `<think>`, some thinking, `</think>`, an answer: each tag once, neither part empty. The tags of
-    Mistral's models, `[THINK]` and `[/THINK]`, are also accepted.
+def think_format(
+    completions: Sequence[Any], *, prompts: Sequence[Any] | None = None, opened_by_template: bool = False, **_: Any
+) -> list[float | None]:
+    """1.0 if a completion begins with `<think>`, its only one, and has a `</think>` after it, as TRL's `think_format_reward`. The
+    tags of Mistral's models, `[THINK]` and `[/THINK]`, are also accepted.
 
     Args:
         completions: plain text or messages.
-        opened_by_template: the chat template already ends with `<think>`, so the completion must not open it again.
+        prompts: one that ends with an open `<think>` has begun the thinking, which the completion must not begin again.
+        opened_by_template: the same of the chat template; the run sets it where the model's does.
     """
-    texts = [final_text(completion).strip() for completion in completions]
-    return [float(any(_is_well_formed(text, *tags, opened_by_template) for tags in THINKING)) for text in texts]
+    turns = last_turns(completions, prompts, opened_by_template)
+    return [float(any(pattern.match(turn) is not None for pattern in _PATTERNS)) for turn in turns]
 
 
-def _is_well_formed(text: str, opening: str, closing: str, opened_by_template: bool) -> bool:
-    if not opened_by_template:
-        if not text.startswith(opening):
-            return False
-        text = text[len(opening) :]
-    thinking, tag, answer = text.partition(closing)
-    if not tag or opening in text or closing in answer:
-        return False
-    return bool(thinking.strip()) and bool(answer.strip())
+_PATTERNS = [
+    re.compile(f"{re.escape(opening)}(?!.*{re.escape(opening)}).*?{re.escape(closing)}", re.DOTALL)
+    for opening, closing in THINKING
+]

@@ -32,6 +32,8 @@ from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.user_code.workers import WorkerPool
 from grpo_async.utils.text import duplicates
 
+OPENED = "opened_by_template"
+
 
 class RewardFunction:
     """Calls one reward function.
@@ -183,8 +185,11 @@ class RewardFunction:
             self._pool.close()
 
 
-def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
+def load_rewards(sections: Sequence[RewardSection], *, opened_by_template: bool = False) -> list[RewardFunction]:
     """Import and check every reward function. Starts no process or thread.
+
+    A function with a parameter `opened_by_template` gets whether the chat template begins the policy's thinking, unless the
+    section's `arguments` say so.
 
     A function may have three attributes. `check_arguments(arguments)` gets the section's `arguments`, in which one without a
     default may be missing, and raises ValueError("NAME: what is wrong"): a typo then stops the start, instead of failing every
@@ -200,7 +205,7 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     problems = Problems()
     for index, section in enumerate(sections):
         with problems.collecting():
-            rewards.append(load_reward(section, f"rewards.{index}", loop=loop))
+            rewards.append(load_reward(section, f"rewards.{index}", loop=loop, opened_by_template=opened_by_template))
     names = [reward.name for reward in rewards]
     problems.extend(
         f"rewards: the name `{name}` belongs to more than one function; give each a `name`"
@@ -210,7 +215,9 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     return rewards
 
 
-def load_reward(section: RewardSection, path: str, *, loop: UserLoop | None = None) -> RewardFunction:
+def load_reward(
+    section: RewardSection, path: str, *, loop: UserLoop | None = None, opened_by_template: bool = False
+) -> RewardFunction:
     """Import and check one reward; `path` is that of its section (`rewards.0`), for errors. See RewardFunction for `loop`."""
     where = f"{path}.function: {section.reference}"
     function = resolve_function(section.reference, where)
@@ -246,7 +253,7 @@ def load_reward(section: RewardSection, path: str, *, loop: UserLoop | None = No
         function,
         name=section.name or name,
         weight=section.weight,
-        arguments=section.keywords,
+        arguments=({OPENED: opened_by_template} if OPENED in parameters.names else {}) | section.keywords,
         run_in=section.run_in,
         timeout_s=section.timeout_s,
         reference=section.reference,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.rewards.call import with_checked_arguments
-from grpo_async.rewards.text import after_thinking, answer_of_solution, final_text, last_boxed
+from grpo_async.rewards.text import after_thinking, answer_of_solution, last_boxed, last_turns
 from grpo_async.utils.extras import needs
 
 if importlib.util.find_spec("math_verify") is None:
@@ -55,6 +55,8 @@ def math_answer(
     answer: Sequence[Any] | None = None,
     solution: Sequence[Any] | None = None,
     *,
+    prompts: Sequence[Any] | None = None,
+    opened_by_template: bool = False,
     require_boxed: bool = False,
     **_: Any,
 ) -> list[float | None]:
@@ -75,8 +77,8 @@ def math_answer(
     if golds is None:
         raise ValueError("math_answer needs a column `answer` or `solution`; rename one with `data.train.columns`")
     return [
-        None if gold is None else _score(final_text(completion), str(gold), require_boxed)
-        for completion, gold in zip(completions, golds, strict=True)
+        None if gold is None else _score(text, str(gold), require_boxed)
+        for text, gold in zip(last_turns(completions, prompts, opened_by_template), golds, strict=True)
     ]
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from grpo_async.errors import message_of
 from grpo_async.rewards.call import with_checked_arguments
-from grpo_async.rewards.text import after_thinking, final_text, last_boxed
+from grpo_async.rewards.text import after_thinking, last_boxed, last_turns
 from grpo_async.utils.extras import needs
 from grpo_async.utils.warn_once import WarnOnce
 
@@ -128,6 +128,8 @@ def task_score(
     task: Sequence[str],
     task_data: Sequence[str],
     *,
+    prompts: Sequence[Any] | None = None,
+    opened_by_template: bool = False,
     answer_from: AnswerFrom = "after_thinking",
     binarize: bool = False,
     **_: Any,
@@ -149,8 +151,8 @@ def task_score(
         raise ValueError(f"answer_from must be one of {', '.join(get_args(AnswerFrom))}, got {answer_from!r}")
     scorers = {data: _Scorer(name, data) for name, data in set(zip(task, task_data, strict=True))}
     scores: list[float | None] = []
-    for completion, data in zip(completions, task_data, strict=True):
-        answer = _answer(after_thinking(final_text(completion)), answer_from)
+    for text, data in zip(last_turns(completions, prompts, opened_by_template), task_data, strict=True):
+        answer = _answer(after_thinking(text), answer_from)
         score = 0.0 if answer is None else scorers[data].score(answer)
         scores.append(float(score >= _FULL_SCORE) if binarize else score)
     return scores

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_async.records import answer_start
+from grpo_async.records import THINKING, answer_start
 from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.utils.text import text_of_parts
 
@@ -22,19 +22,24 @@ _NOT_IN_EXPONENT = r"(?<!\^\{)(?<!\^[-−+])(?<!\^\{[-−+])"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]]){_NOT_IN_EXPONENT}([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
 _FRAC = re.compile(r"(?<![0-9.}])\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")  # not the fraction of a mixed number
 _MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
+_OPENINGS = tuple(opening for opening, _ in THINKING)
 _MAX_DIGITS = 1000  # Python refuses to parse whole numbers of more than 4300 digits
 
 
 @with_checked_arguments
 def exact_match(
-    completions: Sequence[Any], answer: Sequence[Any], *, ignore_case: bool = False, **_: Any
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    prompts: Sequence[Any] | None = None,
+    ignore_case: bool = False,
+    opened_by_template: bool = False,
+    **_: Any,
 ) -> list[float | None]:
     """1.0 if the text after any thinking equals the `answer` column, apart from whitespace at both ends."""
     return [
-        None
-        if gold is None
-        else float(_key(after_thinking(final_text(c)), ignore_case) == _key(str(gold), ignore_case))
-        for c, gold in zip(completions, answer, strict=True)
+        None if gold is None else float(_key(after_thinking(text), ignore_case) == _key(str(gold), ignore_case))
+        for text, gold in zip(last_turns(completions, prompts, opened_by_template), answer, strict=True)
     ]
 
 
@@ -63,7 +68,9 @@ def number_match(
     completions: Sequence[Any],
     answer: Sequence[Any],
     *,
+    prompts: Sequence[Any] | None = None,
     relative_tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6,
+    opened_by_template: bool = False,
     **_: Any,
 ) -> list[float | None]:
     """1.0 if the last number after any thinking equals the last number in the `answer` column.
@@ -72,9 +79,9 @@ def number_match(
     "so it costs $1,250.00 a year." equals "#### 1250". |a - b| <= relative_tolerance x |answer|.
     """
     scores: list[float | None] = []
-    for completion, gold in zip(completions, answer, strict=True):
+    for text, gold in zip(last_turns(completions, prompts, opened_by_template), answer, strict=True):
         wanted = None if gold is None else last_number(str(gold))
-        given = last_number(after_thinking(final_text(completion)))
+        given = last_number(after_thinking(text))
         if wanted is None:
             scores.append(None)
         elif given is None:
@@ -134,6 +141,30 @@ def final_text(completion: Any) -> str:
 def after_thinking(text: str) -> str:
     """The answer of a turn: the text after its thinking; all of it if there is none, nothing if the thinking does not end."""
     return text[answer_start(text) :]
+
+
+def last_turns(completions: Sequence[Any], prompts: Sequence[Any] | None, opened_by_template: bool) -> list[str]:
+    """The final text of each completion, behind the `<think>` that the prompt has opened, if any: then thinking that does not end
+    has no answer. The prompt does so itself ("Think first. <think>", or an assistant's message that is continued), or its template.
+
+    Args:
+        prompts: as rewards get them; None: only the template can have opened the thinking.
+        opened_by_template: `ChatRenderer.thinking_is_open`; the run gives it to every reward that names it.
+    """
+    given = [None] * len(completions) if prompts is None else prompts
+    return [
+        _opened_thinking(prompt, completion, opened_by_template) + final_text(completion)
+        for prompt, completion in zip(given, completions, strict=True)
+    ]
+
+
+def _opened_thinking(prompt: Any, completion: Any, opened_by_template: bool) -> str:
+    is_first = isinstance(completion, str) or sum(message.get("role") == "assistant" for message in completion) < 2
+    is_continued = not isinstance(prompt, str) and bool(prompt) and prompt[-1].get("role") == "assistant"
+    if is_first and (is_continued or (isinstance(prompt, str) and prompt.rstrip().endswith(_OPENINGS))):
+        text = prompt if isinstance(prompt, str) else final_text(prompt)
+        return next((opening for opening, closing in THINKING if text.rfind(opening) > text.rfind(closing)), "")
+    return THINKING[0][0] if opened_by_template else ""
 
 
 def answer_of_solution(solution: str) -> str:

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from grpo_async.buffer.resume import PartialRollout
-from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.chat.renderer import ChatRenderer, opening_of
 from grpo_async.envs import Environment, Environments
 from grpo_async.errors import message_of
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
@@ -78,6 +78,8 @@ class Rollout(TokenPath):
     prompt_ids: IntArray = field(default_factory=no_tokens)
     prompt_messages: Sequence[TaggedMessage] | None = None
     """Set where they differ from the group's; see RolloutCompletion."""
+    opening: str | None = None
+    """The beginning of the first turn, where the prompt has it; see ChatRenderer.parse."""
     tools: ToolExecutor | None = None
     """None for a single-turn rollout."""
     tool_names: Sequence[str] = ()
@@ -181,7 +183,8 @@ class Rollout(TokenPath):
             self.add(generation.turn([own]))
             self.is_truncated = is_cut
             return True
-        policy_turn = self.renderer.parse(generation.token_ids, turn=len(self.turns))
+        number = len(self.turns)
+        policy_turn = self.renderer.parse(generation.token_ids, turn=number, opening=None if number else self.opening)
         calls = policy_turn.tool_calls
         own = TaggedMessage(
             role="assistant",
@@ -189,7 +192,7 @@ class Rollout(TokenPath):
             origin=Origin.POLICY,
             tool_calls=[call.as_dict() for call in calls],
         )
-        if is_cut or not calls or len(self.turns) + 1 >= self.settings.max_turns:
+        if is_cut or not calls or number + 1 >= self.settings.max_turns:
             self.add(generation.turn([own], parse_error=policy_turn.parse_error))
             self.is_truncated = is_cut or bool(calls)
             return True
@@ -326,6 +329,7 @@ class ConversationProducer:
                         rollout.prompt_messages = await _reset(environment, group.prompt, track)
                     if not rollout.prompt_ids.size:
                         rollout.prompt_ids = self._prompt_ids(group, rollout.prompt_messages, tools, rendered)
+                    rollout.opening = opening_of(rollout.prompt_messages or group.prompt.messages)
                     completion = await rollout.run()
                     if environment is not None and (name := environment.kind.reward_name) is not None:
                         with track.span("environment", call="get_reward"):

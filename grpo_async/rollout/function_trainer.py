@@ -209,8 +209,10 @@ class FunctionTrainer:
             prompt = prompt.tolist()
         if all(isinstance(token, Integral) for token in prompt):
             return [int(token) for token in prompt]
-        # the function is the user's own, so control tokens in its prompts are control tokens
+        # the function is the user's own, so control tokens in its prompts are control tokens, and an open message is continued
         messages = [TaggedMessage.from_dict(each, origin_of(each["role"], Origin.PROMPT)) for each in prompt]
+        if messages and messages[-1].role == "assistant":
+            messages[-1] = replace(messages[-1], origin=Origin.PROMPT)
         return self._renderer.prompt_ids(messages, is_conversational=True)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config import ExperimentConfig
-from grpo_async.data import LoadedData, PromptStream, load_data, make_prompt
+from grpo_async.data import LoadedData, PromptStream, Rows, load_data, make_prompt
+from grpo_async.data.look import look_at_rows
 from grpo_async.errors import Problems
 from grpo_async.evaluation.evaluator import Evaluator, build_evaluator
 from grpo_async.inference.fleet import Fleet
@@ -75,8 +76,15 @@ def load_rollout_inputs(
     """
     components = load_components(config)
     data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, components))
-    rewards = load_rewards(config.rewards)
-    Problems(reward_problems(config, rewards, data.train[0])).raise_if_any()
+    is_templated = config.templates_text or not isinstance(data.train[0]["prompt"], str)
+    rewards = load_rewards(config.rewards, opened_by_template=is_templated and renderer.thinking_is_open)
+    problems = Problems(reward_problems(config, rewards, data.train[0]))
+    for key, rows in (("data.train", data.train), ("the data to evaluate on", data.evaluation or Rows())):
+        for note in look_at_rows(
+            key, rows, config, problems
+        ):  # all rows: the launcher may have seen the first ones only
+            logger.info("%s", note)
+    problems.raise_if_any()
     scorer = Scorer(
         rewards,
         advantage=config.advantage,

@@ -18,7 +18,7 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
     Raises:
         ConfigError: `optimizer.schedule_kwargs` does not fit the schedule, or lacks what it needs.
     """
-    warmup = config.optimizer.warmup_steps
+    warmup = config.warmup_steps
     after = _after_warmup(config)
     return lambda step: (step + 1) / warmup if step < warmup else after(step - warmup)
 
@@ -32,7 +32,7 @@ def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": floor}),
         "polynomial": (name, {"lr_end": floor * optimizer.lr}),
         "warmup_stable_decay": (name, {"min_lr_ratio": floor}),
-        "inverse_sqrt": (name, {"timescale": optimizer.warmup_steps or None}),
+        "inverse_sqrt": (name, {"timescale": config.warmup_steps or None}),
     }
     scheduler_name, arguments = defaults.get(name, (name, {}))
     arguments = {**arguments, **optimizer.schedule_kwargs}
@@ -49,7 +49,7 @@ def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
             scheduler_name,
             dummy,
             num_warmup_steps=0,
-            num_training_steps=max(1, config.num_steps - optimizer.warmup_steps),
+            num_training_steps=max(1, config.num_steps - config.warmup_steps),
             scheduler_specific_kwargs=arguments,
         )
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]

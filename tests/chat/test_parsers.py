@@ -27,6 +27,30 @@ def _read(name: str, text: str, **options: Any) -> tuple[str, list[tuple[str, di
 
 
 @pytest.mark.parametrize(
+    ("name", "opening", "text", "content", "calls"),
+    [
+        ("qwen2_5", "the answer", " is 42.", " is 42.", []),
+        ("qwen2_5", '<tool_call>\n{"name": "f", ', '"arguments": {"a": 1}}\n</tool_call>', "", [("f", {"a": 1})]),
+        ("qwen2_5", "I look. ", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+        ("qwen2_5", "I look", ' up.\n<tool_call>{"name": "f"}</tool_call>', " up.", [("f", {})]),
+        (
+            "qwen3",
+            "<think>\nlet me",
+            ' <tool_call>{"name": "f"}</tool_call>',
+            ' <tool_call>{"name": "f"}</tool_call>',
+            [],
+        ),
+        ("deepseek", "the answer", " is 42.", " is 42.", []),
+    ],
+)
+def test_what_a_prompt_has_opened_belongs_to_the_calls_and_not_to_the_content(
+    name: str, opening: str, text: str, content: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    turn = renderer_of(name).parse(tokens(name, text), turn=0, opening=opening)
+    assert (turn.content, [(call.name, dict(call.arguments)) for call in turn.tool_calls]) == (content, calls)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "content", "calls"),
     [
         ("qwen2_5", "the answer is 42.<|im_end|>", "the answer is 42.", []),

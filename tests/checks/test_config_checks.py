@@ -12,13 +12,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from grpo_async.checks import config_checks, memory
-from grpo_async.checks.config_checks import check_inputs
+from grpo_async.checks.config_checks import check_data, check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer
 from grpo_async.rollout.components import Components
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, make_config
+from tests.support.chat_families import family
 from tests.support.local_server import local_server
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
@@ -99,7 +100,7 @@ def test_columns_of_evaluation_data_that_is_not_read_here_are_not_looked_for_in_
     monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
     evaluation = {"data": {"type": "hub", "name": "a/b"}, "baseline_column": "label"}
     notes = check_inputs(make_config(tmp_path, evaluation=evaluation), engine=EMBEDDED)
-    assert "evaluation.data: the dataset a/b is not checked here" in notes
+    assert any(note.startswith("evaluation.data: the dataset a/b is not checked here") for note in notes)
 
 
 def test_tools_and_environments_are_closed_also_where_a_check_breaks(
@@ -199,6 +200,92 @@ def _with_tokenizer(folder: Path, *, vocab_size: int = 500, **sections: Any) -> 
     return config
 
 
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+USER = {"role": "user", "content": "1 + 1 ="}
+ASSISTANT = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([_row(1), {"prompt": [USER, ASSISTANT]}], "1 of 2 prompts end in an assistant's message"),
+        ([_row(1), {"prompt": [USER, {**ASSISTANT, "content": [{"type": "text", "text": "2"}]}]}], "1 of 2 prompts end in an"),
+        ([_row(1), {"prompt": [{"role": "system", "content": "Be brief."}]}], "1 of 2 prompts end in neither"),
+        ([_row(1), {"prompt": [{"role": "user", "content": " "}]}], "1 of 2 prompts have no text"),
+        ([_row(1), {"prompt": json.dumps([USER])}, {"prompt": "1 + 1"}], "1 of 3 prompts are the JSON text of messages"),
+        ([{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}], "1 of 3 prompts are messages, unlike the others"),
+        ([_row(1, tools=[]), _row(2, tools=CALLS)], "1 of 2 rows have the column `tools`"),
+        ([_row(1), _row(2, chat_template_kwargs={"enable_thinking": False})], "rows have the column `chat_template_kwargs`"),
+        ([_row(1), _row(2, environment="game")], "1 of 2 rows have the column `environment`"),
+        ([_row(1), _row(2, messages=[USER, ASSISTANT])], "1 of 2 rows have the column `messages`"),
+        ([_row(1), _row(2) | {"answer": [ASSISTANT]}], "1 of 2 rows have messages as their answer"),
+    ],
+    ids=lambda value: str(value)[-40:],
+)  # fmt: skip
+def test_rows_that_mean_something_else_here_are_counted_and_the_first_is_named(
+    tmp_path: Path, rows: list[dict[str, Any]], told: str
+) -> None:
+    config = _with_tokenizer(tmp_path)
+    _write(tmp_path / "train.jsonl", rows)
+    place = 1 + next(
+        number for number, row in enumerate(rows) if row not in (_row(1), _row(1, tools=[]), {"prompt": "a"})
+    )
+    for notes in (check_inputs(config, engine=EMBEDDED), check_data(config)):
+        (note,) = [note for note in notes if told in note]
+        assert f"train.jsonl:{place}" in note
+    agent = make_config(tmp_path, rollout={"agent": AGENT})  # it reads rows in its own way
+    _write(tmp_path / "train.jsonl", rows)
+    assert not [note for note in check_inputs(agent, engine=EMBEDDED) if told in note]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"images": ["a.png"]},
+            "data.train: 1 of 2 rows have the column `images`",
+        ),
+        ({"image": "a.png"}, "remove_columns: [image]"),
+        ({"prompt": [USER, {**ASSISTANT, "tool_calls": CALLS}]}, "1 of 2 prompts end in tool calls without results"),
+    ],
+)
+def test_rows_that_no_run_can_use_are_refused(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    config = make_config(tmp_path)
+    _write(tmp_path / "train.jsonl", [_row(1, images=[], image=None), _row(2) | row])
+    _refused(config, told.replace("{folder}", str(tmp_path)))
+
+
+def test_a_role_that_the_template_refuses_is_found_in_the_one_row_that_has_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path, **FORMAT)
+    family("mistral").save_pretrained(config.model.path)
+    rows = [_row(number) for number in range(1000)]
+    rows[777]["prompt"] = [{"role": "critic", "content": "Be brief."}, USER]
+    _write(tmp_path / "train.jsonl", rows)
+    _refused(config, "train.jsonl:778: the chat template refuses")
+
+
+@pytest.mark.parametrize(
+    ("reward", "column", "answers", "first", "alone", "shared"),
+    [
+        ("text:number_match", "answer", ["7", "seven", None], 2, 2, 1),
+        ("text:exact_match", "answer", ["7", "seven", None], 3, 1, 0),
+        ("code:code_tests", "tests", ["assert f(1) == 1", {"input": 1}, None], 2, 2, 1),
+    ],
+)
+def test_answers_that_a_reward_cannot_read_are_counted(
+    tmp_path: Path, reward: str, column: str, answers: list[Any], first: int, alone: int, shared: int
+) -> None:
+    """Where another reward has the data too, a row without any answer may be for that one."""
+    section: dict[str, Any] = {"function": f"grpo_async.rewards.{reward}"}
+    section["arguments"] = {"require": []} if column == "tests" else {}
+    for rewards, count in (([section], alone), ([section, *FORMAT["rewards"]], shared)):
+        config = make_config(tmp_path, rewards=rewards)
+        _write(tmp_path / "train.jsonl", [{"prompt": str(n), column: answer} for n, answer in enumerate(answers)])
+        found = [note for note in check_inputs(config, engine=EMBEDDED) if "have no answer that" in note]
+        assert [note.partition(" rows")[0] for note in found] == ([f"data.train: {count} of 3"] if count else [])
+        assert all(f"train.jsonl:{first}" in note for note in found)
+
+
 def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _with_tokenizer(tmp_path)
     save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
@@ -247,6 +334,7 @@ def test_prompts_that_were_not_measured_may_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: int
 ) -> None:
     monkeypatch.setattr(config_checks, name, value)
+    monkeypatch.setattr(config_checks, "_NUM_FIRST", 3)
     long, short = {"prompt": "1 + 2 = " * 30}, {"prompt": "1 + 2 = "}
     train = _write(tmp_path / "rows.jsonl", [long, long if name == "_SMALL_BYTES" else short, long, short])
     data: dict[str, Any] = {"train": {"type": "jsonl", "path": str(train)}}

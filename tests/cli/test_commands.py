@@ -29,6 +29,7 @@ from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from tests.store.builders import append_simple
+from tests.support.chat_families import family
 from tests.support.configs import MINIMAL
 
 CONFIG = f"{MINIMAL}inference: {{engine: embedded}}\n"
@@ -169,6 +170,21 @@ def test_validate_prints_a_configuration_and_the_plan(config: str) -> None:
     assert "# trainer: 1 process" in result.stdout
     assert "serve-embedded" in result.stdout
     assert sorted(path.name for path in Path().iterdir()) == ["resolved.yaml", "x.yaml"]  # nothing was made
+
+
+def test_validate_looks_at_the_data_when_asked(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], "answer": "2"}
+    Path("rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    settings = ["--set", "data.train={type: jsonl, path: rows.jsonl}"]
+    settings += ["--set", "rewards=[{function: grpo_async.rewards.text:exact_match}]"]
+    family("qwen2_5").save_pretrained(load_config(Path(config)).model.path)
+    assert "rows.jsonl" not in _invoke("validate", config, *settings).stderr
+    told = _invoke("validate", config, "--data", *settings)
+    assert told.exit_code == 0, told.output
+    assert "1 of 1 prompts end in an assistant's message" in told.stderr
+    Path("rows.jsonl").write_text(json.dumps(row | {"images": ["a.png"]}), encoding="utf-8")
+    refused = _invoke("validate", config, "--data", *settings)
+    assert (refused.exit_code, "rows.jsonl:1" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,38 @@ def test_a_date_that_python_has_not_is_an_error_with_its_row(tmp_path: Path) -> 
     )
 
 
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize("how", ["parquet", "parquet of datasets", "parquet of JSON", "hub", "hub of JSON", "jsonl"])
+def test_messages_have_no_nulls_but_those_that_were_written(tmp_path: Path, datasets: Any, how: str) -> None:
+    """Arrow fills each message and each call's arguments with the keys of all others (datasets#7617)."""
+    prompts = [
+        [{"role": "user", "content": "1+1"}, _call("add", a=1, deep=[{"u": 1}, {"v": 2}])],
+        [{"role": "user", "content": "?"}, _call("find", city="X"), {"role": "tool", "content": "3", "name": "find"}],
+    ]
+    keeps_own = "JSON" in how or how == "jsonl"  # Arrow's and the user's cannot be told apart in a struct
+    if keeps_own:
+        prompts.append([{"role": "user", "content": "?"}, _call("find", city=None)])
+    rows = [{"prompt": prompt, "info": {f"key{number}": number}} for number, prompt in enumerate(prompts)]
+    made = datasets.Dataset.from_list(rows, on_mixed_types="use_json" if "JSON" in how else None)
+    path = tmp_path / "rows"
+    if how.startswith("hub"):
+        made.save_to_disk(str(path))
+    elif how == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif how == "parquet":
+        _parquet(path, rows)
+    else:
+        made.to_parquet(str(path))
+    loaded = _load(how.split()[0], **({"name": str(path)} if how.startswith("hub") else {"path": path}))
+    assert [row["prompt"] for row in loaded] == prompts
+    others = {} if keeps_own else {"key1": None}  # a column of one's own is as Arrow, and TRL, have it
+    assert loaded[0]["info"] == {"key0": 0, **others}
+
+
 # ---- hub: local folders through the real `datasets` ----
 
 
@@ -398,3 +430,12 @@ def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"rows\.txt: there is no chat template"):
         load_rows(source, count_tokens=refuse)
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations", "chosen"])
+def test_no_renaming_is_proposed_that_would_leave_the_answer_in_the_prompt(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({name: [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}))
+    told = _error("jsonl", path=path)
+    assert f"`{name}` may hold the answer" in told
+    assert "ename" not in told

@@ -371,3 +371,12 @@ def test_vllm_that_was_asked_for_and_is_missing_is_an_error(tmp_path: Path, monk
     monkeypatch.setattr(command, "vllm_usable", lambda: (False, "no module vllm"))
     with pytest.raises(ConfigError, match=r"no module vllm(.|\n)*inference.engine: embedded"):
         choose_engine(make_config(tmp_path, inference={"engine": "vllm"}))
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_said_to_be_cut(tmp_path: Path) -> None:
+    warmup = {"optimizer": {"warmup_steps": 5}}
+    assert (
+        "optimizer.warmup_steps: 5 is cut to 3"
+        in make_plan(make_config(tmp_path, training={"max_steps": 3}, **warmup)).describe()
+    )
+    assert "warmup_steps" not in make_plan(make_config(tmp_path, training={"max_steps": 5}, **warmup)).describe()

@@ -121,26 +121,45 @@ def test_number_match_allows_the_tolerance_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "opened_by_template", "value"),
+    ("text", "value"),
     [
-        ("<think>why</think>because", False, 1.0),
-        ("\n<think>\nwhy\n</think>\n\nbecause\n", False, 1.0),
-        ("[THINK]why[/THINK]because", False, 1.0),
-        ("<think>why[/THINK]because", False, 0.0),
-        ("why</think>because", False, 0.0),
-        ("why</think>because", True, 1.0),
-        ("<think>why</think>because", True, 0.0),
-        ("<think></think>because", False, 0.0),
-        ("<think>why</think>  ", False, 0.0),
-        ("<think>why", False, 0.0),
-        ("<think>a<think>b</think>c", False, 0.0),
-        ("<think>a</think>b</think>c", False, 0.0),
-        ("<think>a</think>b<think>c", False, 0.0),
-        ("so <think>why</think>because", False, 0.0),
+        ("<think>why</think>because", 1.0),
+        ("<think>\nwhy\n</think>\n\nbecause\n", 1.0),
+        ("<think></think>because", 1.0),
+        ("<think>why</think>  ", 1.0),
+        ("<think>a</think>b</think>c", 1.0),
+        ("\n<think>why</think>because", 0.0),
+        ("why</think>because", 0.0),
+        ("<think>why", 0.0),
+        ("<think>a<think>b</think>c", 0.0),
+        ("<think>a</think>b<think>c", 0.0),
+        ("so <think>why</think>because", 0.0),
+        ("", 0.0),
     ],
 )
-def test_think_format(text: str, opened_by_template: bool, value: float) -> None:
-    assert think_format([text, _chat(text)], opened_by_template=opened_by_template) == [value, value]
+def test_think_format_is_that_of_trl_whoever_opens_the_thinking(text: str, value: float) -> None:
+    trl = pytest.importorskip("trl.rewards")
+    assert think_format([text, _chat(text)]) == trl.think_format_reward([_chat(text)] * 2) == [value, value]
+    assert think_format([text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")]) == [value]
+    rest = text.removeprefix("<think>")
+    if rest != text:  # somebody has begun: the template, a prompt of plain text, or a message that is continued
+        question, begun = [{"role": "user", "content": "2+2?"}], {"role": "assistant", "content": "<think>\n"}
+        assert think_format([_chat(rest)], prompts=[question], opened_by_template=True) == [value]
+        assert think_format([rest], prompts=["Think first. <think>\n"]) == [value]
+        assert think_format([_chat(rest)], prompts=[[*question, begun]]) == [value]
+        assert think_format([_chat(text)], prompts=[question], opened_by_template=True) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"), [("so 4 </think> 4", 1.0), ("so 4 </think> 5", 0.0), ("so it is 4", 0.0), ("", 0.0)]
+)
+def test_thinking_that_the_template_began_and_that_does_not_end_has_no_answer(completion: str, value: float) -> None:
+    for reward in (exact_match, number_match):
+        assert reward([_chat(completion)], answer=["4"], opened_by_template=True) == [value]
+    continued = [{"role": "assistant", "content": "The answer is "}]  # and not begun with thinking
+    assert exact_match(["4"], answer=["4"], prompts=[continued], opened_by_template=True) == [1.0]
+    turns = [*_chat("<think>so"), {"role": "tool", "content": "4"}, *_chat(completion)]
+    assert exact_match([turns], answer=["4"], prompts=[continued], opened_by_template=True) == [value]
 
 
 def _ids(*lengths: int) -> list[list[int]]:

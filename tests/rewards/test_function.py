@@ -26,6 +26,19 @@ async def _blocks(completions: list[Any]) -> list[float]:
     return [1.0] * len(completions)
 
 
+@pytest.mark.parametrize(("arguments", "value"), [({}, 1.0), ({"opened_by_template": False}, 0.0)])
+def test_a_reward_that_names_it_learns_whether_the_template_began_the_thinking(
+    arguments: dict[str, Any], value: float
+) -> None:
+    think, match = (
+        RewardSection(function=f"grpo_async.rewards.{name}", arguments=given)
+        for name, given in (("format:think_format", arguments), ("text:regex_match", {"pattern": "x"}))
+    )
+    rewards = load_rewards([think, match], opened_by_template=True)
+    outcomes = [asyncio.run(score(reward, ["so</think>x"])) for reward in rewards]
+    assert [outcome.values for outcome in outcomes] == [[value], [1.0]]
+
+
 def test_an_async_function_that_blocks_misses_its_limit_and_is_named_with_its_line() -> None:
     reward = RewardFunction(_blocks, timeout_s=0.2)
 

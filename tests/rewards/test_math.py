@@ -94,3 +94,19 @@ def test_an_answer_outside_a_box_is_wrong_when_a_box_is_required() -> None:
 def test_it_works_in_a_thread_where_signals_do_not() -> None:
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(math_answer, [r"\boxed{0.5}"], ["1/2"]).result(timeout=60.0) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        r"so \boxed{4}",
+        r"so \boxed{4} </think> it is \boxed{4}",
+        r"\boxed{4} </think> \boxed{5}",
+        "</think> I do not know",
+    ],
+)
+def test_thinking_that_the_template_began_scores_as_in_trl(completion: str) -> None:
+    trl = pytest.importorskip("trl.rewards")
+    given = [{"role": "assistant", "content": completion}]
+    theirs = trl.reasoning_accuracy_reward([given], solution=["$4$"])
+    assert math_answer([given], solution=["$4$"], opened_by_template=True) == theirs

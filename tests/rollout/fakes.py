@@ -106,7 +106,7 @@ class FakeRenderer:
     def completion_text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
-    def parse(self, token_ids: Sequence[int], *, turn: int = 0) -> PolicyTurn:
+    def parse(self, token_ids: Sequence[int], *, turn: int = 0, opening: str | None = None) -> PolicyTurn:
         text = self.completion_text(token_ids)
         calls = [
             ToolCall(tool_call_id=f"t{turn}c{position}", name="add", arguments={"a": position})

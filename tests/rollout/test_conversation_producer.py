@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import ConversationProducer, with_environment_text
 from grpo_async.rollout.group import ErrorLog, OpenGroup
 from grpo_async.tools import Tool
+from tests.chat.helpers import renderer_of, tokens, user
 from tests.envs.helpers import taken_and_free
 from tests.rollout import some_environments
 from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, open_group, stop
@@ -40,6 +42,7 @@ class _Setup:
         tools: Sequence[Tool] = (),
         timeout_s: float = 5.0,
         max_in_flight: int = 64,
+        renderer: Any = None,
         **environments: str,
     ) -> None:
         self.client = ScriptedClient(*turns)
@@ -50,11 +53,10 @@ class _Setup:
             sections = {name: EnvironmentSection(factory=f"{HERE}:{kind}") for name, kind in environments.items()}
             self.environments = load_environments(sections, tools)
         client: Any = self.client
-        renderer: Any = self.renderer
         self.producer = ConversationProducer(
             client,
-            renderer,
-            SamplingSettings(temperature=1.0, max_completion_tokens=100, max_model_len=200),
+            renderer or self.renderer,
+            SamplingSettings(temperature=1.0, max_completion_tokens=100, max_model_len=2000 if renderer else 200),
             max_in_flight=max_in_flight,
             rollout_timeout_s=timeout_s,
             max_result_chars=100,
@@ -88,6 +90,22 @@ def test_tools_are_offered_in_the_prompt_and_called() -> None:
     assert completion.turns[0].tool_calls[0].result == "40"
     assert completion.tool_names == ["add"]
     assert produced.environments is None
+
+
+def test_a_message_that_the_prompt_opens_is_continued_and_its_call_made() -> None:
+    """The data begins the call, the policy ends it; the next turn still continues ids, and the completion is what was sampled."""
+    texts = '"arguments": {"a": 2}}\n</tool_call><|im_end|>', "42<|im_end|>"
+    sampled, renderer = [tokens("qwen2_5", text) for text in texts], renderer_of("qwen2_5")
+    setup = _Setup(*(stop(*ids) for ids in sampled), tools=[Tool.from_function(add)], renderer=renderer)
+    content = '<tool_call>\n{"name": "add", '
+    opened = user("2 + 40?"), TaggedMessage(role="assistant", content=content, origin=Origin.PROMPT)
+    (produced,) = setup.make(replace(make_prompt(), messages=opened))
+    completion = produced.completions[0]
+    assert completion.turns[0].tool_calls[0].result == "42"
+    first, second = (request.token_ids for request in setup.client.requests[::2])
+    assert renderer.tokenizer.decode(first).endswith(f"assistant\n{content}")
+    assert second[: len(first) + len(sampled[0])] == [*first, *sampled[0]]
+    assert [message.content for message in completion.completion_messages()] == ["", "42", "42"]
 
 
 def test_the_text_of_reset_reaches_the_prompt_and_the_reward_the_record() -> None:

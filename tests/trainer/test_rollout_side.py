@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -13,8 +14,9 @@ import pytest
 
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.chat.renderer import load_renderer
-from grpo_async.errors import DeadlineError, RunError
+from grpo_async.errors import ConfigError, DeadlineError, RunError
 from grpo_async.records import GroupStatus
+from grpo_async.trainer.rollout_side import load_rollout_inputs
 from grpo_async.training.checkpoint import CheckpointState
 from tests.support.local_server import Refusal, Request, line, local_server
 from tests.support.records import make_scored
@@ -269,3 +271,20 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
     assert [len(groups) for groups in trained] == [2] * 5
     assert is_balanced(ledger)
     assert (ledger["groups"]["started"], ledger["groups"]["trained"]) == (10, 10)
+
+
+def test_the_trainer_looks_at_all_rows_too(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The launcher sees only the first rows of what takes long to read."""
+    question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ([question], [question, answer]))
+    )
+    data = {"train": {"type": "jsonl", "path": str(tmp_path / "rows.jsonl")}}
+    config = side_config(tmp_path, tiny_model, data=data)
+    with caplog.at_level(logging.INFO):
+        load_rollout_inputs(config, load_renderer(config))
+    assert "1 of 2 prompts end in an assistant's message" in caplog.text
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": [question], "image": "a.png"}))
+    with pytest.raises(ConfigError, match=r"1 of 3 rows have the column `image`.*rows\.jsonl:3"):
+        load_rollout_inputs(config, load_renderer(config))

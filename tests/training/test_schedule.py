@@ -67,6 +67,12 @@ def test_a_constant_rate_has_its_warm_up() -> None:
     assert _factors(warmup_steps=3) == pytest.approx([1 / 3, 2 / 3] + [1.0] * 10)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "inverse_sqrt"])
+def test_a_run_that_is_shorter_than_its_warm_up_ends_with_it(schedule: str) -> None:
+    factors = _factors(schedule=schedule, warmup_steps=STEPS + 8)
+    assert factors == pytest.approx([(step + 1) / STEPS for step in range(STEPS)])
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.schedule_kwargs: polynomial .*nonsense"):
         _factors(schedule="polynomial", schedule_kwargs={"nonsense": 1})
