@@ -38,6 +38,14 @@ class MetricsWriter(Writer):
         self._waiting += (json.dumps(json_safe({"step": step, **metrics})) + "\n").encode()
         self._write_waiting()
 
+    def sync(self) -> None:
+        """Write what waits, and flush the file to the disk.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self._write_waiting(flushes=True)
+
     def close(self) -> None:
         """Write what waits.
 
@@ -46,21 +54,23 @@ class MetricsWriter(Writer):
         """
         try:
             if self._waiting:
-                self._write_waiting(is_last=True)
+                self._write_waiting(flushes=True)
         finally:
             os.close(self._descriptor)
 
-    def _write_waiting(self, *, is_last: bool = False) -> None:
+    def _write_waiting(self, *, flushes: bool = False) -> None:
         try:
             append_whole(self._descriptor, self._waiting)
+            self._waiting = b""
+            if flushes:
+                os.fsync(self._descriptor)
         except OSError as error:
             failing_s = self._outage.lasts(error)
-            if is_last or failing_s >= _DISK_FULL_TIMEOUT_S:
+            if flushes or failing_s >= _DISK_FULL_TIMEOUT_S:
                 raise RunError(
                     f"cannot write {self._path}: {error.strerror}, for {failing_s:.0f} s; free space, then go on with --resume"
                 ) from error
             return
-        self._waiting = b""
         self._outage.end()
 
 
