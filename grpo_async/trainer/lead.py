@@ -54,6 +54,7 @@ from grpo_async.training.checkpoint import (
     set_aside_later_checkpoints,
 )
 from grpo_async.training.export import CARD, model_card
+from grpo_async.training.fingerprints import Fingerprints, check_fingerprints, run_fingerprints
 from grpo_async.training.loss_scale import LossScale
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 from grpo_async.training.ranks import (
@@ -94,7 +95,10 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
     """Run rank 0. Everything that it opened is closed when it returns or raises."""
     run_dir, timeline, step = assignment.run_dir, context.timeline, assignment.resume_step
     with ExitStack() as stack:
+        fingerprints = run_fingerprints(context.config, renderer)
         state = load_state(run_dir, step) if step is not None else None
+        if state is not None:
+            check_fingerprints(state.fingerprints, fingerprints, step=state.step)
         fleet = open_fleet(context.config, assignment.server_urls, control, stack, timeline)
         store = stack.enter_context(RolloutStore(run_dir.rollouts, settings=context.config.record.rollouts))
         side = build_rollout_side(
@@ -172,6 +176,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             log=log,
             trackers=trackers,
             state=state,
+            fingerprints=fingerprints,
         )
 
         def preflight(servers: Sequence[Server]) -> list[Check]:
@@ -215,6 +220,7 @@ class Leader:
         sync: pushes the weights to the servers.
         log, trackers: receive the metrics of each step.
         state: the checkpoint that this run resumes from.
+        fingerprints: kept in checkpoints.
     """
 
     def __init__(
@@ -231,8 +237,10 @@ class Leader:
         log: MetricsWriter,
         trackers: Trackers,
         state: CheckpointState | None,
+        fingerprints: Fingerprints,
     ) -> None:
         self._assignment = assignment
+        self._fingerprints = fingerprints
         self._control = control
         self._context = context
         self._config = context.config
@@ -637,6 +645,7 @@ class Leader:
                         "bad_steps": self._bad_steps,
                         **({} if self._loss_scale is None else self._loss_scale.counters),
                     },
+                    fingerprints=self._fingerprints,
                 )
                 self._command_all(SaveCommand(step=step))
                 context.save(step, state, on_written=self._prune)

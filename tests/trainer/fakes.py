@@ -121,4 +121,5 @@ def make_leader(
         log=log,
         trackers=Trackers(()),
         state=state,
+        fingerprints={},
     )
