@@ -84,11 +84,11 @@ def trend(values: Sequence[float]) -> Change | None:
     learned is learned early). Its ends are kept within the values, so that no reward seems to exceed its maximum. None with fewer
     than 6 values.
 
-    Neighboring steps are alike, so they count for less. Noise is taken as AR(1); its correlation as that of the residuals without
-    the bias of a fitted line, (2 + 4 r) / n (Marriott and Pope, Biometrika 41, 1954), plus a standard error of it, and at least 0.2:
-    a short series cannot show that there is none. The slope has its exact variance under such noise, and n steps are worth
-    n x (1 - r) / (1 + r). Of series without a trend 2 to 3 % a side are said to move, from 6 to 50 steps, up to a correlation
-    of 0.5; at 0.7 about 4 %.
+    Neighboring steps are alike, so they count for less. Noise is taken as AR(1); its correlation as that of the residuals
+    without the bias of a fitted line, (2 + 4 r) / n (Marriott and Pope, Biometrika 41, 1954), plus a standard error of it,
+    and at least 0.2: a short series cannot show that there is none. The slope has its exact variance under such noise, and
+    n steps are worth n x (1 - r) / (1 + r). Of series without a trend, of 6 to 50 steps with a correlation of up to 0.5, at
+    most 3 % a side are said to move; at 0.7 about 4 %.
     """
     count = len(values)
     if count < _MIN_VALUES:
