@@ -160,7 +160,7 @@ def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
         (
             {},
             {"model": {"chat_template_kwargs": {"think": True}}},
-            "model.chat_template_kwargs.think: (not set) -> true",
+            "model.chat_template_kwargs.think: another value (not shown, since it may be secret)",
         ),
         ({}, {"loss": {"sync_ref_model": True, "beta": 0.1}}, "loss.sync_ref_model: false -> true"),
     ],
@@ -178,6 +178,29 @@ def test_resume_refuses_what_a_checkpoint_cannot_go_on_with_before_anything_star
     assert f"\n  {told}\n" in str(caught.value)
     assert "put them back" in str(caught.value)
     assert check_start(config, resume="latest", clean=False).resume_step == 1
+
+
+def test_values_of_the_environment_reach_neither_a_note_nor_a_file_that_others_read(tmp_path: Path) -> None:
+    """They stand resolved in the configuration."""
+
+    def with_key(key: str) -> ExperimentConfig:
+        reward = {"function": "grpo_async.rewards.text:exact_match", "arguments": {"api_key": key}}
+        return make_config(tmp_path, rewards=[reward])
+
+    config = with_key("sk-old")
+    config.run_path.mkdir(parents=True, mode=0o755)  # the user's own
+    run_dir = _old_run(config, steps=(1,))
+    attempt = run_dir.new_attempt()
+    assert run_dir.root.stat().st_mode & 0o777 == 0o700
+    run_dir.root.chmod(0o750)  # opened to a group, knowingly
+    run_dir.create(dump_config(config))
+    assert run_dir.root.stat().st_mode & 0o777 == 0o750
+    for file in (run_dir.config, attempt_config(attempt)):
+        assert "sk-old" in file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600
+    (note,) = check_start(with_key("sk-new"), resume="latest", clean=False).notes
+    assert "rewards.0.arguments.api_key" in note
+    assert "sk-" not in note
 
 
 def test_resume_names_what_changed_and_takes_effect(tmp_path: Path) -> None:
