@@ -26,7 +26,8 @@ class MetricsWriter(Writer):
         self._path = path
         self._waiting = b""
         self._outage = Outage(path, meanwhile="its lines wait, and training continues")
-        keep_steps(path, first_step - 1)
+        if (num_kept := keep_steps(path, first_step - 1)) < first_step - 1:
+            logger.warning("%s has lines of only %d of the %d steps before: it was cut", path, num_kept, first_step - 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -74,11 +75,11 @@ class MetricsWriter(Writer):
         self._outage.end()
 
 
-def keep_steps(path: Path, last_step: int) -> None:
+def keep_steps(path: Path, last_step: int) -> int:
     """Drop the lines of steps after `last_step`, which a resume repeats, and a torn last line. Where other lines cannot be read
-    they are left out, too, and the whole file is kept next to it. No file: nothing to do."""
+    they are left out, too, and the whole file is kept next to it. Return the number of lines that stay; without a file 0."""
     if not path.exists():
-        return
+        return 0
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1].splitlines()
     steps = [_step_of(line) for line in whole]
@@ -89,6 +90,7 @@ def keep_steps(path: Path, last_step: int) -> None:
         logger.warning("%s: left out %s that cannot be read; the whole file: %s", path, bad, copy)
     kept = [line.decode() for line, step in zip(whole, steps, strict=True) if step is not None and step <= last_step]
     write_atomically(path, "".join(f"{line}\n" for line in kept))
+    return len(kept)
 
 
 def _step_of(line: bytes) -> int | None:
