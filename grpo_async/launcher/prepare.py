@@ -236,8 +236,6 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         )
     notes = [f"{each}; whether the run had finished is unknown" for each in problems]
     notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
-    if not run_dir.metrics.exists():
-        notes.append(f"{run_dir.metrics} is missing: the metrics up to step {step} are lost; later ones follow")
     changed = differences([each.model_dump(mode="json") for each in (last, config)])
     if fixed := [f"\n  {each}" for each in changed if _rule_of(each.path) == "fixed"]:
         raise ConfigError(
