@@ -107,14 +107,19 @@ class RunDir:
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def create(self, config: str | None = None) -> None:
-        """Make the directory (private to the user: rollouts and configs may be confidential).
+        """Make the directory private to the user, since rollouts may be confidential; one that has a config.yaml keeps its mode,
+        which the user may have opened to others since.
 
         Args:
             config: content of config.yaml, which is written before anything else, because `--clean` knows a run directory by it.
+                Values of `${NAME}` stand resolved in it, so it is private in any case.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self.config.exists():
+            with contextlib.suppress(PermissionError):  # another user's, who shares it
+                self.root.chmod(0o700)
         if config is not None:
-            write_atomically(self.config, config)
+            write_atomically(self.config, config, mode=0o600)
         self.rollouts.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
@@ -139,7 +144,7 @@ class RunDir:
         attempt = self.attempt(max(self.attempts(), default=0) + 1)
         attempt.mkdir()
         if self.config.is_file():
-            write_atomically(attempt_config(attempt), self.config.read_text(encoding="utf-8"))
+            write_atomically(attempt_config(attempt), self.config.read_text(encoding="utf-8"), mode=0o600)
         with replacing(self.latest_logs) as link:
             link.unlink(missing_ok=True)
             link.symlink_to(attempt.name)

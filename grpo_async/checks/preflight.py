@@ -34,7 +34,7 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir
-from grpo_async.training.verify import MAX_ROUNDING, Score, TrainerScores, coarsest_dtype, compare_server
+from grpo_async.training.verify import MAX_RATIO, MAX_ROUNDING, Score, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.files import write_atomically
 from grpo_async.utils.network import WILDCARDS, is_loopback
 from grpo_async.utils.text import clipped
@@ -132,7 +132,12 @@ def check_logprobs(context: PreflightContext, server: Server) -> Found:
     if found.versions != [context.policy_version]:
         message = f"it serves version {found.versions} and not {context.policy_version}, which was pushed"
         return "fail", f"{message}; does another trainer use this server?"
-    if found.difference.mean <= MAX_ROUNDING:
+    if found.difference.mean <= MAX_RATIO * trainer.rounding.mean:
+        cause = (
+            f"Rounding explains it, and is too coarse to train with ({_dtypes(context)}): logits of this model are large. Set "
+            "model.head_dtype: float32, or compute and serve in float32 (model.compute_dtype, inference.dtype)"
+        )
+    elif found.difference.mean <= MAX_ROUNDING:
         cause = (
             f"That is more than the rounding of {_dtypes(context)} explains; where the difference is known and accepted, raise "
             "weights.verify_tolerance"

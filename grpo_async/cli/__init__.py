@@ -3,6 +3,17 @@
 Importing this package, and every `--help`, loads no torch, transformers, vllm or datasets.
 """
 
-from grpo_async.cli.app import main
+from __future__ import annotations
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; always ends in SystemExit. Ctrl-C ends it quietly, also while the commands are imported."""
+    try:
+        from grpo_async.cli.app import main as run
+
+        run(arguments)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
 
 __all__ = ["main"]

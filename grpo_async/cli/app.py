@@ -1,6 +1,7 @@
 """The commands of `grpo-async`, in the order of their help.
 
-Exit codes: 0 done; 1 a run or a server failed; 2 the input is wrong, nothing was started; 130 and 143 after SIGINT and SIGTERM.
+Exit codes: 0 done; 1 a run or a server failed; 2 the input is wrong, nothing was started; 130 after SIGINT, 143 after SIGTERM,
+SIGHUP and SIGQUIT.
 """
 
 from __future__ import annotations
@@ -114,6 +115,6 @@ app.command("trace", short_help="Write a timeline trace for Perfetto.")(trace)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; always ends in SystemExit."""
+    """Run the command line; always ends in SystemExit, or in KeyboardInterrupt before a command begins."""
     escape_unencodable(sys.stdout)
     app(args=arguments, prog_name="grpo-async")

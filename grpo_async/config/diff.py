@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_async.config.public import is_public
 from grpo_async.utils.text import clipped
 
 MISSING = "(not set)"
@@ -20,7 +21,9 @@ class Difference:
     values: Sequence[str]
 
     def __str__(self) -> str:
-        """ "optimizer.lr: 1e-05 -> 0.0001", shortened."""
+        """ "optimizer.lr: 1e-05 -> 0.0001", shortened; without values that may be secret."""
+        if not is_public(self.path):
+            return f"{self.path}: another value (not shown, since it may be secret)"
         return f"{self.path}: {' -> '.join(clipped(text, 80) for text in self.values)}"
 
 

@@ -7,6 +7,7 @@ code (`arguments`, keys that end in `_kwargs`, an agent's command), or they say 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -41,6 +42,13 @@ def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section, Mapping) and (plain := _plain(section)):
             shown[name] = plain
     return shown
+
+
+def is_public(path: str) -> bool:
+    """Whether the value at a dotted path may be shown: that of `rewards.0.arguments.api_key` may not."""
+    parts = path.split(".")
+    is_hidden = any(part.endswith(("arguments", "_kwargs")) for part in parts) or parts[0] == "tracking"
+    return not is_hidden and not any(key in _SECRETS.get(section, ()) for section, key in pairwise(parts))
 
 
 def _plain(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -911,7 +911,7 @@ class WeightsSection(StrictModel):
 
 class CheckpointSection(StrictModel):
     every_steps: int = Field(default=50, ge=1)
-    """Save every N steps; a checkpoint is also written at the end and on SIGINT / SIGTERM."""
+    """Save every N steps; a checkpoint is also written at the end and on SIGINT, SIGTERM, SIGHUP and SIGQUIT."""
     keep_last: int = Field(default=2, ge=1)
     """Older checkpoints are removed, except those that the next two settings keep."""
     keep_every: int | None = Field(default=None, ge=1)

@@ -20,7 +20,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences, texts_in
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
-from grpo_async.run_directory import RunDir
+from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import (
     OtherFormatError,
     damaged,
@@ -33,18 +33,30 @@ from grpo_async.utils.files import read_object, temporary_of
 from grpo_async.utils.run_state import FINISHED
 from grpo_async.utils.text import count
 
-# What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
-_FIXED = (
-    "run.seed",
-    "model.path",
-    "model.dtype",
-    "data.train",
-    "data.shuffle",
-    "data.held_out",
-    "rollout.group_size",
-    "rollout.groups_per_step",
-)
-_FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it runs: no note is written
+_AT_RESUME = {
+    "run": "free",  # where and by what it runs
+    "run.seed": "fixed",
+    "launch": "free",
+    "inference": "free",
+    "inference.engine": "noted",
+    "inference.dtype": "noted",
+    "inference.max_model_len": "noted",
+    "model.dtype": "fixed",
+    "model.lora": "fixed",
+    "model.lora.dropout": "noted",
+    "model.lora.push": "noted",
+    "model.chat_template_kwargs": "fixed",
+    "model.end_of_turn_tokens": "fixed",
+    "data": "fixed",
+    "data.train.path": "noted",
+    "rollout.group_size": "fixed",
+    "rollout.groups_per_step": "fixed",
+    "loss.sync_ref_model": "fixed",
+    "optimizer.type": "fixed",
+}
+"""Settings that differ at a resume. fixed: what a checkpoint means depends on them (its tensors, the order of the data, a group),
+so others are refused. noted: they take effect, and are named. free: not even that. The longest path decides; all others are noted.
+Of model.path, model.chat_template, loss.reference and data.train.path the content decides (training.fingerprints, data.stream)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +219,9 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         if resume != "latest":
             remedy = "`--resume latest` takes the newest complete checkpoint"
         raise ConfigError(f"--resume {resume}: not complete in {run_dir.checkpoints}:{listed}\n{remedy}")
-    last = load_config(run_dir.config)  # of the attempt before
+    attempts = [attempt_config(run_dir.attempt(number)) for number in run_dir.attempts()]
+    # of the attempt before, as it began: config.yaml may have been edited since, and be what this resume reads
+    last = load_config(next((each for each in reversed(attempts) if each.is_file()), run_dir.config))
     is_over, setting = config.num_steps <= step, "max_steps"
     if config.training.epochs is not None:  # how many steps they make is known to the trainer only
         old, new = last.training, config.training
@@ -222,17 +236,18 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         )
     notes = [f"{each}; whether the run had finished is unknown" for each in problems]
     notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
-    if not run_dir.metrics.exists():
-        notes.append(f"{run_dir.metrics} is missing: the metrics up to step {step} are lost; later ones follow")
     changed = differences([each.model_dump(mode="json") for each in (last, config)])
-    if fixed := [f"\n  {each}" for each in changed if _is_below(each.path, _FIXED)]:
+    if fixed := [f"\n  {each}" for each in changed if _rule_of(each.path) == "fixed"]:
         raise ConfigError(
             f"--resume: the checkpoints of {run_dir.root} were made with other values of{''.join(fixed)}\n"
             "put them back, or begin a new run (another run.name, or --clean)"
         )
-    notes += [f"changed since the run started: {each}" for each in changed if not _is_below(each.path, _FREE)]
+    notes += [f"changed since the last attempt: {each}" for each in changed if _rule_of(each.path) == "noted"]
     return Start(resume_step=step, resume_is_named=resume != "latest", broken_steps=tuple(broken), notes=tuple(notes))
 
 
-def _is_below(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(section + ".") for section in sections)
+def _rule_of(key: str) -> str:
+    """What `_AT_RESUME` says of a setting: that of itself, or of the nearest section above it."""
+    while key not in _AT_RESUME and "." in key:
+        key = key.rpartition(".")[0]
+    return _AT_RESUME.get(key, "noted")

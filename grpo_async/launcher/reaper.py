@@ -53,7 +53,12 @@ def private_folder() -> Iterator[Path]:
 
 
 def main(launcher: int, folder: Path) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of a scheduler, to everything: the launcher decides
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # of a scheduler, to everything: the launcher decides
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == _DONE:  # until the launcher ends, however it does
         return 0

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP as an event of the loop. `arrived` may be cleared to wait for the next one."""
+    """SIGINT, SIGTERM, SIGHUP and SIGQUIT as an event of the loop. `arrived` may be cleared to wait for the next one."""
 
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
@@ -19,13 +19,13 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """By the shell's convention, 128 + number; SIGHUP counts as SIGTERM."""
+        """By the shell's convention, 128 + number; SIGHUP and SIGQUIT count as SIGTERM."""
         return 130 if self.first is signal.SIGINT else 143
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        caught = [signal.SIGINT, signal.SIGTERM]
+        caught = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored on purpose
             caught.append(signal.SIGHUP)
         before = {number: signal.getsignal(number) for number in caught}
@@ -55,13 +55,13 @@ class Signals:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """While no event loop handles signals (`Signals.installed`), before it and after it: SIGTERM and SIGHUP raise SystemExit(143),
-    so that context managers clean up (the token's file, a temporary folder)."""
+    """While no event loop handles signals (`Signals.installed`), before it and after it: SIGTERM, SIGHUP and SIGQUIT raise
+    SystemExit(143), so that context managers clean up (the token's file, a temporary folder)."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(143)
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
     for number in before:
         signal.signal(number, leave)

@@ -3,7 +3,7 @@
     waits for   the first of: trainer exit, loss of the servers (launcher.local restarts them), a signal; every later wait
                 has a deadline
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
-                SIGINT -> 130, SIGTERM and SIGHUP -> 143, after a checkpoint when the trainer manages in time
+                SIGINT -> 130, SIGTERM, SIGHUP, SIGQUIT -> 143, after a checkpoint when the trainer manages in time
                 preflight only: 0 when no check failed, else 1
     machines    of several, this one leads (node 0): it begins when all are there; one that trains and is lost ends the run
 
@@ -82,8 +82,7 @@ class Supervisor:
         self._hub: NodeHub | None = None
         if cluster is not None:
             self._hub = NodeHub(cluster.launchers, cluster.nodes, self._assignment, self._local)
-        self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root)
-        self._config_text = self._assignment.run_dir.config.read_text(encoding="utf-8")
+        self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root, self._assignment.attempt_dir)
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
 
@@ -110,7 +109,8 @@ class Supervisor:
         ends = [local.lost_servers, local.liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
         await local.wait(*ends)
         if watch.failure is not None:
-            return await self._lose_run_dir(watch.failure)
+            await self._end_trainer("the run directory is gone")
+            return RunOutcome(exit_code=1, error=watch.failure)
         if local.signals.arrived.is_set() and local.is_training:
             return await self._stop()
         has_ended_well = not local.is_training and local.trainer.exited.result() == 0
@@ -134,16 +134,6 @@ class Supervisor:
             self._control.send("stop")
             await self._local.wait(timeout_s=self._config.launch.stop_timeout_s)
         await self._local.end_trainer()
-
-    async def _lose_run_dir(self, failure: str) -> RunOutcome:
-        """The weights are all that is left: they are saved in a new directory, unless something else is there now."""
-        saves = self._local.is_training and self._run_dir_watch.is_free
-        if saves:
-            self._assignment.run_dir.create(self._config_text)
-            self._assignment.attempt_dir.mkdir(parents=True, exist_ok=True)
-            failure += "; it was recreated to save what was left"
-        await self._end_trainer("the run directory is gone", saves=saves)
-        return self._failed(failure)
 
     async def _stop(self) -> RunOutcome:
         local, timeout_s = self._local, self._config.launch.stop_timeout_s
@@ -173,8 +163,8 @@ class Supervisor:
         if self._hub is not None and self._local.trainer.exited.result() != 0:
             await self._hub.wait_for_ends(_NODES_TIMEOUT_S)  # it may have failed only because another machine's has
         outcome = self._judge(exit_code)
-        if self._run_dir_watch.failure is not None and outcome.exit_code == 0:
-            outcome = self._failed(self._run_dir_watch.failure)
+        if self._run_dir_watch.failure is not None:
+            outcome = RunOutcome(exit_code=1, error=self._run_dir_watch.failure)
         await self._local.end_servers()
         return outcome
 

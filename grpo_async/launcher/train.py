@@ -62,7 +62,7 @@ def launch(
         output: where and how much it prints; None: everything, as a dashboard on a terminal and as lines elsewhere.
 
     Returns:
-        The exit code: 0 finished, 1 failed (the cause is on stderr), 130 after SIGINT, 143 after SIGTERM or SIGHUP.
+        The exit code: 0 finished, 1 failed (the cause is on stderr), 130 after SIGINT, 143 after SIGTERM, SIGHUP or SIGQUIT.
 
     Raises:
         ConfigError: the configuration, or something that it names, is wrong; nothing was started.

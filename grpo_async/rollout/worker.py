@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
@@ -24,7 +25,7 @@ from grpo_async.buffer.resume import GroupSnapshot, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
-from grpo_async.errors import FatalRolloutError, NothingToLearnError, RunError
+from grpo_async.errors import FatalRolloutError, NothingToLearnError, RunError, message_of
 from grpo_async.findings.messages import equal_rewards
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
@@ -203,8 +204,8 @@ class RolloutWorker:
             self._check_signal(scored)
         except NothingToLearnError:
             raise
-        except FatalRolloutError:
-            self._drop_unscored(group, GroupStatus.FAILED)
+        except FatalRolloutError as error:
+            self._drop_unscored(group, GroupStatus.FAILED, error)
             raise
         except _TooStaleError:
             self._drop_unscored(group, GroupStatus.STALE)
@@ -218,7 +219,7 @@ class RolloutWorker:
             if not self.ledger.is_open(group_id):
                 raise  # the group was closed, but storing it failed: the run must end
             self.errors.note("group", error)
-            self._drop_unscored(group, GroupStatus.FAILED)
+            self._drop_unscored(group, GroupStatus.FAILED, error)
             if error is not self._last_failure:  # one failed call of a rollout function fails all of its groups
                 self._failures_in_a_row += 1
             self._last_failure = error
@@ -269,9 +270,15 @@ class RolloutWorker:
             f"{self._section.groups_per_step}) to wait longer"
         )
 
-    def _drop_unscored(self, group: OpenGroup, status: GroupStatus) -> None:
-        is_seen = status in (GroupStatus.FILTERED, GroupStatus.STALE)
-        self.close_group(group.record, status, step=self.buffer.step if is_seen else None)
+    def _drop_unscored(self, group: OpenGroup, status: GroupStatus, error: Exception | None = None) -> None:
+        """`error`: why the group failed; the store has it with each rollout that did not fail by itself."""
+        is_seen, record = status in (GroupStatus.FILTERED, GroupStatus.STALE), group.record
+        if error is not None:
+            completions = [
+                each if each.error else replace(each, error=message_of(error)) for each in record.completions
+            ]
+            record = replace(record, completions=completions)
+        self.close_group(record, status, step=self.buffer.step if is_seen else None)
 
     def close_group(
         self,

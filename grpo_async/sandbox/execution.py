@@ -280,7 +280,10 @@ async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
     try:
         return await _execute(job, base)
     finally:
-        await _remove_tree(base)
+        removing = asyncio.ensure_future(asyncio.to_thread(_remove_tree, base))
+        await asyncio.wait([removing], timeout=END_TIMEOUT_S)  # it goes on after that, and where this run is cancelled
+        if removing.done():
+            removing.result()
 
 
 async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
@@ -442,27 +445,31 @@ def _status_of(exit_code: int, cpu_s: float, limits: SandboxLimits, stderr: str)
     return SandboxStatus.MEMORY if last_line(stderr).startswith("MemoryError") else SandboxStatus.ERROR
 
 
-async def _remove_tree(path: str) -> None:
+def _remove_tree(path: str) -> None:
     """Remove the directory `path` and everything that the code left in it, however deep or locked; follows no link. The code and
-    all its processes are dead by then. (Not shutil.rmtree, whose depth is limited by Python's recursion.)
+    all its processes are dead by then.
+
+    Each folder is moved up before it is emptied, so no path is longer than two levels: a chain of 4000 folders, which `rm -rf`
+    and shutil.rmtree take minutes for or give up on, takes no longer than as many side by side.
 
     Raises:
         SandboxError: the directory cannot be removed.
     """
-    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-        process = await ChildProcess.start(*command, "--", path)
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                _, problem = await process.communicate()
-        except TimeoutError as error:
-            raise SandboxError(
-                f"the directory {path} of a sandbox could not be removed within {END_TIMEOUT_S:g} s"
-            ) from error
-        finally:
-            await process.end(END_TIMEOUT_S)
-            process.close()
-        if command[0] == "rm" and not problem:  # not by the exit code, which is unknown if the owner ignores SIGCHLD
-            return
-    raise SandboxError(
-        f"the directory of a sandbox cannot be removed: {problem.decode(errors='replace').strip()[:500]}"
-    )
+    try:
+        aside, waiting, number = tempfile.mkdtemp(prefix="grpo-async-sandbox-", dir=os.path.dirname(path)), [path], 0
+        while waiting:
+            folder = waiting.pop()
+            os.chmod(folder, 0o700)
+            with os.scandir(folder) as entries:
+                for entry in list(entries):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)  # moving a folder writes its `..`
+                        number += 1
+                        waiting.append(f"{aside}/{number}")
+                        os.rename(entry.path, waiting[-1])
+                    else:
+                        os.unlink(entry.path)
+            os.rmdir(folder)
+        os.rmdir(aside)
+    except OSError as error:
+        raise SandboxError(f"the directory {path} of a sandbox cannot be removed: {error}") from error

@@ -86,7 +86,7 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("status", "VARCHAR", "finished, truncated, failed"),
     _rollout("truncated", "BOOLEAN", "Cut by a limit of tokens, turns or length"),
     _rollout("done", "BOOLEAN", "The environment said that the episode is over"),
-    _rollout("error", "VARCHAR", "Why it failed"),
+    _rollout("error", "VARCHAR", "Why it failed, or why its group did, such as the error of a reward"),
     _rollout("reward", "DOUBLE", "The weighted sum; NULL: never scored"),
     _rollout("advantage", "DOUBLE", "NULL: no sample was made of it"),
     _rollout("rewards", "MAP(VARCHAR, DOUBLE)", "Value of each reward function, by its name; NULL: it does not apply"),

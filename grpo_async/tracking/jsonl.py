@@ -26,7 +26,8 @@ class MetricsWriter(Writer):
         self._path = path
         self._waiting = b""
         self._outage = Outage(path, meanwhile="its lines wait, and training continues")
-        keep_steps(path, first_step - 1)
+        if (num_kept := keep_steps(path, first_step - 1)) < first_step - 1:
+            logger.warning("%s has lines of only %d of the %d steps before: it was cut", path, num_kept, first_step - 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -38,6 +39,14 @@ class MetricsWriter(Writer):
         self._waiting += (json.dumps(json_safe({"step": step, **metrics})) + "\n").encode()
         self._write_waiting()
 
+    def sync(self) -> None:
+        """Write what waits, and flush the file to the disk.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self._write_waiting(flushes=True)
+
     def close(self) -> None:
         """Write what waits.
 
@@ -46,29 +55,31 @@ class MetricsWriter(Writer):
         """
         try:
             if self._waiting:
-                self._write_waiting(is_last=True)
+                self._write_waiting(flushes=True)
         finally:
             os.close(self._descriptor)
 
-    def _write_waiting(self, *, is_last: bool = False) -> None:
+    def _write_waiting(self, *, flushes: bool = False) -> None:
         try:
             append_whole(self._descriptor, self._waiting)
+            self._waiting = b""
+            if flushes:
+                os.fsync(self._descriptor)
         except OSError as error:
             failing_s = self._outage.lasts(error)
-            if is_last or failing_s >= _DISK_FULL_TIMEOUT_S:
+            if flushes or failing_s >= _DISK_FULL_TIMEOUT_S:
                 raise RunError(
                     f"cannot write {self._path}: {error.strerror}, for {failing_s:.0f} s; free space, then go on with --resume"
                 ) from error
             return
-        self._waiting = b""
         self._outage.end()
 
 
-def keep_steps(path: Path, last_step: int) -> None:
+def keep_steps(path: Path, last_step: int) -> int:
     """Drop the lines of steps after `last_step`, which a resume repeats, and a torn last line. Where other lines cannot be read
-    they are left out, too, and the whole file is kept next to it. No file: nothing to do."""
+    they are left out, too, and the whole file is kept next to it. Return the number of lines that stay; without a file 0."""
     if not path.exists():
-        return
+        return 0
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1].splitlines()
     steps = [_step_of(line) for line in whole]
@@ -79,6 +90,7 @@ def keep_steps(path: Path, last_step: int) -> None:
         logger.warning("%s: left out %s that cannot be read; the whole file: %s", path, bad, copy)
     kept = [line.decode() for line, step in zip(whole, steps, strict=True) if step is not None and step <= last_step]
     write_atomically(path, "".join(f"{line}\n" for line in kept))
+    return len(kept)
 
 
 def _step_of(line: bytes) -> int | None:

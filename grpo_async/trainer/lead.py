@@ -54,6 +54,7 @@ from grpo_async.training.checkpoint import (
     set_aside_later_checkpoints,
 )
 from grpo_async.training.export import CARD, model_card
+from grpo_async.training.fingerprints import Fingerprints, check_fingerprints, run_fingerprints
 from grpo_async.training.loss_scale import LossScale
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 from grpo_async.training.ranks import (
@@ -94,7 +95,10 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
     """Run rank 0. Everything that it opened is closed when it returns or raises."""
     run_dir, timeline, step = assignment.run_dir, context.timeline, assignment.resume_step
     with ExitStack() as stack:
+        fingerprints = run_fingerprints(context.config, renderer)
         state = load_state(run_dir, step) if step is not None else None
+        if state is not None:
+            check_fingerprints(state.fingerprints, fingerprints, step=state.step)
         fleet = open_fleet(context.config, assignment.server_urls, control, stack, timeline)
         store = stack.enter_context(RolloutStore(run_dir.rollouts, settings=context.config.record.rollouts))
         side = build_rollout_side(
@@ -172,6 +176,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             log=log,
             trackers=trackers,
             state=state,
+            fingerprints=fingerprints,
         )
 
         def preflight(servers: Sequence[Server]) -> list[Check]:
@@ -215,6 +220,7 @@ class Leader:
         sync: pushes the weights to the servers.
         log, trackers: receive the metrics of each step.
         state: the checkpoint that this run resumes from.
+        fingerprints: kept in checkpoints.
     """
 
     def __init__(
@@ -231,8 +237,10 @@ class Leader:
         log: MetricsWriter,
         trackers: Trackers,
         state: CheckpointState | None,
+        fingerprints: Fingerprints,
     ) -> None:
         self._assignment = assignment
+        self._fingerprints = fingerprints
         self._control = control
         self._context = context
         self._config = context.config
@@ -402,13 +410,14 @@ class Leader:
         self._source.advance(version)
         return metrics
 
-    def _push_or_save(self, step: int) -> dict[str, float]:
-        """Push. If that fails for good, save the finished steps before the error propagates."""
+    def _push_step(self, step: int, metrics: dict[str, float]) -> RunError | None:
+        """Push after a step. Return the error if that fails for good: the run ends by it, once the step is in metrics.jsonl and
+        saved."""
         try:
-            return self.push(step)
-        except RunError:
-            self._save_before_error(step)
-            raise
+            metrics.update(self.push(step))
+        except RunError as error:
+            return error
+        return None
 
     def push_if_needed(self) -> None:
         """Something changed while this thread waited: push the weights to servers that can serve again, and make the push that an
@@ -453,11 +462,12 @@ class Leader:
                 self._source.close_groups(empty, GroupStatus.FILTERED, step=step)
                 trained = self._close_groups(packed.minibatches, result, statistics, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.num_steps
+            failure: RunError | None = None
             if (is_due or self._push_is_held) and self._evaluations.blocks_push:
                 self._push_is_held = True
                 metrics["sync/held"] = 1.0
             elif is_due or self._push_is_held:
-                metrics.update(self._push_or_save(step))
+                failure = self._push_step(step, metrics)
             metrics.update(result.metrics)
             metrics.update(
                 self._meter.step(
@@ -472,10 +482,14 @@ class Leader:
             metrics.update(self._context.checkpoints.take_metrics())
             if self._push_is_held and not self._evaluations.blocks_push:  # the evaluation has ended since
                 metrics.pop("sync/held", None)
-                metrics.update(self._push_or_save(step))
-            self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
+                failure = self._push_step(step, metrics)
+            if failure is None:
+                self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
             with self._timeline.span("log", "trainer", step=step):
                 self._report(step, metrics, groups)
+            if failure is not None:
+                self._save_before_error(step)
+                raise failure
             self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
             self._check_finite(result, step)
             if step % config.checkpoint.every_steps == 0 and step < config.num_steps:
@@ -619,6 +633,7 @@ class Leader:
             last = "waiting for the last checkpoint to be written"
             with activity.during(last, "wait for the last checkpoint", "checkpoint"):
                 context.checkpoints.prepare(self.heartbeat)
+            self._log.sync()  # first: no checkpoint without the lines of its steps, whatever ends the run in between
             with activity.during(f"copying the checkpoint of step {step}", "copy checkpoint", "checkpoint", step=step):
                 rollouts = self._source.resume_state()
                 state = CheckpointState(
@@ -630,6 +645,7 @@ class Leader:
                         "bad_steps": self._bad_steps,
                         **({} if self._loss_scale is None else self._loss_scale.counters),
                     },
+                    fingerprints=self._fingerprints,
                 )
                 self._command_all(SaveCommand(step=step))
                 context.save(step, state, on_written=self._prune)

@@ -66,6 +66,7 @@ from grpo_async.training.checkpoint_manifest import (
     write_manifest,
     write_synced,
 )
+from grpo_async.training.fingerprints import Fingerprints
 from grpo_async.training.model import Policy
 from grpo_async.utils.files import put_in_place, sync
 
@@ -74,6 +75,8 @@ _WRITE_MARGIN_S = 30.0
 logger = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts.jsonl"
+_SMALL = ("step", "rollouts", "totals", "counters", "fingerprints")
+"""The part of a CheckpointState that state.json holds."""
 # DCP wraps an error of a rank, even a full disk, into an exception that does not derive from Exception
 DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException)
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -91,6 +94,7 @@ class CheckpointState:
         lines: its groups as lines; made one by one while they are written.
         totals: metrics.Totals of the whole run.
         counters: the main loop's counters, such as consecutive steps that were not finite.
+        fingerprints: of what the run depends on beside its data (training.fingerprints).
     """
 
     step: int
@@ -98,6 +102,7 @@ class CheckpointState:
     lines: Iterator[str] | Sequence[str] = ()
     totals: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    fingerprints: Fingerprints = field(default_factory=dict)
 
     def resume_state(self, prompt_of: Callable[[int], Prompt]) -> ResumeState:
         """The rollout side's part. `prompt_of` gives a prompt by its id.
@@ -189,7 +194,10 @@ def load_tensors(
     except DCP_ERRORS as error:
         raise CheckpointError(f"cannot load {folder}: {error}; resume from another one with --resume N") from error
     model, moments = state["model"], state["optimizer"]
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments, options=TRAINED)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)  # the checkpoint has those of the attempt that wrote it; the config may have others now
     if reference is not None:
         set_model_state_dict(reference, state["reference"], options=_WHOLE)
 
@@ -383,7 +391,7 @@ class CheckpointWriter:
         final = self._run_dir.checkpoint(step)
         folder = partial_of(final)
         write_synced(folder / ROLLOUTS, (line + "\n" for line in state.lines))
-        content = {name: getattr(state, name) for name in ("step", "rollouts", "totals", "counters")}
+        content = {name: getattr(state, name) for name in _SMALL}
         write_synced(folder / STATE, [json.dumps(content)])
         num_bytes = write_manifest(folder, step=step, checksums=self._storage.checksums)
         put_in_place(folder, final, aside=final.with_name(f"{PARTIAL_PREFIX}replaced_{final.name}"))

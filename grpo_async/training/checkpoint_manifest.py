@@ -1,7 +1,7 @@
 """Finds the checkpoint that a name means, and whether it is complete: manifest.json lists its files with sizes and checksums, and
 is written last. A checkpoint that must not be found anymore (damaged, replaced, removed) is set aside under another name.
 
-    {"format": 5, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
+    {"format": 6, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
 The files of tensors are large, so at a resume no process reads those of all ranks: the launcher compares sizes, and the checksums
 of the other files; each rank compares the checksums of its part before anything is loaded (checkpoint.find_undamaged). Does not
@@ -25,7 +25,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations, scores_by_step
 from grpo_async.utils.files import sync
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _TENSORS = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name for a file of tensors, with the rank that writes it
@@ -159,6 +159,8 @@ def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True
         raise
     except CheckpointError as error:
         return str(error)
+    if folder.name != f"step_{manifest.get('step')}":
+        return f"{folder} is that of step {manifest.get('step')} under another name, by its {MANIFEST}"
     files = manifest.get("files")
     if not isinstance(files, dict) or STATE not in files:
         return f"{folder / MANIFEST} lists no {STATE}"

@@ -30,8 +30,9 @@ from grpo_async.config.loader import dump_values
 from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir, partial_of
-from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, model_state
+from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, load_state, model_state
 from grpo_async.training.checkpoint_manifest import problem_of
+from grpo_async.training.fingerprints import check_fingerprints, model_fingerprints
 from grpo_async.training.lora import gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import is_leader
@@ -98,7 +99,7 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the folder cannot be written.
-        ConfigError: the base model cannot be loaded.
+        ConfigError: the base model cannot be loaded, or is not the one that was trained.
     """
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.training.load import load_policy
@@ -121,8 +122,9 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         except DCP_ERRORS as error:
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
         set_model_state_dict(policy, state["model"], options=TRAINED)
-    card = model_card(config, step=step)
-    export_model(folder, policy, load_renderer(config).tokenizer, dtype=config.inference.resolved_dtype, card=card)
+    card, renderer = model_card(config, step=step), load_renderer(config)
+    check_fingerprints(load_state(run_dir, step).fingerprints, model_fingerprints(config.model, renderer), step=step)
+    export_model(folder, policy, renderer.tokenizer, dtype=config.inference.resolved_dtype, card=card)
 
 
 @contextmanager

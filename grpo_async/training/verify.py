@@ -33,7 +33,7 @@ from grpo_async.training.loss import kl_k3
 _LENGTHS = (16, 64, 300)
 """Lengths within a block of the server's cache, and across the border of two blocks (vLLM: 16 tokens, on CPU 128)."""
 _PROMPT_FRACTION = 0.5
-_MAX_RATIO = 2.0
+MAX_RATIO = 2.0
 _MIN_LIMIT = 1e-3  # of mean |d|: float32 kernels may differ, for example in the order of sums
 MAX_ROUNDING = 0.5  # nats of mean |d|: no dtype usable for training rounds as coarsely
 _DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
@@ -153,7 +153,7 @@ def verify_limit(config: ExperimentConfig, trainer: TrainerScores) -> float:
     scores, at least 1e-3 and at most 0.5. See the module's docstring."""
     if config.weights.verify_tolerance is not None:
         return config.weights.verify_tolerance
-    return min(max(_MAX_RATIO * trainer.rounding.mean, _MIN_LIMIT), MAX_ROUNDING)
+    return min(max(MAX_RATIO * trainer.rounding.mean, _MIN_LIMIT), MAX_ROUNDING)
 
 
 def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:

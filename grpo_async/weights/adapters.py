@@ -27,6 +27,7 @@ from grpo_async.weights.weight_files import find_weights, open_weights
 LORA_B, LORA_A = ".lora_B", ".lora_A"
 
 _SAMPLED_ROWS = 3
+_WHOLE_BYTES = 1 << 20
 
 
 class BaseWeights:
@@ -67,8 +68,8 @@ class BaseWeights:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes, and three rows of every tensor. It tells models apart that differ in anything that
-        training changes, without reading all of them.
+        """SHA-256 over names, shapes, dtypes, and every tensor: up to 1 MiB all of it, of larger ones three rows. It tells models
+        apart that differ in anything that training changes, without reading all of them.
 
         Raises:
             ConfigError: there are no safetensors files, or they are broken.
@@ -76,12 +77,15 @@ class BaseWeights:
         sha = hashlib.sha256()
         for name, spec in sorted(self.specs.items()):
             sha.update(f"{name} {spec.dtype_name} {spec.shape}\n".encode())
-            if not spec.shape or not spec.num_bytes:
-                continue
-            rows, last = self._handles[name].get_slice(name), spec.shape[0] - 1
-            for row in sorted({number * last // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}):
-                values = rows[row : row + 1].contiguous().reshape(-1)
-                sha.update(values.view(torch.uint8).numpy().tobytes())
+            handle = self._handles[name]
+            if spec.num_bytes <= _WHOLE_BYTES:
+                parts = [handle.get_tensor(name)]
+            else:
+                rows, last = handle.get_slice(name), spec.shape[0] - 1
+                chosen = sorted({number * last // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)})
+                parts = [rows[row : row + 1] for row in chosen]
+            for part in parts:
+                sha.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return sha.hexdigest()
 
     def digest_or_none(self) -> str | None:

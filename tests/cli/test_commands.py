@@ -339,15 +339,21 @@ def test_a_light_command_loads_no_heavy_library(folder: Path, arguments: str) ->
     assert loaded - reads_rollouts == set()
 
 
-def test_an_interrupt_ends_a_command_with_130(folder: Path) -> None:
-    script = """
+@pytest.mark.parametrize("during", ["import", "run"])
+def test_an_interrupt_ends_a_command_with_130(folder: Path, during: str) -> None:
+    script = f"""
 import os, signal, sys
-import grpo_async.launcher.train
-from grpo_async.cli import main
-def run(*arguments, **options):
+def interrupt(name="typer", *arguments, **options):
+    if name != "typer":
+        return None
     os.kill(os.getpid(), signal.SIGINT)
     signal.pause()
-grpo_async.launcher.train.launch = run
+if {during!r} == "import":
+    sys.meta_path.insert(0, type("Importing", (), {{"find_spec": staticmethod(interrupt)}}))
+else:
+    import grpo_async.launcher.train
+    grpo_async.launcher.train.launch = lambda *arguments, **options: interrupt()
+from grpo_async.cli import main
 main(["train", "x.yaml"])
 """
     done = _python("-c", script, folder=folder)

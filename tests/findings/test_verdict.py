@@ -286,14 +286,27 @@ def test_the_line_through_the_steps_does_not_leave_the_rewards() -> None:
     assert (found.first, found.last) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.6])
-def test_chance_alone_is_seldom_called_a_trend_also_where_steps_are_alike(correlation: float) -> None:
-    called = 0
-    for seed in range(300):
-        dice, value, values = random.Random(seed), 0.0, []
-        for _ in range(80):
-            value = correlation * value + dice.gauss(0.0, 1.0)
+def test_an_interval_ends_where_the_rewards_do() -> None:
+    found = held_out_change({"reward": 0.0}, {"reward": 0.9}, [0.0] * 10, [0.0] + [1.0] * 9, scale=1.0)
+    assert found.value == pytest.approx(0.9)
+    assert (found.has_risen, found.high) == (True, 1.0)  # 0.9 + 2.3 x 0.1 would be more than any change
+    large = held_out_change({"reward": 1.0, "reward_stderr": 5.0}, {"reward": 51.0}, [], [], scale=1.0)  # not its range
+    assert large.high >= large.value == 50.0
+
+
+@pytest.mark.parametrize("count", [6, 10, 20, 50])
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_chance_alone_is_seldom_called_a_trend_also_where_steps_are_alike(correlation: float, count: int) -> None:
+    risen = fallen = found_rise = 0
+    for seed in range(600):
+        dice = random.Random(seed)
+        value, values = dice.gauss(0.0, 1.0), []
+        for _ in range(count):
             values.append(value)
-        found = trend(values)
-        called += found is not None and (found.has_risen or found.has_fallen)
-    assert called <= 36  # 5 % would be 15; the better of two fits and a correlation of few values cost some
+            value = correlation * value + math.sqrt(1.0 - correlation**2) * dice.gauss(0.0, 1.0)
+        found, rise = trend(values), trend([noise + 4.0 * step / count for step, noise in enumerate(values)])
+        assert found is not None
+        assert rise is not None
+        risen, fallen, found_rise = risen + found.has_risen, fallen + found.has_fallen, found_rise + rise.has_risen
+    assert max(risen, fallen) <= 27  # 2.5 % of 600, and three standard errors: 15 + 3 x 3.8
+    assert found_rise >= {6: 0.15, 10: 0.3, 20: 0.45, 50: 0.85}[count] * 600

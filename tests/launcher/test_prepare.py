@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +148,83 @@ def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
     _refused(config, "exclude each other", resume="latest", clean=True)
 
 
-def test_resume_refuses_other_data_or_weights_and_names_other_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({}, {"rollout": {"group_size": 4}}, "rollout.group_size: 8 -> 4"),
+        ({}, {"data": {"shuffle": False}}, "data.shuffle: true -> false"),
+        ({}, {"run": {"seed": 3}}, "run.seed: 0 -> 3"),
+        ({}, {"optimizer": {"type": "muon"}}, "optimizer.type: adamw -> muon"),
+        ({}, {"model": {"lora": {"rank": 4}}}, "model.lora.rank: (not set) -> 4"),
+        ({"model": {"lora": {"alpha": 32.0}}}, {"model": {"lora": {"alpha": 1.0}}}, "model.lora.alpha: 32.0 -> 1.0"),
+        (
+            {},
+            {"model": {"chat_template_kwargs": {"think": True}}},
+            "model.chat_template_kwargs.think: another value (not shown, since it may be secret)",
+        ),
+        ({}, {"loss": {"sync_ref_model": True, "beta": 0.1}}, "loss.sync_ref_model: false -> true"),
+    ],
+)
+def test_resume_refuses_what_a_checkpoint_cannot_go_on_with_before_anything_starts(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], told: str
+) -> None:
+    """Also where it is config.yaml of the run itself that was edited."""
+    config, changed = make_config(tmp_path, **before), make_config(tmp_path, **after)
+    run_dir = _old_run(config, steps=(1,))
+    run_dir.new_attempt()
+    run_dir.config.write_text(dump_config(changed))
+    with pytest.raises(ConfigError) as caught:
+        check_start(changed, resume="latest", clean=False)
+    assert f"\n  {told}\n" in str(caught.value)
+    assert "put them back" in str(caught.value)
+    assert check_start(config, resume="latest", clean=False).resume_step == 1
+
+
+def test_values_of_the_environment_reach_neither_a_note_nor_a_file_that_others_read(tmp_path: Path) -> None:
+    """They stand resolved in the configuration."""
+
+    def with_key(key: str) -> ExperimentConfig:
+        reward = {"function": "grpo_async.rewards.text:exact_match", "arguments": {"api_key": key}}
+        return make_config(tmp_path, rewards=[reward])
+
+    config = with_key("sk-old")
+    config.run_path.mkdir(parents=True, mode=0o755)  # the user's own
+    run_dir = _old_run(config, steps=(1,))
+    attempt = run_dir.new_attempt()
+    assert run_dir.root.stat().st_mode & 0o777 == 0o700
+    run_dir.root.chmod(0o750)  # opened to a group, knowingly
+    run_dir.create(dump_config(config))
+    assert run_dir.root.stat().st_mode & 0o777 == 0o750
+    for file in (run_dir.config, attempt_config(attempt)):
+        assert "sk-old" in file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600
+    (note,) = check_start(with_key("sk-new"), resume="latest", clean=False).notes
+    assert "rewards.0.arguments.api_key" in note
+    assert "sk-" not in note
+
+
+def test_resume_names_what_changed_and_takes_effect(tmp_path: Path) -> None:
+    base = {"model": {"lora": {"rank": 4}}}
+    _old_run(make_config(tmp_path, **base), steps=(1,))
+    changed = make_config(
+        tmp_path,
+        model={"lora": {"rank": 4, "dropout": 0.5}},
+        optimizer={"lr": 0.5},
+        inference={"threads": 2, "max_model_len": 777},
+    )
+    notes = check_start(changed, resume="latest", clean=False).notes
+    assert [note.partition(": ")[2].partition(": ")[0] for note in notes] == [
+        "model.lora.dropout", "inference.max_model_len", "optimizer.lr",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_that_was_copied_to_another_steps_name_is_not_taken_for_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    _old_run(config, steps=(1,))
-    for section, values in (("rollout", {"group_size": 4}), ("data", {"shuffle": False}), ("run", {"seed": 3})):
-        _refused(make_config(tmp_path, **{section: values}), "put them back", resume="latest")
-    changed = make_config(tmp_path, optimizer={"lr": 0.5}, inference={"threads": 2})
-    start = check_start(changed, resume="latest", clean=False)
-    assert start.notes == ("changed since the run started: optimizer.lr: 1e-06 -> 0.5",)
+    run_dir = _old_run(config, steps=(1,))
+    shutil.copytree(run_dir.checkpoint(1), run_dir.checkpoint(7))
+    _refused(config, "step 7", "is that of step 1", resume="7")
+    start = check_start(config, resume="latest", clean=False)
+    assert (start.resume_step, start.broken_steps) == (1, (7,))
 
 
 def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epochs(tmp_path: Path) -> None:

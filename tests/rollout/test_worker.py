@@ -287,6 +287,9 @@ def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_t
     assert len(logged) == 1
     assert "ZeroDivisionError" in caplog.text
     assert sum(setup.errors.counts.values()) == 3
+    failed = [group for group in read_groups(setup.folder) if group.status is GroupStatus.FAILED]
+    assert len(failed) == 3
+    assert all("in the reward" in str(rollout.error) for group in failed for rollout in group.rollouts)
 
 
 def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStatus
+from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxStatus
 from grpo_async.sandbox.execution import find_interpreter
 from grpo_async.sandbox.restrictions import ProbeResult
 from tests.sandbox.conftest import run_code
@@ -175,19 +175,16 @@ def test_no_descriptor_and_no_directory_is_left_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_removed_in_time_is_an_error_of_the_sandbox(
+def test_a_chain_of_folders_costs_no_result_and_is_removed(
     probe_result_of: Callable[[frozenset[str]], ProbeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`rm -rf` gives up on it in time, and left it. The event loop's end waits for what still goes on."""
     monkeypatch.setattr("grpo_async.sandbox.restrictions._probed", probe_result_of(frozenset({"namespaces"})))
     monkeypatch.setattr("grpo_async.sandbox.execution.END_TIMEOUT_S", 2.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "rm").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "rm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    before = descendants()
-    with pytest.raises(SandboxError, match=r"grpo-async-sandbox-\w+ of a sandbox could not be removed within 2 s"):
-        run_code("print(1)")
-    assert eventually(lambda: not [each for each in descendants(before) if "sleep" in each.cmdline()])
+    chain = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nprint('done')"
+    assert run_code(chain).stdout == "done\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

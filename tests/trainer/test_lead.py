@@ -20,7 +20,7 @@ from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EvaluationSection
 from grpo_async.display.summary import print_summary
-from grpo_async.errors import DeadlineError, RunError, ServerUnavailableError
+from grpo_async.errors import ConfigError, DeadlineError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.assignment import Assignment, Purpose
@@ -146,6 +146,8 @@ class _Stub:
         self.checks: list[Check] = []
         self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
         self.context: PreflightContext | None = None
+        self.fingerprints = {"tokenizer": {"digest": "as it was", "source": "here"}}
+        self.saved_fingerprints = self.fingerprints
         evaluator = SimpleNamespace(num_tokens=0, run=lambda task: task, majority_baseline=None)
 
         def side(config: ExperimentConfig, **_: Any) -> Any:
@@ -160,6 +162,7 @@ class _Stub:
             (lead_module, "WeightTransport", lambda *_, **__: self._transport()),
             (lead_module, "FleetSync", lambda *_, **__: self.sync),
             (lead_module, "run_preflight", self._preflight),
+            (lead_module, "run_fingerprints", lambda *_: self.fingerprints),
             (lead_module, "load_state", lambda run_dir, step: self._state(step)),
             (lead_module, "set_aside_later_checkpoints", lambda run_dir, step: self.events.append(f"set aside {step}")),
             (Leader, "save", lambda leader, step, wait=False: self._save(leader._saved_step, step)),
@@ -174,7 +177,7 @@ class _Stub:
         return SimpleNamespace(close=lambda: self.closed.append("weight group"))
 
     def _state(self, step: int) -> CheckpointState:
-        return CheckpointState(step=step, rollouts={})
+        return CheckpointState(step=step, rollouts={}, fingerprints=self.saved_fingerprints)
 
     def _preflight(self, context: PreflightContext) -> list[Check]:
         self.events.append("preflight")
@@ -233,6 +236,15 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
         "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight",
         "start generating", "take 3",
     ]  # fmt: skip
+
+
+def test_a_resume_with_another_tokenizer_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other contents: tests/training/test_fingerprints.py."""
+    stub = _Stub(monkeypatch)
+    stub.fingerprints = {"tokenizer": {"digest": "another", "source": "here"}}
+    with pytest.raises(ConfigError, match=r"step 3(.|\n)*tokenizer: "):
+        _lead(stub, make_config(tmp_path), resume_step=3)
+    assert stub.events == []
 
 
 def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def _run(
     steps: int,
     sync_steps: int = 1,
     evaluations: Any = NO_EVALUATIONS,
+    lines: list[dict[str, float]] | None = None,
 ) -> tuple[list[dict[str, float]], list[Command]]:
     config = loop_config(training={"max_steps": steps, "weight_sync_steps": sync_steps})
     commands: list[Command] = []
@@ -54,7 +55,7 @@ def _run(
             logprobs=[[-1.0] * (len(sequence) - 1) for sequence in sequences], perturbed_logprobs=[]
         ),
     )
-    lines: list[dict[str, float]] = []
+    lines = [] if lines is None else lines
     leader = make_leader(context, source, lines, sync=sync, evaluations=evaluations)
     leader.train()
     assert leader.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
@@ -99,10 +100,11 @@ def test_a_server_that_joins_between_two_pushes_gets_the_newest_weights_not_the_
 
 
 @pytest.mark.parametrize("fails", ["push", "verify"])
-def test_the_steps_so_far_are_saved_before_a_push_or_its_verification_ends_the_run(
+def test_a_push_or_verification_that_ends_the_run_leaves_the_step_saved_and_its_line_written_before(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    saved: list[int] = []
+    saved: list[tuple[int, int]] = []
+    lines: list[dict[str, float]] = []
 
     class Failing(FakeSync):
         def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
@@ -115,10 +117,11 @@ def test_the_steps_so_far_are_saved_before_a_push_or_its_verification_ends_the_r
                 raise RunError("it was refused")
             return {}
 
-    monkeypatch.setattr(Leader, "save", lambda self, step, wait: saved.append(step))
+    monkeypatch.setattr(Leader, "save", lambda self, step, wait: saved.append((step, len(lines))))
     with pytest.raises(RunError, match="it was refused"):
-        _run(Failing(), _Source({}), steps=3)
-    assert saved == [2]
+        _run(Failing(), _Source({}), steps=3, lines=lines)
+    assert saved == [(2, 2)]  # else the resumed run has no line of step 2
+    assert "step_time" in lines[1]  # a whole one
 
 
 class _Evaluations:

@@ -33,8 +33,8 @@ class _Stub(FakeSource):
         self.timeline, self.device, self.peaks = NO_TIMELINE, torch.device("cpu"), None
         self.channel = self.checkpoints = self
 
-    def leader(self, state: CheckpointState | None = None) -> Leader:
-        return make_leader(self, self, self.lines, state=state)
+    def leader(self, state: CheckpointState | None = None, **more: Any) -> Leader:
+        return make_leader(self, self, self.lines, state=state, **more)
 
     def pack(self, command: Any) -> None: ...
 
@@ -112,3 +112,15 @@ def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
     with pytest.raises(CheckpointError, match="the disk is full"):
         stub.leader().train()
     assert len(stub.lines) == 2
+
+
+def test_no_checkpoint_is_begun_while_the_lines_of_its_steps_cannot_be_written() -> None:
+    """A kill right after it would leave a hole in metrics.jsonl."""
+    stub = _Stub()
+
+    def refuse() -> None:
+        raise RunError("cannot write metrics.jsonl")
+
+    with pytest.raises(RunError, match=r"metrics\.jsonl"):
+        stub.leader(sync_lines=refuse).train()
+    assert (len(stub.lines), stub.states) == (2, [])

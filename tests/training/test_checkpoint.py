@@ -48,6 +48,17 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_settings_of_the_optimizer_that_a_resume_changes_take_effect(
+    tiny_model: Path, tmp_path: Path, optimizer: str
+) -> None:
+    settings = {"model": tiny_model, "run": tmp_path / "run", "optimizer": optimizer}
+    result = run_on_ranks("load_with_other_settings", 1, tmp_path / "job", **settings)
+    assert result["before"][0]["betas"] == [0.5, 0.6]
+    assert result["after"] == result["before"]
+
+
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_untouched(tiny_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = run_on_ranks("save_on_a_full_disk", 2, tmp_path / "job", model=tiny_model, run=run)
