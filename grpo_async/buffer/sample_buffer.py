@@ -1,8 +1,13 @@
 """The queue between the rollout thread and the trainer's main thread, which blocks on it. The ledger's admission bounds its size.
 
-It receives ScoredGroups by `add` and hands them out by `take`, in the order in which they were started.
-Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
-an older group is dropped whole, counted as stale, and its place is free again.
+It receives ScoredGroups by `add` and hands them out by `take`: first those that no later step may use, then in the order in which
+they were started. Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens
+<= max_staleness; an older group is dropped whole, counted as stale, and its place is free again.
+
+A step keeps places for groups in the making that are due at it (`Ledger.due`): younger groups that are ready leave them their
+places and go to a later step. Otherwise slow groups, those with the longest completions, would be dropped as stale. A place is free
+at once when its group fails or is filtered, and all are when others could have filled the step for `Ledger.patience_s`.
+
 `reserve` predicts what the next `take` will hand out, so that it can be packed while a step trains. It stays queued until then.
 
 Each step also reports the scored groups that were dropped since the step before, as stale or filtered: `record_dropped` keeps them
@@ -11,11 +16,12 @@ until `take_dropped`, and returns which step that will be, so that metrics and r
 
 from __future__ import annotations
 
-import threading
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from grpo_async.buffer.ledger import Ledger
 from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, Track
@@ -57,7 +63,7 @@ class SampleBuffer:
     """See the module's docstring.
 
     Args:
-        max_staleness: in optimizer steps.
+        ledger: knows the groups in the making; they share its lock.
         on_drop: called (in the taking thread) with each group that is dropped, its status (stale, or filtered where no group of a
             round had anything to train), and the step.
         next_step, last_step: the step that is taken next, and the last of the run.
@@ -66,8 +72,8 @@ class SampleBuffer:
 
     def __init__(
         self,
+        ledger: Ledger,
         *,
-        max_staleness: int,
         on_drop: OnDrop,
         next_step: int = 1,
         last_step: int | None = None,
@@ -75,14 +81,14 @@ class SampleBuffer:
     ) -> None:
         self._tracks = timeline.slots("queue")
         self._since: dict[int, tuple[float, Track]] = {}  # by group id: when it was added, and its track
-        self._max_staleness = max_staleness
+        self._ledger = ledger
         self._on_drop = on_drop
         self._step = next_step
         self._last_step = last_step
-        self._groups: list[ScoredGroup] = []
+        self._groups: list[ScoredGroup] = []  # by id: in the order in which they were started
         self._reserved: set[int] = set()  # group ids
         self._dropped: list[ScoredGroup] = []
-        self._condition = threading.Condition()
+        self._condition = ledger.changed
         self._failure: BaseException | None = None
         self._has_ended = False
         self._interrupted = False
@@ -92,22 +98,18 @@ class SampleBuffer:
         with self._condition:
             return len(self._groups)
 
-    def is_stale(self, oldest_version: int | None, version: int) -> bool:
-        """Whether no step after `version` may use a group whose oldest token is of `oldest_version` (None: it has no tokens)."""
-        return oldest_version is not None and version - oldest_version > self._max_staleness
-
     def add(self, *groups: ScoredGroup) -> None:
         """Queue scored groups: a new one, or those of a checkpoint."""
         for group in groups:
             self._since[group.group_id] = time.time(), self._tracks.take()
         with self._condition:
-            self._groups.extend(groups)
+            self._groups = sorted([*self._groups, *groups], key=lambda group: group.group_id)
             self._condition.notify_all()
 
     def queued(self) -> list[ScoredGroup]:
         """The queued groups, in the order of their ids; they stay queued."""
         with self._condition:
-            return self._in_order()
+            return list(self._groups)
 
     @property
     def step(self) -> int | None:
@@ -135,69 +137,61 @@ class SampleBuffer:
             return dropped
 
     def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
-        """The groups that a `take` with the same arguments will hand out, unless one that arrives meanwhile was started earlier and
-        would be too stale for the step after. They stay queued. [] while too few are queued, or none of them has samples.
+        """The groups that a `take` with the same arguments will hand out, unless one that is due at its step arrives or begins to
+        be made meanwhile. They stay queued. [] while `take` would wait, or when none of them has samples.
         """
         with self._condition:
-            usable = [group for group in self._in_order() if not self.is_stale(group.oldest_version, trainer_version)]
-            reserved = usable[:num_groups]
+            self._reserved = set()
+            reserved = self._round(self._fresh(trainer_version), num_groups, trainer_version)
             if len(reserved) < num_groups or not any(group.samples for group in reserved):
                 reserved = []
             self._reserved = {group.group_id for group in reserved}
             return reserved
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """Block until `num_groups` groups, at least one of them with samples, can be handed out: the reserved ones, or those
-        that were started first. Sorted by group id. After `end`: as many as there are, and [] when there is nothing more to train.
+        """Block until `num_groups` groups, at least one of them with samples, can be handed out; see the module's docstring.
+        Sorted by group id. After `end`: as many as there are, and [] when there is nothing more to train.
 
         Raises:
-            DeadlineError: nothing moved for `watch.timeout_s` seconds.
+            DeadlineError: nothing moved for `watch.timeout_s` seconds, and too few groups are queued.
             BufferInterrupted: `interrupt` was called.
             BaseException: the error given to `fail`.
 
-        On each of these errors, the groups taken so far are queued again, so a checkpoint that is written then has them.
+        On each of these errors all groups are still queued, so a checkpoint that is written then has them.
         """
-        taken: list[ScoredGroup] = []
         while True:
-            try:
-                popped = self._pop(num_groups - len(taken), trainer_version, watch)
-            except BaseException:
-                with self._condition:
-                    self._groups.extend(taken)
-                raise
-            if self._nothing_is_left([*taken, *popped], trainer_version):
-                self._last_step = self._step - 1
-            taken += self._drop_stale(popped, trainer_version)
-            if popped and len(taken) < num_groups:
-                continue
-            if any(group.samples for group in taken):
+            taken = self._take_round(num_groups, trainer_version, watch)
+            if not taken or any(group.samples for group in taken):
                 for group in taken:
                     self._end_span(group, step=trainer_version + 1)
                 self._reserved = set()
-                return sorted(taken, key=lambda group: group.group_id)
-            for group in taken:  # a whole round without samples: take the next one
-                self._end_span(group, status=str(GroupStatus.FILTERED))
-                self._on_drop(group, GroupStatus.FILTERED, self.record_dropped(group))
-            if not popped:
-                return []
-            taken = []
+                return taken
+            self._drop(taken, GroupStatus.FILTERED)  # a whole round without samples: take the next one
 
-    def _pop(self, limit: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """Pop at least one group; none after `end`, when nothing is left."""
-        seen = watch.progress()
+    def _take_round(self, num_groups: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
+        """Wait for a round and remove it from the queue; [] after `end` when nothing is left. Drop stale groups meanwhile."""
+        seen, kept_until = watch.progress(), math.inf
         last_change = last_heartbeat = time.monotonic()
         while True:
             with self._condition:
-                popped = self._pop_now(limit, trainer_version)
-                if popped or self._has_ended:
-                    return popped
-                left = last_change + watch.timeout_s - time.monotonic()
-                if not self._woken:
-                    self._condition.wait(timeout=max(0.0, min(left, watch.heartbeat_s)))
-                woken, self._woken = self._woken, False
-                popped = [] if woken else self._pop_now(limit, trainer_version)
-            if popped:
-                return popped
+                stale, ready = self._pop_now(num_groups, trainer_version)
+                is_over = bool(ready) or self._has_ended
+                if not stale and not is_over:
+                    now = time.monotonic()
+                    if len(self._groups) >= num_groups:  # others could fill the step
+                        kept_until = min(kept_until, now + self._ledger.patience_s)
+                    if now >= kept_until:
+                        self._ledger.release_places(trainer_version + 1)
+                        continue
+                    until = min(last_change + watch.timeout_s, now + watch.heartbeat_s, kept_until)
+                    if not self._woken:
+                        self._condition.wait(timeout=max(0.0, until - now))
+                    woken, self._woken = self._woken, False
+            if stale:
+                self._drop(stale, GroupStatus.STALE)
+                continue
+            if is_over:
+                return ready
             if woken:
                 watch.on_change()
                 continue
@@ -205,57 +199,56 @@ class SampleBuffer:
             if progress != seen:
                 seen, last_change = progress, now
             elif now - last_change >= watch.timeout_s:
-                raise DeadlineError(
-                    f"samples for step {trainer_version + 1}; no token was generated meanwhile ({watch.describe()})",
-                    waited_s=watch.timeout_s,
-                    setting="training.queue_timeout_s",
-                    hint="With groups in flight the server or a reward function hangs; look into the servers' logs.",
-                )
+                if kept_until == math.inf:
+                    raise DeadlineError(
+                        f"samples for step {trainer_version + 1}; no token was generated meanwhile ({watch.describe()})",
+                        waited_s=watch.timeout_s,
+                        setting="training.queue_timeout_s",
+                        hint="With groups in flight the server or a reward function hangs; look into the servers' logs.",
+                    )
+                kept_until = now
             if now - last_heartbeat >= watch.heartbeat_s:
                 watch.heartbeat()
                 last_heartbeat = now
 
-    def _in_order(self) -> list[ScoredGroup]:
-        """Queued groups in the order in which they were started: the first would be the next to become stale."""
-        return sorted(self._groups, key=lambda scored: scored.group_id)
-
-    def _pop_now(self, limit: int, trainer_version: int) -> list[ScoredGroup]:
-        """Up to `limit` groups without waiting: the reserved ones, or those that were started first. The caller holds the lock."""
+    def _pop_now(self, num_groups: int, trainer_version: int) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
+        """Pop stale groups, or else a round if one is ready; without waiting. The caller holds the lock."""
         if self._failure is not None:
             raise self._failure
         if self._interrupted:
             raise BufferInterrupted
+        fresh = self._fresh(trainer_version)
+        ready = self._round(fresh, num_groups, trainer_version)
+        if self._has_ended and not any(group.samples for group in fresh):
+            self._last_step = self._step - 1  # nothing is left to train
+        last_id = ready[-1].group_id if len(ready) == num_groups else math.inf
+        keep = {group.group_id for group in fresh}
+        stale = [group for group in self._groups if group.group_id not in keep and group.group_id < last_id]
+        gone = {group.group_id for group in stale or ready}
+        self._groups = [group for group in self._groups if group.group_id not in gone]
+        return (stale, []) if stale else ([], ready)
 
-        def waits(group: ScoredGroup) -> bool:
-            """Whether a group waits behind the reserved ones. A stale group does not: it must be popped to be dropped."""
-            is_reserved = group.group_id in self._reserved
-            return not is_reserved and not self.is_stale(group.oldest_version, trainer_version)
+    def _round(self, fresh: Sequence[ScoredGroup], num_groups: int, trainer_version: int) -> list[ScoredGroup]:
+        """The groups of a step, sorted by id; [] while it has to wait. The caller holds the lock."""
+        step = trainer_version + 1
+        places: list[tuple[tuple[bool, bool, bool, int], ScoredGroup | None]] = [
+            ((last > step, True, True, group_id), None) for group_id, last in self._ledger.due(step).items()
+        ]
+        for group in fresh:
+            is_last = self._ledger.is_stale(group.oldest_version, step)
+            places.append(((not is_last, not is_last, group.group_id not in self._reserved, group.group_id), group))
+        places = sorted(places, key=lambda place: place[0])[:num_groups]
+        ready = [group for _, group in places if group is not None]
+        is_full = len(ready) == num_groups or self._has_ended
+        return sorted(ready, key=lambda group: group.group_id) if is_full else []
 
-        groups = self._in_order()
-        if self._reserved:
-            waiting = [group for group in groups[:limit] if waits(group)]
-            if not any(self.is_stale(group.oldest_version, trainer_version + 1) for group in waiting):
-                groups.sort(key=waits)
-        popped, self._groups = groups[:limit], groups[limit:]
-        return popped
+    def _fresh(self, trainer_version: int) -> list[ScoredGroup]:
+        return [group for group in self._groups if not self._ledger.is_stale(group.oldest_version, trainer_version)]
 
-    def _nothing_is_left(self, popped: list[ScoredGroup], trainer_version: int) -> bool:
-        """Whether the data is at its end, and neither `popped` nor the queue has anything to train."""
-        with self._condition:
-            return self._has_ended and not any(
-                group.samples and not self.is_stale(group.oldest_version, trainer_version)
-                for group in (*popped, *self._groups)
-            )
-
-    def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
-        fresh = []
+    def _drop(self, groups: Sequence[ScoredGroup], status: GroupStatus) -> None:
         for group in groups:
-            if self.is_stale(group.oldest_version, trainer_version):
-                self._end_span(group, status=str(GroupStatus.STALE))
-                self._on_drop(group, GroupStatus.STALE, self.record_dropped(group))
-            else:
-                fresh.append(group)
-        return fresh
+            self._end_span(group, status=str(status))
+            self._on_drop(group, status, self.record_dropped(group))
 
     def drain(self) -> list[ScoredGroup]:
         """Remove and return everything queued (at the end of a run)."""

@@ -462,7 +462,8 @@ class RolloutSection(StrictModel):
     groups_per_step: Count = 16
     """Groups that one optimizer step consumes."""
     max_staleness: int = Field(default=1, ge=0, le=1_000_000)
-    """Oldest policy that may be trained on, in optimizer steps behind the trainer. 0 = synchronous GRPO.
+    """Oldest policy that may be trained on, in optimizer steps behind the trainer. 0 = synchronous GRPO. Where training is slower
+    than generation, most tokens are that old.
     Also paces generation: at most (max_staleness + 1) x groups_per_step groups are started ahead of the trainer."""
     max_completion_tokens: int = Field(default=512, ge=1)
     """Token budget of one completion, over all its turns, tool results included."""

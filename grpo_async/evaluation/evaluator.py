@@ -158,7 +158,7 @@ class Evaluator:
         self._keep(task, scored, GroupStatus.EVALUATED)
         return scored
 
-    def _count(self, num_tokens: int) -> None:
+    def _count(self, num_tokens: int, version: int | None) -> None:
         self.num_tokens += num_tokens
 
     def _keep(self, task: EvaluationTask, scored: ScoredGroup, status: GroupStatus) -> None:

@@ -116,6 +116,8 @@ class FunctionProducer:
     async def _answers(self, waiting: Sequence[_Waiting]) -> list[list[RolloutCompletion]]:
         groups = [each.group for each in waiting]
         version = groups[0].served_version()
+        for group in groups:
+            group.on_tokens(0, version)  # known now; the number of tokens only at the end
         prompts = [
             copy.deepcopy(group.prompt.as_given())  # the function may modify its prompts
             for group in groups

@@ -35,11 +35,10 @@ class OpenGroup:
         name: prefix of its rollouts' ids.
         seed: seed of the group, from which those of rollouts and turns derive (`utils.seeds.seed_of`).
         served_version: returns the policy version that the servers serve at the moment of the call.
-        on_tokens: called with the number of tokens that arrived.
+        on_tokens: called with the number of tokens that arrived, and the oldest policy version among them.
         completions, environments: what the producer made, and the environments in which the rollouts ran, if there are any.
         restored: what a checkpoint held of each rollout. A producer that cannot continue a partial rollout ignores it.
         snapshots: functions that each copy the current state of a rollout; called on the event loop.
-        oldest_versions: the oldest policy version among the tokens of each rollout.
         num_tokens: number of tokens received of each rollout; rollouts without any are absent.
         is_running: its task has begun.
     """
@@ -49,12 +48,11 @@ class OpenGroup:
     size: int
     seed: int
     served_version: Callable[[], int]
-    on_tokens: Callable[[int], None]
+    on_tokens: Callable[[int, int | None], None]
     completions: Sequence[RolloutCompletion] = ()
     environments: Sequence[Any] | None = None
     restored: Mapping[int, RolloutSnapshot] = field(default_factory=dict)
     snapshots: dict[int, Callable[[], RolloutSnapshot | None]] = field(default_factory=dict)
-    oldest_versions: dict[int, int] = field(default_factory=dict)
     num_tokens: dict[int, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = None
@@ -74,16 +72,10 @@ class OpenGroup:
         """ "g7" -> "g7-r0"; `RolloutGroup.name` reads it back."""
         return f"{self.name}-r{index}"
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest policy version among the tokens received so far."""
-        return min(self.oldest_versions.values(), default=None)
-
     def received(self, index: int, num_tokens: int, version: int) -> None:
         """Record that tokens of a rollout arrived, sampled by this policy version."""
         self.num_tokens[index] = self.num_tokens.get(index, 0) + num_tokens
-        self.oldest_versions[index] = min(version, self.oldest_versions.get(index, version))
-        self.on_tokens(num_tokens)
+        self.on_tokens(num_tokens, version)
 
     def restore(self, rollouts: Mapping[int, RolloutSnapshot], *, keeps_open_turns: bool) -> None:
         """Continue rollouts of a checkpoint. Without open turns, only complete turns are kept."""
@@ -92,9 +84,8 @@ class OpenGroup:
             kept = {index: whole for index, each in rollouts.items() if (whole := _whole(each)) is not None}
         self.restored = kept
         self.num_tokens = {index: each.num_sampled_tokens for index, each in kept.items()}
-        versions = {index: each.oldest_version for index, each in kept.items()}
-        self.oldest_versions = {index: version for index, version in versions.items() if version is not None}
-        self.on_tokens(sum(self.num_tokens.values()))
+        oldest_version = GroupSnapshot(group_id=self.group_id, rollouts=kept).oldest_version
+        self.on_tokens(sum(self.num_tokens.values()), oldest_version)
 
     def snapshot(self) -> GroupSnapshot:
         """The state of each rollout that has not failed; a resume tries failed ones again."""

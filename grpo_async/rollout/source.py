@@ -199,6 +199,9 @@ class RolloutSource:
         gauges = {"epoch": self._worker.epoch}
         for kind, counts in self._ledger.snapshot().items():
             gauges.update({f"ledger/{kind}/{status}": float(number) for status, number in counts.items()})
+        num_groups, num_tokens = self._ledger.take_stale()
+        if num_groups:
+            gauges["async/stale/mean_length"] = num_tokens / (num_groups * self._config.rollout.group_size)
         gauges.update(
             {f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._worker.errors.counts.items()}
         )

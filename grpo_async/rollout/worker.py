@@ -86,7 +86,7 @@ class RolloutWorker:
             last_version=num_steps,
         )
         self.buffer = SampleBuffer(
-            max_staleness=section.max_staleness,
+            self.ledger,
             on_drop=lambda scored, status, step: self.close_group(scored.group, status, scored=scored, step=step),
             next_step=version + 1,
             last_step=num_steps,
@@ -110,7 +110,7 @@ class RolloutWorker:
     def _requeue(self, resume: ResumeState) -> set[int]:
         """Queue the finished groups of the checkpoint, except those that are too stale by now (max_staleness was lowered): their
         prompts are issued again. Returns the ids of the queued groups."""
-        kept = [scored for scored in resume.queued if not self._is_stale(scored.oldest_version)]
+        kept = [scored for scored in resume.queued if not self.ledger.is_stale(scored.oldest_version)]
         for scored in kept:
             group_id = scored.group_id
             self.ledger.start(group_id)
@@ -174,7 +174,7 @@ class RolloutWorker:
         self._in_flight[group_id] = group
         self.ledger.start(group_id)
         restorable = self._restorable.pop(group_id, None)
-        if restorable is not None and not self._is_stale(restorable.oldest_version):
+        if restorable is not None and not self.ledger.is_stale(restorable.oldest_version):
             group.restore(restorable.rollouts, keeps_open_turns=self._keeps_open_turns)
         return group
 
@@ -199,8 +199,9 @@ class RolloutWorker:
                 step = self.buffer.record_dropped(scored)
                 self.close_group(scored.group, GroupStatus.FILTERED, scored=scored, step=step)
             else:  # one without samples is filtered by its step
-                self.ledger.queue(group_id)
-                self.buffer.add(scored)
+                with self.ledger.changed:  # at no moment neither in the making nor queued
+                    self.ledger.queue(group_id)
+                    self.buffer.add(scored)
             self._check_signal(scored)
         except NothingToLearnError:
             raise
@@ -236,7 +237,9 @@ class RolloutWorker:
         This is not a failure: the prompt is too long, or its environment was done immediately.
         """
         async with self._producer.produce(group):
-            if self._is_stale(group.oldest_version):  # possible for a producer that reports its tokens only at the end
+            if self.ledger.is_bound_stale(
+                group.group_id
+            ):  # possible for a producer that reports its tokens only at the end
                 raise _TooStaleError
             num_failed = 0
             for index, completion in enumerate(group.completions):
@@ -332,13 +335,10 @@ class RolloutWorker:
         self.ledger.advance(version)
         self.scorer.set_step(version)
         for group in self._in_flight.values():
-            if group.task is not None and self._is_stale(group.oldest_version):
+            if group.task is not None and self.ledger.is_bound_stale(group.group_id):
                 group.is_too_stale = True
                 if group.is_running:  # a task cancelled before it begins never runs, so it would close nothing
                     group.task.cancel()
-
-    def _is_stale(self, oldest_version: int | None) -> bool:
-        return self.buffer.is_stale(oldest_version, self.ledger.version)
 
 
 def why_no_signal(scored: ScoredGroup | None) -> str:

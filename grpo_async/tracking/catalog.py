@@ -150,6 +150,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("async/staleness_mean", "finished steps between sampling a token and training it", "steps"),
     _metric("async/staleness_max", "largest staleness of a token", "steps", _MAX),
     _metric("async/staleness/{steps}", "fraction of trained tokens with a staleness of {steps}", "fraction"),
+    _metric("async/stale/mean_length", "sampled tokens per completion of the groups that became stale, finished or not", "tokens"),
     _metric("pipeline/trainer_idle_ratio", "fraction of the step that the trainer waited for samples", "fraction", better=_LOWER),
     _metric("pipeline/generator_idle_ratio", "fraction of the step that no server generated", "fraction", better=_LOWER),
     _metric("pipeline/overlap_efficiency", "longer of generation and training / wall time; 1: no loss", "fraction", better=_HIGHER),

@@ -1,8 +1,9 @@
 """The optimizer of a policy: AdamW or Muon. It updates parameters that require a gradient.
 
 Weight decay applies to matrices, not to biases and norms. Each optimizer works on the shards of FSDP and gives the same result on
-any number of ranks as on one; its state consists of tensors that torch's distributed checkpoint can reshard. (torch.optim.Muon
-does not support stacks of matrices, such as fused experts, and cannot share an optimizer with AdamW: therefore we have our own.)
+any number of ranks as on one, up to rounding (see `orthogonalize`); its state consists of tensors that torch's distributed
+checkpoint can reshard. (torch.optim.Muon does not support stacks of matrices, such as fused experts, and cannot share an optimizer
+with AdamW: therefore we have our own.)
 """
 
 from __future__ import annotations
@@ -158,9 +159,11 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalize(update: torch.Tensor) -> torch.Tensor:
     """Approximately U V^T of the singular value decomposition of each matrix, (..., rows, columns): five Newton-Schulz steps
-    X <- a X + (b X X^T + c (X X^T)^2) X, in bfloat16, which bring singular values to between about 0.7 and 1.2."""
+    X <- a X + (b X X^T + c (X X^T)^2) X, which bring singular values to between about 0.7 and 1.2. They multiply small ones by up
+    to a^5 = 485, and the rounding of the gradient with them: in bfloat16, elements of the result differ by several percent between
+    two processors or numbers of ranks. CPUs therefore compute in float32, which is faster on most of them, too."""
     is_tall = update.shape[-2] > update.shape[-1]
-    matrix: torch.Tensor = update.bfloat16()
+    matrix: torch.Tensor = update.float() if update.device.type == "cpu" else update.bfloat16()
     if is_tall:
         matrix = matrix.mT
     matrix = matrix / matrix.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.errors import DeadlineError, RunError
 from tests.support.records import make_scored
@@ -17,7 +18,7 @@ class _Fixture:
     def __init__(self) -> None:
         self.dropped: list[tuple[int, str, int | None]] = []  # group id, status, step
         self.buffer = SampleBuffer(
-            max_staleness=1,
+            Ledger(groups_per_step=2, max_staleness=1, version=0, last_version=3),
             on_drop=lambda scored, status, step: self.dropped.append((scored.group.group_id, status, step)),
             last_step=3,
         )

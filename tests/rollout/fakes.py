@@ -23,7 +23,7 @@ Answer = tuple[Sequence[int], FinishReason]
 def open_group(
     prompt: Prompt, *, name: str = "g0", size: int = 2, seed: int = 0, version: int = 0, **fields: Any
 ) -> OpenGroup:
-    given = {"on_tokens": lambda count: None, "served_version": lambda: version, **fields}
+    given = {"on_tokens": lambda count, version: None, "served_version": lambda: version, **fields}
     return OpenGroup(name=name, prompt=prompt, size=size, seed=seed, **given)
 
 

@@ -75,9 +75,12 @@ def _producer(function: Callable[..., Any], client: Any = None, **settings: Any)
 
 
 async def _produce(producer: FunctionProducer, prompt: Prompt) -> Sequence[RolloutCompletion]:
-    group = open_group(prompt, name=f"g{prompt.prompt_id}", version=7)
+    versions: set[int] = set()
+    group = open_group(
+        prompt, name=f"g{prompt.prompt_id}", version=7, on_tokens=lambda count, version: versions.add(version)
+    )
     async with producer.produce(group):
-        assert set(group.oldest_versions.values()) == {7}
+        assert versions == {7}
         assert group.num_tokens == {index: each.num_sampled_tokens for index, each in enumerate(group.completions)}
         return group.completions
 
@@ -96,6 +99,22 @@ def _output(count: int, **columns: Any) -> dict[str, Any]:
 
 
 # ---- what it gets, and what becomes of what it returns ----
+
+
+def test_the_version_of_a_group_is_known_when_its_call_begins() -> None:
+    """A step keeps a place for it while the function runs, and it is cancelled when it is bound to be stale."""
+    versions: list[int | None] = []
+
+    def function(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        assert versions == [7]
+        return _output(len(prompts))
+
+    async def produce() -> None:
+        group = open_group(make_prompt(), version=7, on_tokens=lambda count, version: versions.append(version))
+        async with _producer(function).produce(group):
+            assert len(versions) == 3
+
+    asyncio.run(produce())
 
 
 def test_groups_admitted_together_go_into_one_call_with_raw_prompts_of_their_own() -> None:

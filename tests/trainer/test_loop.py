@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.errors import RunError, WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
@@ -169,7 +170,9 @@ class _Polled(FakeSource):
     """A real buffer, asked again every 20 ms; everything else is nothing."""
 
     def __init__(self) -> None:
-        self.buffer = SampleBuffer(max_staleness=1, on_drop=_ignore)
+        self.buffer = SampleBuffer(
+            Ledger(groups_per_step=1, max_staleness=1, version=0, last_version=1), on_drop=_ignore
+        )
         self.on_take: Callable[[], None] = lambda: None
 
     def take(

@@ -61,7 +61,9 @@ def test_a_group_of_which_only_a_part_was_dispatched_is_cancelled_whole_and_noth
         assert {request["request_id"] for request in server.requests[:3]} == {"g0-r0-t0", "g0-r1-t0", "g0-r2-t0"}
         assert not [r for r in server.requests[3:] if r["request_id"].startswith("g0-")]
         assert not [tokens for tokens in scored if FIRST_STALE in tokens]
-        ledger = side.source.ledger_snapshot()
+        ledger, gauges = side.source.ledger_snapshot(), side.source.gauges()
+        assert gauges["async/stale/mean_length"] == 3 / 4  # three completions had one token
+        assert "async/stale/mean_length" not in side.source.gauges()  # none since
     assert is_balanced(ledger)
     assert (ledger["groups"]["stale"], ledger["groups"]["in_flight"]) == (1, 0)
     assert ledger["tokens"]["stale"] == 3
