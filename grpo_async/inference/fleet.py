@@ -56,7 +56,7 @@ from grpo_async.errors import BadResponseError, DeadlineError, InferenceError, R
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.router import ServerAddress
+from grpo_async.inference.router import ANY_VERSION, ServerAddress
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.retry import backoff_s
@@ -209,6 +209,8 @@ class Fleet:
         self._info_listeners: list[Callable[[], None]] = []
         self.num_changes = 0
         """Grows with every change of state."""
+        self.versions = ANY_VERSION
+        """See `router.Servers`. Set by the trainer; whoever pushes nothing cannot know it."""
         self._num_loading = 0  # pushes in phases in which engines receive and load
         self._loaded_at = -math.inf
         self._lock = threading.Lock()

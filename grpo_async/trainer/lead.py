@@ -97,8 +97,15 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
         state = load_state(run_dir, step) if step is not None else None
         fleet = open_fleet(context.config, assignment.server_urls, control, stack, timeline)
         store = stack.enter_context(RolloutStore(run_dir.rollouts, settings=context.config.record.rollouts))
+        num_embeddings = context.policy.model.get_input_embeddings().num_embeddings
         side = build_rollout_side(
-            context.config, fleet=fleet, renderer=renderer, store=store, state=state, timeline=timeline
+            context.config,
+            fleet=fleet,
+            renderer=renderer,
+            vocab_size=num_embeddings,
+            store=store,
+            state=state,
+            timeline=timeline,
         )
         stack.callback(side.source.close)
         config = context.config = side.config
@@ -186,7 +193,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
                     probes=probes,
                     score_on_trainer=leader.score,
                     num_parameters=context.num_parameters,
-                    num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
+                    num_embeddings=num_embeddings,
                     policy_version=start,
                     token=token_from_environment(),
                     tool_sets=side.tool_sets,
