@@ -99,7 +99,7 @@ class GenerateRequest(ApiModel):
     seed: int = 0
     """Used by the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A
     continuation, which has the same seed and more context, samples what the uninterrupted request would have. vLLM does not use it:
-    all requests draw from one random stream, that of the server."""
+    all requests draw from one random stream, that of this start of the server."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)

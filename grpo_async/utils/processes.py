@@ -20,6 +20,8 @@ LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
 """The launcher sets this environment variable for its direct children."""
 TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
 """Its value names the child of the launcher that a process descends from; an orphan still has it."""
+START_VARIABLE = "GRPO_ASYNC_START"
+"""Its value names this start of a child among all starts of all attempts of a run: attempt_1/server_0.restart_2.log."""
 KILL_TIMEOUT_S = 10.0
 """For SIGKILL to take effect; a process that takes longer is stuck in the kernel."""
 

@@ -19,6 +19,7 @@ from grpo_async.launcher.local import LocalProcesses, RestartCount
 from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.processes import START_VARIABLE
 from tests.launcher.support import EMBEDDED, START_S, LauncherProcess, make_config
 from tests.support.waiting import eventually, is_alive
 
@@ -77,13 +78,15 @@ def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started
         token = (tmp_path / "server.token").read_text()
         (tmp_path / "server.token").unlink()
         old = {name: launcher.pids()[name] for name in names}
+        first = psutil.Process(old["server"]).environ()[START_VARIABLE]
         if hangs:
             _signal(launcher, "server", signal.SIGSTOP)
             _signal(launcher, "server.child", signal.SIGSTOP)
             _signal(launcher, "rank0", signal.SIGUSR1)  # the trainer asks for the restart
         else:
             _signal(launcher, "server", signal.SIGKILL)  # only the parent, as an out-of-memory killer does
-        _await_new_pid(launcher, "server", old["server"])
+        new = _await_new_pid(launcher, "server", old["server"])
+        assert psutil.Process(new).environ()[START_VARIABLE] != first  # it must not sample the same noise again
         assert not any(psutil.pid_exists(pid) for pid in old.values())  # no zombies, either
         assert is_alive(launcher.pids()["rank0"])
         _await_events(tmp_path, "exited", "starting")
