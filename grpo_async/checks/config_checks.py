@@ -39,6 +39,7 @@ from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.network import binding_error
+from grpo_async.utils.processes import open_files_limit
 from grpo_async.utils.text import count
 
 _NUM_ROWS = 3
@@ -46,6 +47,11 @@ _NUM_MEASURED = 200
 _SMALL_BYTES = 32 << 20  # about a second
 _ASK_S = 3.0  # that a server has for an answer
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
+_FILES_OF_THE_TRAINER = 192
+"""Open files of the trainer's process without any rollout: libraries, logs, sockets of the ranks."""
+_FILES_OF_AN_AGENT = {"function": 3, "other": 8}
+"""Sockets and pipes of one agent in the trainer: its connection to the endpoint (both ends for a function), ours to a server, a
+process's streams and end."""
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
 
@@ -156,8 +162,9 @@ class _InputChecks:
         return folder
 
     def check_machine(self) -> None:
-        """Check that the optional packages are installed and the devices are there."""
+        """Check that the optional packages are installed, the devices are there, and what is in flight fits."""
         config = self.config
+        self._check_open_files()
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
         devices = {}
         if self.trains:
@@ -174,6 +181,26 @@ class _InputChecks:
         if keys and (reason := _no_cuda()):
             self.problems.extend(
                 f"{key}: cuda, but {reason}; set cpu, or start the run where there is a GPU" for key in keys
+            )
+
+    def _check_open_files(self) -> None:
+        """Check that every rollout in flight gets its sockets in the trainer; each server needs fewer."""
+        config, agent = self.config, self.config.rollout.agent
+        in_flight = config.max_in_flight_evaluation_only
+        if self.trains:
+            in_flight = config.rollout.max_in_flight
+            in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
+        each = 1
+        if agent is not None:
+            each = _FILES_OF_AN_AGENT["function" if agent.function else "other"]
+            in_flight = min(in_flight, agent.max_concurrent or in_flight)
+        needed, limit = _FILES_OF_THE_TRAINER + each * in_flight, open_files_limit()
+        if needed > limit:
+            room = max(0, limit - _FILES_OF_THE_TRAINER) // each
+            self.problems.append(
+                f"rollout.max_in_flight: {count(in_flight, 'rollout')} in flight (with those of evaluations) need {needed} open "
+                f"files, and a process may have {limit} here; allow fewer, there is room for {room}, or raise the hard limit: "
+                f"`ulimit -Hn {needed}` as root, `docker run --ulimit nofile={needed}`, LimitNOFILE= of systemd"
             )
 
     def check_room(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,31 @@ def test_a_model_a_package_or_a_device_that_would_fail_later_is_told(
     config = make_config(tmp_path, **_in_folder(tmp_path, sections))
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 7}')
     _refused(config, told.replace("{folder}", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "limit", "fits"),
+    [
+        ({"rollout": {"max_in_flight": 800}}, 1024, True),
+        ({"rollout": {"max_in_flight": 1024}}, 1024, False),
+        ({"rollout": {"max_in_flight": 1024}}, 4096, True),
+        ({"rollout": {"max_in_flight": 800}, "evaluation": {}, "data": {"held_out": 0.5}}, 1024, False),
+        ({"rollout": {"max_in_flight": 800, "agent": {"function": "json:loads"}}}, 1024, False),
+        ({"rollout": {"max_in_flight": 800, "agent": {"function": "json:loads", "max_concurrent": 200}}}, 1024, True),
+    ],
+)
+def test_what_is_in_flight_has_to_fit_the_limit_of_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], limit: int, fits: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, limit))  # the soft limit is raised at the start
+    config = make_config(tmp_path, **sections)
+    problem = ""
+    try:
+        check_inputs(config, engine=EMBEDDED)
+    except ConfigError as error:
+        problem = str(error)
+    assert ("rollout.max_in_flight: " in problem) is not fits
+    assert (f"may have {limit}" in problem) is not fits
 
 
 def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_noted(tmp_path: Path) -> None:

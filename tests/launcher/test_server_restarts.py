@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -226,6 +227,23 @@ def _serves(local: LocalProcesses, num_restarts: int = 0) -> None:
 
 def _ask_restart(local: LocalProcesses, reason: str, num_restarts: int) -> None:
     local.receive({"kind": "restart_server", "index": 0, "reason": reason, "num_restarts": num_restarts})
+
+
+def test_what_a_run_starts_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    shows = (sys.executable, "-c", "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
+
+    async def main() -> None:
+        async with _spawned(News(), tmp_path, command=shows) as local:
+            await local.start()
+            await local.wait(local.lost_servers, timeout_s=START_S)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        asyncio.run(main())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert int((tmp_path / "server.log").read_text().split()[0]) == min(hard, 1 << 20)
 
 
 def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_path: Path) -> None:

@@ -239,7 +239,10 @@ def test_two_servers_of_one_config_sample_different_completions(
     config = experiment(str(tiny_model))
     request = make_request(PROMPT, max_tokens=32, temperature=1.0)
     completions = []
-    with running_server(config, tmp_path) as one, running_server(config, tmp_path) as other:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    with running_server(config, folders[0]) as one, running_server(config, folders[1]) as other:
         for server in (one, other):
             completions += [tuple(server.generate(request).token_ids) for _ in range(3)]
     assert len(set(completions)) == 6
