@@ -24,7 +24,7 @@ from grpo_async.config.sections import CsvSource, EnvironmentSource, HubSource, 
 from grpo_async.data import Rows, first_rows, load_data, make_prompt
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError, Problems
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.fleet import why_hopeless
+from grpo_async.inference.fleet import SEVERAL_SERVERS, instances_at, take_turns, why_hopeless
 from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
@@ -390,24 +390,30 @@ class _InputChecks:
                     self.problems.append(f"{message}; it is the trainer's own address")
             except ConfigError as error:  # the server may still be about to come
                 self.notes.append(str(error))
+        urls: dict[str, str] = {}
         for url in config.inference.urls:
             with (
                 self.problems.collecting(),
                 ServerControl(url, token=token, timeout_s=_ASK_S, ca_certs=config.inference.ca_certs) as server,
             ):
-                self._ask(server, url)
+                self._ask(server, url, urls)
         if config.inference.urls and token is None:
             self.notes.append(
                 f"inference.urls is set and ${TOKEN_VARIABLE} is not: the server must be one that requires no token"
             )
 
-    def _ask(self, server: ServerControl, url: str) -> None:
-        """Ask a server that others start: one that is not up yet is a note, something that is no server of ours a problem."""
+    def _ask(self, server: ServerControl, url: str, urls: dict[str, str]) -> None:
+        """Ask a server that others start: one that is not up yet is a note, something that is no server of ours a problem. `urls`:
+        those of the servers that have answered, by their instances."""
         is_healthy = False
         try:
             server.health(timeout_s=_ASK_S)
             is_healthy = True
-            server.info(retries=0)
+            instances = instances_at(server, timeout_s=_ASK_S)
+            if take_turns(instances):
+                self.problems.append(f"inference.urls: {url}: {SEVERAL_SERVERS}")
+            elif (other := urls.setdefault(instances[-1], url)) != url:
+                self.problems.append(f"inference.urls: {url} is the same server as {other}; name it once")
         except InferenceError as error:
             if hopeless := why_hopeless(error, is_healthy=is_healthy):
                 self.problems.append(f"inference.urls: {url}: {hopeless}")

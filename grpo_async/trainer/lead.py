@@ -422,6 +422,8 @@ class Leader:
         evaluation has delayed. While an evaluation delays it and another server serves, servers that come back wait: a push goes
         to all."""
         is_held = self._evaluations.blocks_push and self.version != self._pushed_version
+        if self._config.inference.urls:  # the launcher ends the run when its own are lost
+            self._fleet.check_any_left()
         joins = self._fleet.has_ready and not (is_held and self._fleet.serving())
         if joins or (self._push_is_held and not self._evaluations.blocks_push):
             self.push(self.version)

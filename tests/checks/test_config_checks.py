@@ -20,7 +20,7 @@ from grpo_async.quickstart.model import train_tokenizer
 from grpo_async.rollout.components import Components
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, make_config
-from tests.support.local_server import local_server
+from tests.support.local_server import local_server, taking_turns
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
 MATCH = "grpo_async.rewards.text:exact_match"
@@ -216,6 +216,22 @@ def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_not
             check_inputs(config, engine=external)
     notes = check_inputs(config, engine=external)
     assert any(note.startswith(f"inference.urls: {server.url} is not serving now (") for note in notes)
+
+
+def test_a_url_of_two_servers_and_two_urls_of_one_are_told(tmp_path: Path) -> None:
+    external = EngineChoice(engine="external", reason="a test says so")
+    with (
+        local_server(instance_id="one") as one,
+        local_server(instance_id="two") as two,
+        taking_turns(one, two) as both,
+        taking_turns(one) as again,
+    ):
+        for urls, told in (
+            ([both], "several servers take turns"),
+            ([one.url, again], f"is the same server as {one.url}"),
+        ):
+            with pytest.raises(ConfigError, match=rf"inference\.urls: {urls[-1]}.*{told}"):
+                check_inputs(make_config(tmp_path, inference={"urls": urls}), engine=external)
 
 
 def _with_tokenizer(folder: Path, *, vocab_size: int = 500, **sections: Any) -> ExperimentConfig:
