@@ -164,6 +164,7 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
             config,
             fleet=FixedServers([url]),
             renderer=ChatRenderer(tokenizer),
+            vocab_size=1 << 20,
             store=store,
             state=None,
             timeline=timeline,

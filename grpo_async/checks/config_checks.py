@@ -25,7 +25,7 @@ from grpo_async.data import Rows, first_rows, load_data, make_prompt
 from grpo_async.data.look import look_at_rows
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError, Problems
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.fleet import why_hopeless
+from grpo_async.inference.fleet import SEVERAL_SERVERS, instances_at, take_turns, why_hopeless
 from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
@@ -40,6 +40,7 @@ from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.network import binding_error
+from grpo_async.utils.processes import open_files_limit
 from grpo_async.utils.text import count
 
 _NUM_ROWS = 3
@@ -51,6 +52,11 @@ _READ_GOLDS = ("grpo_async.rewards.text", "grpo_async.rewards.math", "grpo_async
 _LATER = "the trainer looks at all rows, and so does `grpo-async validate --data`"
 _ASK_S = 3.0  # that a server has for an answer
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
+_FILES_OF_THE_TRAINER = 192
+"""Open files of the trainer's process without any rollout: libraries, logs, sockets of the ranks."""
+_FILES_OF_AN_AGENT = {"function": 3, "other": 8}
+"""Sockets and pipes of one agent in the trainer: its connection to the endpoint (both ends for a function), ours to a server, a
+process's streams and end."""
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
 
@@ -166,8 +172,9 @@ class _InputChecks:
         return folder
 
     def check_machine(self, engine: EngineChoice) -> None:
-        """Check that the optional packages are installed and the devices are there."""
+        """Check that the optional packages are installed, the devices are there, and what is in flight fits."""
         config = self.config
+        self._check_open_files()
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
         devices = {}
         if self.trains:
@@ -184,6 +191,26 @@ class _InputChecks:
         if keys and (reason := _no_cuda()):
             self.problems.extend(
                 f"{key}: cuda, but {reason}; set cpu, or start the run where there is a GPU" for key in keys
+            )
+
+    def _check_open_files(self) -> None:
+        """Check that every rollout in flight gets its sockets in the trainer; each server needs fewer."""
+        config, agent = self.config, self.config.rollout.agent
+        in_flight = config.max_in_flight_evaluation_only
+        if self.trains:
+            in_flight = config.rollout.max_in_flight
+            in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
+        each = 1
+        if agent is not None:
+            each = _FILES_OF_AN_AGENT["function" if agent.function else "other"]
+            in_flight = min(in_flight, agent.max_concurrent or in_flight)
+        needed, limit = _FILES_OF_THE_TRAINER + each * in_flight, open_files_limit()
+        if needed > limit:
+            room = max(0, limit - _FILES_OF_THE_TRAINER) // each
+            self.problems.append(
+                f"rollout.max_in_flight: {count(in_flight, 'rollout')} in flight (with those of evaluations) need {needed} open "
+                f"files, and a process may have {limit} here; allow fewer, there is room for {room}, or raise the hard limit: "
+                f"`ulimit -Hn {needed}` as root, `docker run --ulimit nofile={needed}`, LimitNOFILE= of systemd"
             )
 
     def check_room(self) -> None:
@@ -418,21 +445,27 @@ class _InputChecks:
                     self.problems.append(f"{message}; it is the trainer's own address")
             except ConfigError as error:  # the server may still be about to come
                 self.notes.append(str(error))
+        urls: dict[str, str] = {}
         for url in config.inference.urls:
             with self.problems.collecting(), ServerControl(url, token=token, timeout_s=_ASK_S) as server:
-                self._ask(server, url)
+                self._ask(server, url, urls)
         if config.inference.urls and token is None:
             self.notes.append(
                 f"inference.urls is set and ${TOKEN_VARIABLE} is not: the server must be one that requires no token"
             )
 
-    def _ask(self, server: ServerControl, url: str) -> None:
-        """Ask a server that others start: one that is not up yet is a note, something that is no server of ours a problem."""
+    def _ask(self, server: ServerControl, url: str, urls: dict[str, str]) -> None:
+        """Ask a server that others start: one that is not up yet is a note, something that is no server of ours a problem. `urls`:
+        those of the servers that have answered, by their instances."""
         is_healthy = False
         try:
             server.health(timeout_s=_ASK_S)
             is_healthy = True
-            server.info(retries=0)
+            instances = instances_at(server, timeout_s=_ASK_S)
+            if take_turns(instances):
+                self.problems.append(f"inference.urls: {url}: {SEVERAL_SERVERS}")
+            elif (other := urls.setdefault(instances[-1], url)) != url:
+                self.problems.append(f"inference.urls: {url} is the same server as {other}; name it once")
         except InferenceError as error:
             if hopeless := why_hopeless(error, is_healthy=is_healthy):
                 self.problems.append(f"inference.urls: {url}: {hopeless}")

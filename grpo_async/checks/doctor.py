@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.processes.machine import has_gpu_devices, query_gpus
 from grpo_async.servers.vllm.command import INSTALL, distribution, installation_fault
+from grpo_async.utils.processes import open_files_limit
 from grpo_async.utils.text import clipped, count, format_bytes
 
 _TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
@@ -78,13 +78,13 @@ def _gpu(parts: list[str]) -> Found:
 
 def check_limits() -> Iterator[Found]:
     """The limit of open files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    message = f"open files {'unlimited' if soft == resource.RLIM_INFINITY else soft}"
-    if soft == resource.RLIM_INFINITY or soft >= _NEEDED_OPEN_FILES:
+    limit = open_files_limit()  # `train` raises the soft limit to the hard one
+    message = f"open files {limit}"
+    if limit >= _NEEDED_OPEN_FILES:
         yield "pass", message
         return
-    advice = f"each completion in flight is a connection, on both sides; `ulimit -n {_NEEDED_OPEN_FILES}` before a run"
-    yield ("fail" if soft < 1024 else "warn"), f"{message}: {advice}"
+    advice = f"each completion in flight is a connection, on both sides; `ulimit -Hn {_NEEDED_OPEN_FILES}` as root"
+    yield ("fail" if limit < 1024 else "warn"), f"{message}: {advice}"
 
 
 def check_disk() -> Iterator[Found]:

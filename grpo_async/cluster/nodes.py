@@ -79,15 +79,15 @@ def find_node(
     else:
         host = environment.get("MASTER_ADDR") or _first_machine(source, environment)
         port = _port(environment.get("MASTER_PORT") or str(DEFAULT_PORT))
-    try:
-        check_host(host)
-    except ValueError as error:
-        raise ConfigError(f"{_RENDEZVOUS}: {error}") from error
     if not host:
         raise ConfigError(
             f"launch.nodes: {_described(config)}, and no rendezvous address is set; set launch.rdzv to HOST:PORT of the machine "
             "with node rank 0, give --master-addr, or set $MASTER_ADDR"
         )
+    try:
+        check_host(host)
+    except ValueError as error:
+        raise ConfigError(f"{_RENDEZVOUS}: {error}") from error
     return Node(rank=rank, num_train=nodes.train, num_infer=nodes.infer, address=host, port=port)
 
 

@@ -114,7 +114,9 @@ def _check_server_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and url == f"{parts.scheme}://{parts.netloc}"
-        is_whole = is_whole and bool(check_host(parts.hostname or "")) and parts.port != 0 and "@" not in url
+        is_whole = (
+            is_whole and bool(check_host(parts.hostname or "")) and parts.port != 0 and not re.search("@|:$", url)
+        )
     except ValueError:  # brackets that do not close, a port beyond 65535, no name of a host
         is_whole = False
     if not is_whole:

@@ -26,7 +26,7 @@ _SET_BY_US = {
     "--chat-template": "see model.chat_template",
     "--revision": "see model.revision",
     "--tokenizer-revision": "see model.revision",
-    "--seed": "see run.seed",
+    "--seed": "each start of a server has its own, made of run.seed",
     "--kv-cache-memory-bytes": "see inference.vllm.kv_cache_mb",
     "--enable-sleep-mode": "see inference.vllm.sleep_while_training",
     "--trust-remote-code": "see model.trust_remote_code",

@@ -44,7 +44,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPenalty, Seconds, TopP, TransportKind
 from grpo_async.records import FinishReason
@@ -91,7 +99,7 @@ class GenerateRequest(ApiModel):
     seed: int = 0
     """Used by the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A
     continuation, which has the same seed and more context, samples what the uninterrupted request would have. vLLM does not use it:
-    all requests draw from one random stream, that of the server."""
+    all requests draw from one random stream, that of this start of the server."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
@@ -116,6 +124,10 @@ class GenerateChunk(ApiModel):
     token_ids: list[int] = Field(default_factory=list)
     logprobs: list[float] = Field(default_factory=list)
     policy_version: int = 0
+    offset: int | None = None
+    """Number of tokens in the lines before: a line that is repeated, lost or out of order shows."""
+    request_id: str = ""
+    """That of the request."""
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     """The string of `stop` that ended it."""
@@ -125,6 +137,8 @@ class GenerateChunk(ApiModel):
 class ServerInfo(ApiModel):
     """What a server reports about itself."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     engine: EngineName
     instance_id: str = ""
     """Random, new for every start of a server."""
@@ -133,25 +147,25 @@ class ServerInfo(ApiModel):
     """dtype of the served weights."""
     head_dtype: ComputeDtype | None = None
     """dtype in which it computes logits; null: the dtype of the weights."""
-    max_model_len: int
-    vocab_size: int = 0
+    max_model_len: PositiveInt
+    vocab_size: NonNegativeInt = 0
     """Rows of the embedding; every token id is below it."""
-    policy_version: int
-    num_workers: int = 1
+    policy_version: NonNegativeInt
+    num_workers: PositiveInt = 1
     """Processes that join the weight group (vLLM: tensor-parallel size)."""
-    active_requests: int = 0
+    active_requests: NonNegativeInt = 0
     """Requests that are not finished, including those that wait for the end of a pause."""
-    running_requests: int = 0
+    running_requests: NonNegativeInt = 0
     """The active requests for which the engine generates."""
-    waiting_requests: int = 0
+    waiting_requests: NonNegativeInt = 0
     """The active requests that wait inside the engine for room."""
-    kv_usage: float | None = None
+    kv_usage: NonNegativeFloat | None = None
     """Fraction of the KV cache in use; null if the engine does not report it."""
-    max_running_requests: int | None = None
+    max_running_requests: PositiveInt | None = None
     """Maximum number of requests for which the engine generates at once; null if it does not report it."""
-    generated_tokens: int = 0
+    generated_tokens: NonNegativeInt = 0
     """Tokens generated since the server started."""
-    busy_s: float = 0.0
+    busy_s: NonNegativeFloat = 0.0
     """Seconds since start in which at least one request was generating (not paused)."""
 
 

@@ -29,16 +29,17 @@ from typing import Any, Self
 
 import aiohttp
 import numpy as np
-from pydantic import ValidationError
+from aiohttp.http_exceptions import HttpProcessingError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError, message_of
+from grpo_async.inference.answer import Answer
 from grpo_async.inference.api import KEEP_ALIVE_S, GenerateChunk, GenerateRequest
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
-from grpo_async.inference.router import FencedError, Router, ServerAddress, Servers
+from grpo_async.inference.router import MAX_INT32, FencedError, Router, ServerAddress, Servers
 from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
 from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
 from grpo_async.utils.retry import RetryPolicy
-from grpo_async.utils.text import count
+from grpo_async.utils.text import clipped, count
 
 _FREE_ABORTS = 3
 """Consecutive aborts without a token that are not attempts: several pushes may follow each other while a request waits."""
@@ -49,6 +50,7 @@ _CHUNKS_PER_TIMEOUT = 4
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
 _MAX_CONNECT_S = 30.0
 _MAX_LINE_BYTES = 1 << 24
+_MAX_ERROR_BYTES, _MAX_ERROR_CHARS = 1 << 16, 2000
 
 OnTokens = Callable[[int, int], None]
 """Called with (number of new tokens, policy version that sampled them) as they arrive."""
@@ -73,21 +75,11 @@ class Generation:
     """Times in which no server had the request: (start, end), seconds since the epoch."""
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Append a chunk.
-
-        Raises:
-            BadResponseError: logprobs are missing, too few, or not finite.
-        """
-        if len(chunk.logprobs) != len(chunk.token_ids):
-            raise BadResponseError(
-                f"the server sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} logprobs; every token needs one"
-            )
-        if not math.isfinite(sum(chunk.logprobs)):
-            raise BadResponseError(f"the server sent a logprob that is not finite: {chunk.logprobs}")
+        """Append a chunk, which `answer.Answer` has checked."""
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.policy_versions.extend(array("i", [chunk.policy_version]) * len(chunk.token_ids))
-        if chunk.finish_reason is not None:
+        if chunk.finish_reason not in (None, FinishReason.ABORT):
             self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
 
     def clear(self) -> None:
@@ -129,10 +121,11 @@ class InferenceClient:
     Args:
         servers: where requests may go.
         token: bearer token, or None.
-        request_timeout_s: maximum silence of a server within a request.
+        request_timeout_s: maximum time of a server without a token within a request.
         progress_timeout_s: time without tokens after which the run counts as stalled.
         wait_timeout_s: maximum wait of a request while no server serves.
         retry: the retry policy.
+        vocab_size: rows of the policy's embedding; no token id of an answer may be outside.
     """
 
     def __init__(
@@ -144,8 +137,10 @@ class InferenceClient:
         wait_timeout_s: float,
         progress_timeout_s: float = math.inf,
         retry: RetryPolicy | None = None,
+        vocab_size: int = MAX_INT32 + 1,
     ) -> None:
         self._servers = servers
+        self._vocab_size = vocab_size
         self._router = Router(servers, wait_timeout_s=wait_timeout_s)
         self._retry = retry or RetryPolicy()
         self._max_flush_interval_s = min(request_timeout_s, progress_timeout_s) / _CHUNKS_PER_TIMEOUT
@@ -211,12 +206,10 @@ class InferenceClient:
                         server, self._remaining_request(request, generation, server), generation, on_tokens
                     )
                 break
-            except Exception as error:
+            except ServerUnavailableError as error:
                 without_server_since = time.time()
                 if generation.finish_reason is not None:
                     break  # everything had arrived; only the end of the stream was lost
-                if not isinstance(error, ServerUnavailableError):
-                    raise
                 generation.finish_reason = _lost_finish_reason(request, generation)
                 if generation.finish_reason is not None:
                     break
@@ -259,50 +252,58 @@ class InferenceClient:
     async def _stream(
         self, server: ServerAddress, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None
     ) -> None:
-        async with self._post(server.url, request.model_dump_json().encode()) as response:
-            if response.status >= 400:
-                raise error_for_status(response.status, await response.read())  # within the session's request_timeout_s
-            async for line in response.content:  # within the session's request_timeout_s
+        answer = Answer(
+            server=server.name,
+            request=request,
+            vocab_size=self._vocab_size,
+            oldest_version=self._servers.versions.start,
+        )
+        async with self._post(server.url, request.model_dump_json().encode()) as (response, silence):
+            if response.status != 200:
+                raise error_for_status(response.status, await _error_body(response.content))
+            async for line in response.content:  # ended by `silence`
                 if not line.strip():
                     continue
-                chunk = _parse_chunk(line)
+                chunk = answer.read(line, newest_version=self._servers.versions.stop - 1)
                 generation.add(chunk)
-                if on_tokens is not None and chunk.token_ids:
-                    on_tokens(len(chunk.token_ids), chunk.policy_version)
+                if chunk.token_ids:
+                    silence.reschedule(asyncio.get_running_loop().time() + self._request_timeout_s)
+                    if on_tokens is not None:
+                        on_tokens(len(chunk.token_ids), chunk.policy_version)
                 if chunk.finish_reason is FinishReason.ABORT:
-                    generation.finish_reason = None
                     raise _AbortedError("the inference server aborted the request")
                 if chunk.error is not None:
-                    raise ServerUnavailableError(f"the inference server failed while generating: {chunk.error}")
+                    raise ServerUnavailableError(
+                        f"the inference server failed while generating: {clipped(chunk.error, _MAX_ERROR_CHARS)}"
+                    )
         if generation.finish_reason is None:
             raise ServerUnavailableError("the inference server ended the answer without a finish reason")
 
     @asynccontextmanager
-    async def _post(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a generation request; the caller reads the lines of the answer.
+    async def _post(self, url: str, body: bytes) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """Send a generation request; the caller reads the lines of the answer, and reschedules the limit of silence whenever one
+        brings tokens: bytes alone are no sign of life.
 
         Raises:
             ServerUnavailableError: the connection failed, broke or was silent, also within the `with` block.
+            BadResponseError: the answer breaks HTTP, or a line of it is far too long.
         """
         session = self._session = self._session or self._open_session()
         url = url.rstrip("/") + "/rollout/generate"
-        # the session limits connecting and silence; DNS lookups and sending the body need their own limit
-        timeout_s = _MAX_CONNECT_S + self._request_timeout_s
+        limit_s = self._request_timeout_s
         try:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    # a redirect would leak the token
-                    response = await session.post(url, data=body, allow_redirects=False)
-            except aiohttp.ClientError:
-                raise
-            except TimeoutError as error:
-                raise ServerUnavailableError(f"{url} did not take the request within {timeout_s:g} s") from error
-            async with response:  # within the session's request_timeout_s
-                yield response
-        except aiohttp.SocketTimeoutError as error:
-            raise ServerUnavailableError(f"{url} was silent for {self._request_timeout_s:g} s") from error
+            # the session limits connecting and the wait for the first byte; DNS lookups and sending the body need their own limit
+            async with asyncio.timeout(_MAX_CONNECT_S + limit_s) as silence:
+                # a redirect would leak the token
+                async with session.post(url, data=body, allow_redirects=False) as response:
+                    silence.reschedule(asyncio.get_running_loop().time() + limit_s)
+                    yield response, silence
+        except TimeoutError as error:  # an aiohttp.SocketTimeoutError is one too
+            raise ServerUnavailableError(f"{url} was silent for {limit_s:g} s") from error
         except aiohttp.ClientError as error:
             raise ServerUnavailableError(message_of(error)) from error
+        except (HttpProcessingError, ValueError) as error:
+            raise BadResponseError(f"{url} broke HTTP, or sent a line without an end: {message_of(error)}") from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -321,6 +322,14 @@ class InferenceClient:
         )
 
 
+async def _error_body(content: aiohttp.StreamReader) -> bytes:
+    """The body of an error, as far as it is of use."""
+    try:
+        return await content.readexactly(_MAX_ERROR_BYTES)
+    except asyncio.IncompleteReadError as whole:
+        return whole.partial
+
+
 def _lost_finish_reason(request: GenerateRequest, generation: Generation) -> FinishReason | None:
     """The finish reason of a complete generation whose last line was lost; None if tokens are missing."""
     if generation.token_ids and generation.token_ids[-1] in request.stop_token_ids:
@@ -328,10 +337,3 @@ def _lost_finish_reason(request: GenerateRequest, generation: Generation) -> Fin
     if len(generation.token_ids) >= request.max_tokens:
         return FinishReason.LENGTH
     return None
-
-
-def _parse_chunk(line: bytes) -> GenerateChunk:
-    try:
-        return GenerateChunk.model_validate_json(line)
-    except ValidationError as error:
-        raise BadResponseError(f"the server sent a line that is not a chunk: {line[:200]!r}") from error

@@ -6,6 +6,7 @@ import functools
 import ssl
 
 from grpo_async.errors import (
+    BadResponseError,
     DeadlineError,
     InferenceError,
     RequestRejectedError,
@@ -26,8 +27,10 @@ def trusted_certificates() -> ssl.SSLContext:
 
 
 def error_for_status(status: int, body: bytes) -> InferenceError:
-    """The error for an answer >= 400, with the server's own message. ServerUnavailableError is retried (utils.retry)."""
+    """The error for an answer other than 200, with the server's own message. ServerUnavailableError is retried (utils.retry)."""
     message = server_message(body)
+    if status < 400:
+        return BadResponseError(f"the server answered {status} and not 200, as a proxy does that redirects: {message}")
     if status >= 500:
         return ServerUnavailableError(f"the inference server answered {status}: {message}", answered=True)
     return RequestRejectedError(status, message)

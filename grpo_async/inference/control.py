@@ -31,11 +31,17 @@ from grpo_async.utils.validation import problems_of
 _DRAIN_MARGIN_S = 5.0
 """How much longer than a drain its answer may take; less than push.GRACE_S, so that this call's own error comes first."""
 
+_MAX_BYTES = 1 << 26  # the longest honest answer is that to /rollout/parameters
+
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class _Tokens(BaseModel):
     tokens: list[int]
+
+
+class _Paused(BaseModel):
+    is_paused: bool
 
 
 class ServerControl:
@@ -123,7 +129,7 @@ class ServerControl:
         connection that breaks is tried once again."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         ends_at = time.monotonic() + timeout_s
-        self._request("GET", "/is_paused", retries=1, timeout_s=timeout_s)
+        _read(_Paused, self._request("GET", "/is_paused", retries=1, timeout_s=timeout_s))
         return self.info(timeout_s=ends_at - time.monotonic(), retries=1)
 
     def pause(self, *, mode: PauseMode = "keep", keep_cache: bool = False, timeout_s: float | None = None) -> None:
@@ -136,12 +142,19 @@ class ServerControl:
         if mode == "drain":
             query["timeout_s"] = f"{timeout_s:g}"
             timeout_s += _DRAIN_MARGIN_S
-        self._request("POST", "/pause", query=query, timeout_s=timeout_s)
+        self._set_paused(True, self._request("POST", "/pause", query=query, timeout_s=timeout_s))
 
     def resume(self, *, timeout_s: float | None = None) -> None:
         """Continue generating; allowed when not paused. RequestRejectedError with the status OUT_OF_ORDER: a part of an update is
         loaded, and the server stays paused until it has a complete one."""
-        self._request("POST", "/resume", timeout_s=timeout_s)
+        self._set_paused(False, self._request("POST", "/resume", timeout_s=timeout_s))
+
+    def _set_paused(self, wanted: bool, body: bytes) -> None:
+        """Weights are only sent to a server that says that it is paused: not a proxy, which answers 200 to everything."""
+        if _read(_Paused, body).is_paused is not wanted:
+            raise BadResponseError(
+                f"{self.name} was told to {'pause' if wanted else 'resume'}, and says that it did not"
+            )
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float | None = None) -> None:
         """Make the server's workers join the weight group. Never retried."""
@@ -187,12 +200,13 @@ class ServerControl:
             try:
                 left_s = max(0.001, ends_at - time.monotonic())
                 timeout = httpx.Timeout(left_s, connect=min(10.0, left_s))
-                response = self._http.request(method, path, params=query, json=body, timeout=timeout)
-                if response.status_code >= 400:
+                with self._http.stream(method, path, params=query, json=body, timeout=timeout) as response:
+                    content = _content(response, ends_at)
+                if response.status_code != 200:
                     # a drain that is asked for again would wait for as long again
                     may_retry, answered = response.status_code != NOT_DRAINED, True
-                    raise error_for_status(response.status_code, response.content)
-                return response.content
+                    raise error_for_status(response.status_code, content)
+                return content
             except (httpx.TransportError, ServerUnavailableError) as error:
                 delay_s = self._retry.delay_s(attempt)
                 # retries share the time of the call, and a silent attempt uses all of it: a hung server is waited for once
@@ -206,9 +220,26 @@ class ServerControl:
                 attempt += 1
 
 
+def _content(response: httpx.Response, ends_at: float) -> bytes:
+    """The body. A timeout of httpx begins anew with each byte, and a body has no limit of its own.
+
+    Raises:
+        httpx.ReadTimeout: it is not whole at `ends_at`, on the monotonic clock.
+        BadResponseError: it is far too long.
+    """
+    content = bytearray()
+    for part in response.iter_bytes():
+        content += part
+        if time.monotonic() > ends_at:
+            raise httpx.ReadTimeout("the answer did not end in time")
+        if len(content) > _MAX_BYTES:
+            raise BadResponseError(f"{response.url} sent more than {_MAX_BYTES >> 20} MiB")
+    return bytes(content)
+
+
 def _read(kind: type[Answer], body: bytes) -> Answer:
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
         raise BadResponseError(
             f"the server sent something that is not a {kind.__name__}: {problems_of(error)}"

@@ -46,6 +46,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -56,7 +57,7 @@ from grpo_async.errors import BadResponseError, DeadlineError, InferenceError, R
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.router import ServerAddress
+from grpo_async.inference.router import ANY_VERSION, ServerAddress
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.retry import backoff_s
@@ -70,6 +71,11 @@ _STARTING_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 10.0
 """Timeout of a request to a server that is not up, and of /health after a failed heartbeat."""
 _CLOSE_TIMEOUT_S = 1.0
+_NUM_ASKED = 4
+SEVERAL_SERVERS = (
+    "several servers take turns at this URL, as behind a load balancer, and weights would reach only one of them; name "
+    "each by its own address in inference.urls"
+)
 
 
 ServerEvent = Literal["exited", "starting", "given_up"]
@@ -137,6 +143,8 @@ class _Tracked:
 
     server: Server
     last_instance_id: str = ""
+    replaced_ids: set[str] = field(default_factory=set)
+    """Its instances before the last."""
     last_message: str = "never answered"
     """Its last answer, or why it cannot be reached."""
     failures: list[ServerFailure] = field(default_factory=list)
@@ -207,6 +215,8 @@ class Fleet:
         self._info_listeners: list[Callable[[], None]] = []
         self.num_changes = 0
         """Grows with every change of state."""
+        self.versions = ANY_VERSION
+        """See `router.Servers`. Set by the trainer; whoever pushes nothing cannot know it."""
         self._num_loading = 0  # pushes in phases in which engines receive and load
         self._loaded_at = -math.inf
         self._lock = threading.Lock()
@@ -346,16 +356,11 @@ class Fleet:
         """
         ends_at = time.monotonic() + deadline_s
         while not stop.is_set():
+            self.check_any_left()
             with self._lock:
-                states = [tracked.server.state for tracked in self._tracked]
-                if any(state.is_up for state in states):
+                if any(tracked.server.state.is_up for tracked in self._tracked):
                     return True
-                described = "; ".join(
-                    f"{tracked.server.name} is {tracked.server.state}: {tracked.last_message}"
-                    for tracked in self._tracked
-                )
-                if all(state is ServerState.GONE for state in states):
-                    raise RunError(f"every inference server was given up: {described}")
+                described = self._describe()
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(
@@ -367,6 +372,15 @@ class Fleet:
                 self._changed.wait(min(left_s, _STOP_INTERVAL_S))  # `stop` ends it, too, but a wait has only one event
             heartbeat()
         return False
+
+    def check_any_left(self) -> None:
+        """Raise RunError when all servers were given up."""
+        with self._lock:
+            if all(tracked.server.state is ServerState.GONE for tracked in self._tracked):
+                raise RunError(f"every inference server was given up: {self._describe()}")
+
+    def _describe(self) -> str:
+        return "; ".join(f"{each.server.name} is {each.server.state}: {each.last_message}" for each in self._tracked)
 
     # ---- calls of the trainer ----
 
@@ -474,6 +488,9 @@ class Fleet:
             server.control.health(timeout_s=_PROBE_TIMEOUT_S)
             is_healthy = True
             info = server.control.heartbeat(timeout_s=_PROBE_TIMEOUT_S)
+            if self._ask_restart is None and take_turns(instances_at(server.control, timeout_s=_PROBE_TIMEOUT_S)):
+                self.give_up(server, SEVERAL_SERVERS)
+                return
         except InferenceError as error:
             if self._is_closed:
                 return
@@ -545,14 +562,19 @@ class Fleet:
             tracked = self._tracked[server.index]
             if server is not tracked.server:
                 return
-            why_not = self._why_not_back(tracked, info.instance_id)
+            is_another_again = info.instance_id in tracked.replaced_ids
+            why_not = SEVERAL_SERVERS if is_another_again else self._why_not_back(tracked, info.instance_id)
             if not why_not:
-                tracked.num_restarts += tracked.last_instance_id not in ("", info.instance_id)
+                if tracked.last_instance_id not in ("", info.instance_id):
+                    tracked.num_restarts += 1
+                    tracked.replaced_ids.add(tracked.last_instance_id)
                 tracked.last_instance_id, tracked.last_message, tracked.exit_message = info.instance_id, "up", ""
                 tracked.note(info)
                 self._set(tracked, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
                 logger.info("%s is up", server.name)
-        if why_not:
+        if is_another_again:
+            self.give_up(server, SEVERAL_SERVERS)
+        elif why_not:
             self.not_found(server, why_not)
 
     def not_found(self, server: Server, reason: str) -> None:
@@ -644,6 +666,16 @@ def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
             "certificate has to include the address in the URL"
         )
     return ""
+
+
+def instances_at(control: ServerControl, *, timeout_s: float) -> list[str]:
+    """Ids of the instances that answer at an address, asked several times."""
+    return [control.info(timeout_s=timeout_s, retries=0).instance_id for _ in range(_NUM_ASKED)]
+
+
+def take_turns(instances: Sequence[str]) -> bool:
+    """Whether an instance answered again after another: A, B, A. A restart gives A, B, B."""
+    return sum(1 for _ in groupby(instances)) > len(set(instances))
 
 
 def return_delay_s(num_failed: int) -> float:

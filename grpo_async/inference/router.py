@@ -26,6 +26,8 @@ from typing import Protocol
 
 from grpo_async.errors import DeadlineError, ServerUnavailableError
 
+MAX_INT32 = (1 << 31) - 1
+ANY_VERSION = range(MAX_INT32 + 1)
 _MAX_EXTRA_REQUESTS = 8  # above the least loaded server
 _MAX_AFFINITIES = 16_384
 """Number of affinities remembered, the most recently used; far more than are in flight, so that forgotten ones are over."""
@@ -46,6 +48,9 @@ class ServerAddress:
 class Servers(Protocol):
     """The servers for requests: `fleet.Fleet`, or `FixedServers`."""
 
+    versions: range
+    """From the policy version that every serving server has to the newest that was pushed to any."""
+
     def serving(self) -> Sequence[ServerAddress]: ...
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -59,6 +64,7 @@ class FixedServers:
     """Servers without a watcher: for benchmarks and tests."""
 
     num_changes = 0
+    versions = ANY_VERSION
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._servers = [ServerAddress(index=index, name=url, url=url) for index, url in enumerate(urls)]

@@ -28,6 +28,7 @@ from grpo_async.utils.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from grpo_async.utils.processes import (
     KILL_TIMEOUT_S,
     LAUNCHER_PID_VARIABLE,
+    START_VARIABLE,
     TAG_VARIABLE,
     describe_exit,
     is_running,
@@ -119,7 +120,11 @@ class Children:
         if num_restarts > 0:
             log = log.with_name(f"{log.stem}.restart_{num_restarts}{log.suffix}")
         own = {name: value for name, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(name)}
-        tags = {LAUNCHER_PID_VARIABLE: str(os.getpid()), TAG_VARIABLE: _tag_of(spec)}
+        tags = {
+            LAUNCHER_PID_VARIABLE: str(os.getpid()),
+            TAG_VARIABLE: _tag_of(spec),
+            START_VARIABLE: f"{self._folder.name}/{log.name}",
+        }
         try:
             with log.open("wb") as output:
                 process = await asyncio.create_subprocess_exec(

@@ -29,7 +29,7 @@ from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import ProcessPlan, ProcessSpec, first_server
 from grpo_async.launcher.signals import Signals
 from grpo_async.utils.concurrency import in_background
-from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit
+from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit, raise_open_files_limit
 from grpo_async.utils.retry import backoff_s
 from grpo_async.utils.text import count
 
@@ -91,6 +91,7 @@ class LocalProcesses:
         self._watches: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
+        raise_open_files_limit()
         async with self._stack as stack:
             stack.enter_context(self.signals.installed())
             await stack.enter_async_context(self.children)

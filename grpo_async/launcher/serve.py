@@ -8,6 +8,7 @@ logs lie in a folder like a run's, run.dir/NAME.serve-PORT.
 from __future__ import annotations
 
 import asyncio
+import secrets
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
@@ -36,7 +37,12 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
     """
     output = Output()
     with exit_on_signals(), private_folder() as private:
-        config = config.model_copy(update={"launch": config.launch.on_one_machine(colocate=False)})
+        changes = {
+            "launch": config.launch.on_one_machine(colocate=False),
+            # those of another machine, with the same config, must not sample the same
+            "run": config.run.model_copy(update={"seed": secrets.randbits(31)}),
+        }
+        config = config.model_copy(update=changes)
         run_dir = RunDir((config.run.dir / f"{config.run.name}.serve-{port}").absolute())
         with writing(run_dir):
             run_dir.create(dump_config(config))

@@ -222,9 +222,11 @@ class RolloutApp:
         await self._requests.gate.wait()
         async with self._engine.stream(request) as next_chunk:  # no await before this line: see Engine.stream
             await send({"type": "http.response.start", "status": 200, "headers": _NDJSON})
-            has_more = True
+            has_more, offset = True, 0
             while has_more:
                 chunk = await next_chunk()  # ends with the engine or the client's disconnect
+                chunk = chunk.model_copy(update={"request_id": request.request_id, "offset": offset})
+                offset += len(chunk.token_ids)
                 has_more = chunk.finish_reason is None and chunk.error is None
                 line = chunk.model_dump_json().encode() + b"\n"
                 await send({"type": "http.response.body", "body": line, "more_body": has_more})

@@ -65,8 +65,8 @@ def has_died(fleet: Fleet, server: Server) -> bool:
         return True
 
 
-def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
-    """The client that sends rollouts' requests to `servers`."""
+def make_client(config: ExperimentConfig, servers: Servers, *, vocab_size: int) -> InferenceClient:
+    """The client that sends rollouts' requests to `servers`; `vocab_size`: rows of the policy's embedding."""
     inference = config.inference
     return InferenceClient(
         servers,
@@ -75,6 +75,7 @@ def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
         wait_timeout_s=inference.longest_outage_s,
         progress_timeout_s=min(config.training.queue_timeout_s, config.training.stall_timeout_s),
         retry=RetryPolicy(max_retries=inference.max_retries),
+        vocab_size=vocab_size,
     )
 
 

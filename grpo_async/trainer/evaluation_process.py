@@ -69,6 +69,7 @@ def _run(
     """Run the evaluation. Returns the result; None when it was stopped."""
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluator
+    from grpo_async.inference.router import MAX_INT32
     from grpo_async.trainer.connections import make_client
     from grpo_async.trainer.rollout_side import load_rollout_inputs
 
@@ -78,7 +79,9 @@ def _run(
     inputs = load_rollout_inputs(config, renderer)
     for reward in inputs.rewards:
         stack.callback(reward.close)
-    client = make_client(config, fleet)
+    # the smallest model's; whether the tokenizer fits it was checked before the start
+    sizes = [server.info.vocab_size for server in fleet.servers_up() if server.info and server.info.vocab_size]
+    client = make_client(config, fleet, vocab_size=min(sizes, default=MAX_INT32 + 1))
 
     def served_version() -> int:
         return max((server.info.policy_version for server in fleet.serving() if server.info is not None), default=0)

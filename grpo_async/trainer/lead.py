@@ -101,8 +101,15 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             check_fingerprints(state.fingerprints, fingerprints, step=state.step)
         fleet = open_fleet(context.config, assignment.server_urls, control, stack, timeline)
         store = stack.enter_context(RolloutStore(run_dir.rollouts, settings=context.config.record.rollouts))
+        num_embeddings = context.policy.model.get_input_embeddings().num_embeddings
         side = build_rollout_side(
-            context.config, fleet=fleet, renderer=renderer, store=store, state=state, timeline=timeline
+            context.config,
+            fleet=fleet,
+            renderer=renderer,
+            vocab_size=num_embeddings,
+            store=store,
+            state=state,
+            timeline=timeline,
         )
         stack.callback(side.source.close)
         config = context.config = side.config
@@ -191,7 +198,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
                     probes=probes,
                     score_on_trainer=leader.score,
                     num_parameters=context.num_parameters,
-                    num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
+                    num_embeddings=num_embeddings,
                     policy_version=start,
                     token=token_from_environment(),
                     tool_sets=side.tool_sets,
@@ -424,6 +431,8 @@ class Leader:
         evaluation has delayed. While an evaluation delays it and another server serves, servers that come back wait: a push goes
         to all."""
         is_held = self._evaluations.blocks_push and self.version != self._pushed_version
+        if self._config.inference.urls:  # the launcher ends the run when its own are lost
+            self._fleet.check_any_left()
         joins = self._fleet.has_ready and not (is_held and self._fleet.serving())
         if joins or (self._push_is_held and not self._evaluations.blocks_push):
             self.push(self.version)

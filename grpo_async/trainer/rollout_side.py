@@ -102,11 +102,13 @@ def build_rollout_side(
     *,
     fleet: Fleet | FixedServers,
     renderer: ChatRenderer,
+    vocab_size: int,
     store: RolloutStore,
     state: CheckpointState | None,
     timeline: Timeline = NO_TIMELINE,
 ) -> RolloutSide:
-    """Connect everything between the data and the trainer; `state` comes from the checkpoint to resume from.
+    """Connect everything between the data and the trainer; `state` comes from the checkpoint to resume from, `vocab_size` is the
+    number of rows of the policy's embedding.
 
     Raises:
         ConfigError: data or reward functions cannot be used.
@@ -132,7 +134,7 @@ def build_rollout_side(
         if resume is not None and resume.next_seq is not None:
             store.supersede_from(resume.next_seq, step=start)
 
-    client = make_client(config, fleet)
+    client = make_client(config, fleet, vocab_size=vocab_size)
     errors = ErrorLog(resume.failures if resume else None)
     worker = RolloutWorker(
         section=rollout,

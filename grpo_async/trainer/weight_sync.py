@@ -82,6 +82,8 @@ class FleetSync:
             WeightPushError: an update was refused, or pushes fail although every server is well.
         """
         self._wake_up()
+        oldest = max(0, self._version)
+        self._fleet.versions = range(oldest, version + 1)  # a server may generate before all have the weights
         unattributed = 0
         while servers := self._fit_servers():
             try:
@@ -143,6 +145,7 @@ class FleetSync:
         self._verify_now = self._verify_now or (is_due and not is_first)
         self._num_pushes += 1
         self._version = version
+        self._fleet.versions = range(version, version + 1)
         self._has_served = True
         for server in joined:
             self._on_serving(server)

@@ -1,8 +1,9 @@
-"""Processes: when they end, whether one runs, a description of how one ended, and how many CPUs there are."""
+"""Processes: when they end, whether one runs, a description of how one ended, and what the machine gives them."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -20,6 +21,8 @@ LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
 """The launcher sets this environment variable for its direct children."""
 TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
 """Its value names the child of the launcher that a process descends from; an orphan still has it."""
+START_VARIABLE = "GRPO_ASYNC_START"
+"""Its value names this start of a child among all starts of all attempts of a run: attempt_1/server_0.restart_2.log."""
 KILL_TIMEOUT_S = 10.0
 """For SIGKILL to take effect; a process that takes longer is stuck in the kernel."""
 
@@ -89,7 +92,22 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-# ---- CPUs ----
+# ---- what the machine gives ----
+
+_MOST_OPEN_FILES = 1 << 20  # programs that close every number up to the limit would take seconds beyond it
+
+
+def open_files_limit() -> int:
+    """How many files and sockets `raise_open_files_limit` lets a process open."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+
+
+def raise_open_files_limit() -> None:
+    """Raise the limit of this process, and of those that it starts, to what is allowed without privileges."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < (wanted := open_files_limit()):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def usable_cpus() -> int:

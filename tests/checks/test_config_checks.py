@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from grpo_async.rollout.components import Components
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, make_config
 from tests.support.chat_families import family
-from tests.support.local_server import local_server
+from tests.support.local_server import local_server, taking_turns
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
 MATCH = "grpo_async.rewards.text:exact_match"
@@ -183,6 +184,31 @@ def test_a_model_a_package_or_a_device_that_would_fail_later_is_told(
     _refused(config, told.replace("{folder}", str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("sections", "limit", "fits"),
+    [
+        ({"rollout": {"max_in_flight": 800}}, 1024, True),
+        ({"rollout": {"max_in_flight": 1024}}, 1024, False),
+        ({"rollout": {"max_in_flight": 1024}}, 4096, True),
+        ({"rollout": {"max_in_flight": 800}, "evaluation": {}, "data": {"held_out": 0.5}}, 1024, False),
+        ({"rollout": {"max_in_flight": 800, "agent": {"function": "json:loads"}}}, 1024, False),
+        ({"rollout": {"max_in_flight": 800, "agent": {"function": "json:loads", "max_concurrent": 200}}}, 1024, True),
+    ],
+)
+def test_what_is_in_flight_has_to_fit_the_limit_of_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], limit: int, fits: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, limit))  # the soft limit is raised at the start
+    config = make_config(tmp_path, **sections)
+    problem = ""
+    try:
+        check_inputs(config, engine=EMBEDDED)
+    except ConfigError as error:
+        problem = str(error)
+    assert ("rollout.max_in_flight: " in problem) is not fits
+    assert (f"may have {limit}" in problem) is not fits
+
+
 def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_noted(tmp_path: Path) -> None:
     external = EngineChoice(engine="external", reason="a test says so")
     with local_server(refuses={"/rollout/info": 404}) as server:
@@ -191,6 +217,22 @@ def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_not
             check_inputs(config, engine=external)
     notes = check_inputs(config, engine=external)
     assert any(note.startswith(f"inference.urls: {server.url} is not serving now (") for note in notes)
+
+
+def test_a_url_of_two_servers_and_two_urls_of_one_are_told(tmp_path: Path) -> None:
+    external = EngineChoice(engine="external", reason="a test says so")
+    with (
+        local_server(instance_id="one") as one,
+        local_server(instance_id="two") as two,
+        taking_turns(one, two) as both,
+        taking_turns(one) as again,
+    ):
+        for urls, told in (
+            ([both], "several servers take turns"),
+            ([one.url, again], f"is the same server as {one.url}"),
+        ):
+            with pytest.raises(ConfigError, match=rf"inference\.urls: {urls[-1]}.*{told}"):
+                check_inputs(make_config(tmp_path, inference={"urls": urls}), engine=external)
 
 
 def _with_tokenizer(folder: Path, *, vocab_size: int = 500, **sections: Any) -> ExperimentConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from grpo_async.inference.router import ServerAddress
+from grpo_async.inference.router import ANY_VERSION, ServerAddress
 
 
 def address(index: int, url: str, instance_id: str = "first") -> ServerAddress:
@@ -17,6 +17,7 @@ class ScriptedServers:
 
     def __init__(self, *urls: str) -> None:
         self.members = [address(index, url) for index, url in enumerate(urls)]
+        self.versions = ANY_VERSION
         self.suspected: list[int] = []
         self.on_suspect: Callable[[int], None] = lambda _: None
         self._listeners: list[Callable[[], None]] = []

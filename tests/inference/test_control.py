@@ -6,7 +6,10 @@ import asyncio
 import random
 import ssl
 import time
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -20,7 +23,7 @@ from grpo_async.inference.router import Servers
 from grpo_async.utils.retry import RetryPolicy
 from grpo_async.weights.push import GRACE_S
 from tests.inference.fleet_support import watched
-from tests.support.local_server import local_server
+from tests.support.local_server import Request, local_server
 
 
 def _control(url: str) -> ServerControl:
@@ -115,3 +118,47 @@ async def _generate(servers: Servers) -> Generation:
     request = GenerateRequest(request_id="r", token_ids=[1], max_tokens=8, temperature=1.0)
     async with InferenceClient(servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0) as client:
         return await client.generate(request)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "field"),
+    [
+        ("/rollout/info", {"max_model_len": "1024"}, "max_model_len"),
+        ("/rollout/info", {"max_model_len": 0}, "max_model_len"),
+        ("/rollout/info", {"vocab_size": -1}, "vocab_size"),
+        ("/rollout/info", {"policy_version": True}, "policy_version"),
+        ("/rollout/info", {"policy_version": -1}, "policy_version"),
+        ("/rollout/info", {"num_workers": 0}, "num_workers"),
+        ("/rollout/info", {"busy_s": float("nan")}, "busy_s"),
+        ("/rollout/info", {"generated_tokens": -5}, "generated_tokens"),
+        ("/is_paused", {}, "is_paused"),
+        ("/is_paused", {"is_paused": "yes"}, "is_paused"),
+        ("/pause", {"is_paused": False}, "was told to pause"),
+        ("/resume", {"is_paused": True}, "was told to resume"),
+        ("/tokenize", {"tokens": [1.5]}, "tokens"),
+    ],
+)
+def test_a_lie_about_the_server_itself_is_refused(path: str, answer: dict[str, Any], field: str) -> None:
+    with local_server(answers={path: answer}) as server, _control(server.url) as control:
+        calls = {"/is_paused": control.heartbeat, "/pause": control.pause, "/resume": control.resume}
+        calls |= {"/rollout/info": control.info, "/tokenize": partial(control.tokenize, "a")}
+        with pytest.raises(BadResponseError, match=field):
+            calls[path]()
+
+
+def test_a_redirect_is_no_answer_and_one_that_trickles_or_never_ends_is_ended() -> None:
+    with local_server(refuses={"/resume": 302}) as server, _control(server.url) as control:
+        with pytest.raises(BadResponseError, match="302"):
+            control.resume()
+        assert len(server.requests) == 1
+
+    async def never_ends(request: Request) -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * part
+            await asyncio.sleep(0.01)
+
+    for part, kind, said in ((1, ServerUnavailableError, "within 0.3 s"), (1 << 23, BadResponseError, "MiB")):
+        with local_server(never_ends) as server, _control(server.url) as control:
+            server.streams.add("/rollout/info")
+            with pytest.raises(kind, match=said):
+                control.info(timeout_s=0.3 if part == 1 else 30.0)

@@ -97,9 +97,10 @@ def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls: list[str] = []
+    seeds: set[int] = set()
 
     async def serve(config: ExperimentConfig, plan: ProcessPlan, display: object) -> int:
-        load_config(plan.assignment.run_dir.config)  # as every server does
+        seeds.add(load_config(plan.assignment.run_dir.config).run.seed)  # as every server does
         urls.extend(plan.assignment.server_urls)
         return 0
 
@@ -109,6 +110,7 @@ def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
     for port in (443, 65_200):
         assert serve_replicas(config, EMBEDDED, port) == 0
         assert urls[-2:] == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
+    assert len(seeds) == 2  # another machine has the same config, and must not sample the same
     with pytest.raises(ConfigError, match="2 servers need the ports 65535 to 65536, and 65535 is the last"):
         serve_replicas(config, EMBEDDED, 65_535)
     (tmp_path / "file").touch()

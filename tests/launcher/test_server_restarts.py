@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from grpo_async.launcher.local import LocalProcesses, RestartCount
 from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.processes import START_VARIABLE
 from tests.launcher.support import EMBEDDED, START_S, LauncherProcess, make_config
 from tests.support.waiting import eventually, is_alive
 
@@ -77,13 +79,15 @@ def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started
         token = (tmp_path / "server.token").read_text()
         (tmp_path / "server.token").unlink()
         old = {name: launcher.pids()[name] for name in names}
+        first = psutil.Process(old["server"]).environ()[START_VARIABLE]
         if hangs:
             _signal(launcher, "server", signal.SIGSTOP)
             _signal(launcher, "server.child", signal.SIGSTOP)
             _signal(launcher, "rank0", signal.SIGUSR1)  # the trainer asks for the restart
         else:
             _signal(launcher, "server", signal.SIGKILL)  # only the parent, as an out-of-memory killer does
-        _await_new_pid(launcher, "server", old["server"])
+        new = _await_new_pid(launcher, "server", old["server"])
+        assert psutil.Process(new).environ()[START_VARIABLE] != first  # it must not sample the same noise again
         assert not any(psutil.pid_exists(pid) for pid in old.values())  # no zombies, either
         assert is_alive(launcher.pids()["rank0"])
         _await_events(tmp_path, "exited", "starting")
@@ -223,6 +227,23 @@ def _serves(local: LocalProcesses, num_restarts: int = 0) -> None:
 
 def _ask_restart(local: LocalProcesses, reason: str, num_restarts: int) -> None:
     local.receive({"kind": "restart_server", "index": 0, "reason": reason, "num_restarts": num_restarts})
+
+
+def test_what_a_run_starts_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    shows = (sys.executable, "-c", "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
+
+    async def main() -> None:
+        async with _spawned(News(), tmp_path, command=shows) as local:
+            await local.start()
+            await local.wait(local.lost_servers, timeout_s=START_S)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        asyncio.run(main())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert int((tmp_path / "server.log").read_text().split()[0]) == min(hard, 1 << 20)
 
 
 def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_path: Path) -> None:

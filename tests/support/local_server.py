@@ -11,8 +11,9 @@ import json
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 LIMIT_S = 30.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
@@ -58,7 +59,9 @@ class LocalServer:
     hangs: set[str] = field(default_factory=set)
     refuses: dict[str, int] = field(default_factory=dict)
     answers: dict[str, Any] = field(default_factory=dict)
-    """path -> JSON; for paths that are not served anyway."""
+    """path -> JSON; for paths that are served anyway it replaces fields."""
+    streams: set[str] = field(default_factory=set)
+    """Paths that `script` answers, beside /rollout/generate."""
     certificate: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     """Bodies of all requests."""
@@ -183,6 +186,8 @@ class LocalServer:
     async def _answer(self, writer: asyncio.StreamWriter, path: str, body: Request) -> None:
         if path in self.refuses:
             await _send(writer, self.refuses[path], {"error": "told to refuse"})
+        elif path in self.streams:
+            await self._stream(writer, self.script(body))
         elif path != "/rollout/generate":
             await _send(writer, 200, self._state(path))
         elif body["instance_id"] not in ("", self.instance_id):
@@ -191,14 +196,14 @@ class LocalServer:
             await self._stream(writer, self.script(body))
 
     def _state(self, path: str) -> Any:
-        if path == "/is_paused":
-            return {"is_paused": False}
+        if path in ("/is_paused", "/pause", "/resume"):
+            return self.answers.get(path, {"is_paused": path == "/pause"})
         if path != "/rollout/info":
             return self.answers.get(path, {})
         return {
             "engine": "embedded", "instance_id": self.instance_id, "model": "fake",
             "dtype": "float32", "max_model_len": 1024, "policy_version": 0, "num_workers": 2,
-            "generated_tokens": self.generated_tokens, "busy_s": self.busy_s,
+            "generated_tokens": self.generated_tokens, "busy_s": self.busy_s, **self.answers.get(path, {}),
         }  # fmt: skip
 
     @staticmethod
@@ -242,3 +247,27 @@ def local_server(script: Script = two_tokens, **fields: Any) -> Iterator[LocalSe
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def taking_turns(*servers: LocalServer) -> Iterator[str]:
+    """The URL of a load balancer: each connection goes to the next server."""
+    ports = cycle([server.port for server in servers])
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind, to_server = await asyncio.open_connection("127.0.0.1", next(ports))
+        await asyncio.gather(pump(reader, to_server), pump(behind, writer))
+
+    loop = servers[0]._loop
+    listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(talk, "127.0.0.1", 0), loop).result(LIMIT_S)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(listening.close)

@@ -74,6 +74,7 @@ def open_side(
         config,
         fleet=FixedServers([server if isinstance(server, str) else server.url]),
         renderer=load_renderer(config),
+        vocab_size=1 << 20,
         store=store,
         state=state,
     )

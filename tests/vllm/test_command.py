@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_async.config import ExperimentConfig, rules
 from grpo_async.errors import ConfigError
+from grpo_async.inference.router import FixedServers, Router
 from grpo_async.servers.vllm import command
 from grpo_async.servers.vllm.command import Platform, ServerCommand, serve_vllm, vllm_command
+from grpo_async.utils.processes import START_VARIABLE
 from tests.vllm.server import experiment
 
 
@@ -185,3 +191,49 @@ def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None
     ]
     assert {"--chat-template", "--enable-sleep-mode", "--kv-cache-memory-bytes"} <= set(made)
     assert set(made) - left <= set(rules._SET_BY_US)
+
+
+def _seed_of_start(start: str | None, seed: int = 0) -> int:
+    config = ExperimentConfig.model_validate({**experiment("some/model"), "run": {"name": "r", "seed": seed}})
+    return int(_value(vllm_command(config, 1, platform="gpu", environment=_started(start)).argv, "--seed"))
+
+
+def _started(start: str | None) -> dict[str, str]:
+    return {} if start is None else {START_VARIABLE: start}
+
+
+def test_every_start_of_a_server_has_a_seed_of_its_own_which_run_seed_decides() -> None:
+    starts = ["attempt_1/server_0.log", "attempt_1/server_1.log", "attempt_1/server_0.restart_1.log",
+              "attempt_2/server_0.log"]  # fmt: skip
+    seeds = [_seed_of_start(start, seed) for start in starts for seed in (0, 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds == [_seed_of_start(start, seed) for start in starts for seed in (0, 1)]
+    assert len({_seed_of_start(None) for _ in range(4)}) == 4  # started by hand, perhaps on two machines
+
+
+def test_of_1000_rollouts_on_eight_servers_no_two_of_a_group_draw_the_same_noise() -> None:
+    """vLLM draws the noise of a request from a stream that `--seed` starts, in the order in which requests arrive."""
+    streams = [np.random.RandomState(_seed_of_start(f"attempt_1/server_{index}.log")) for index in range(8)]
+    noise: dict[int, list[int]] = defaultdict(list)
+    order = random.Random(0)
+
+    async def roll_out(router: Router, rollout: int) -> None:
+        async with router.lease(f"g{rollout // 16}/r{rollout % 16}") as server:
+            noise[rollout // 16].append(int(streams[server.index].randint(1 << 62)))
+            for _ in range(order.randrange(50)):
+                await asyncio.sleep(0)
+
+    async def run() -> None:
+        router = Router(FixedServers([f"http://replica-{index}" for index in range(8)]), wait_timeout_s=1.0)
+        slots = asyncio.Semaphore(256)
+
+        async def in_slot(rollout: int) -> None:
+            async with slots:
+                await roll_out(router, rollout)
+
+        await asyncio.gather(*map(in_slot, range(1000)))
+
+    asyncio.run(run())
+    twins = {group: len(drawn) - len(set(drawn)) for group, drawn in noise.items()}
+    assert sum(map(len, noise.values())) == 1000
+    assert not any(twins.values()), twins

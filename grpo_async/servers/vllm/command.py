@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE, require_token
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
-from grpo_async.utils.processes import die_with_launcher, is_cpu_build
+from grpo_async.utils.processes import START_VARIABLE, die_with_launcher, is_cpu_build
+from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import count
 
 Platform = Literal["cpu", "gpu"]
@@ -148,13 +150,21 @@ def vllm_command(
                 "install a newer one, or leave the setting out"
             )
     config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=where == "gpu")
-    arguments = _common_arguments(config, port)
+    arguments = [*_common_arguments(config, port), "--seed", str(_seed(config, base))]
     arguments += _cpu_arguments(config) if where == "cpu" else _gpu_arguments(config)
     arguments += config.inference.vllm.extra_args
     return ServerCommand(
         argv=[sys.executable, "-m", _server_module(), *arguments],
         env=_environment(config, base, where),
     )
+
+
+def _seed(config: ExperimentConfig, environment: Mapping[str, str]) -> int:
+    """Seed of the stream that all requests of the server draw from: two servers with the same would give the same completions to
+    one prompt, and so would a server before and after a restart. In a run it follows from `run.seed` and the start. A server that
+    was started by hand knows of no other, so its seed is random."""
+    start = environment.get(START_VARIABLE)
+    return secrets.randbits(31) if start is None else seed_of(config.run.seed, start)
 
 
 def _server_module() -> str:
@@ -173,7 +183,6 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         *("--port", str(port)),
         *("--dtype", inference.resolved_dtype),
         *("--max-model-len", str(inference.max_model_len)),
-        *("--seed", str(config.run.seed)),
         *("--tensor-parallel-size", str(inference.vllm.tensor_parallel_size)),
         *("--pipeline-parallel-size", str(inference.vllm.pipeline_parallel_size)),
         *("--data-parallel-size", str(inference.vllm.data_parallel_size)),
