@@ -324,7 +324,7 @@ class AgentSession:
         if not call.tools or call.tool_choice == "none":
             text = chat.completion_text(generation.token_ids)
         else:
-            turn = chat.parse(generation.token_ids, turn=number)
+            turn = chat.parse(generation.token_ids, turn=number, tools=call.tools)
             text = turn.text
             problems = [each.error for each in turn.tool_calls if each.error is not None]
             parse_error = turn.parse_error or next(iter(problems), None)

@@ -68,7 +68,8 @@ class ChatRenderer:
         self._end_of_turn_ids = list(dict.fromkeys(ends))
         source = self._template.source(with_tools=True) if self._template.exists else ""
         self._encoder = Encoder(tokenizer, source)
-        self._parser = choose_parser(parser, template_source=source, vocabulary=tokenizer.get_added_vocab())
+        end_tokens = tokenizer.convert_ids_to_tokens(self._end_of_turn_ids)
+        self._parser = choose_parser(parser, template_source=source, tokenizer=tokenizer, end_tokens=end_tokens)
         self._thinking_is_open = self._template.exists and self._template.thinking_is_open
         wanted = self._parser.format.special_tokens if self._parser.format else ()
         control = self._encoder.control_tokens
@@ -162,9 +163,9 @@ class ChatRenderer:
             )
         return [end, *self._suffix.ids(calls, results)]
 
-    def parse(self, token_ids: Sequence[int], *, turn: int) -> PolicyTurn:
-        """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it). Never raises
-        for what a model wrote: calls that cannot be read carry an `error`."""
+    def parse(self, token_ids: Sequence[int], *, turn: int, tools: Sequence[Mapping[str, Any]] = ()) -> PolicyTurn:
+        """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it), with `tools`
+        (JSON schemas) on offer. Never raises for what a model wrote: calls that cannot be read carry an `error`."""
         text = self.completion_text(token_ids)
         if self._parser.format is None:
             return PolicyTurn(text=text, content=text)
@@ -174,7 +175,7 @@ class ChatRenderer:
             marked = self._encoder.text([token for token in token_ids if token not in hidden])
         try:
             reading = self._parser.format.read(
-                SampledTurn(text=text, marked_text=marked, thinking_is_open=self._thinking_is_open)
+                SampledTurn(text=text, marked_text=marked, thinking_is_open=self._thinking_is_open, tools=tools)
             )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own parser may raise anything
             return PolicyTurn(text=text, content=text, parse_error=message_of(error))
@@ -296,6 +297,8 @@ class ChatRenderer:
         """Does the parser read a call as the template writes it?"""
         call = dummy_call(name, 0)
         question = {"role": "user", "content": "question"}
+        parameters = {"type": "object", "properties": {"kqkey": {"type": "integer"}}}
+        tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
         for arguments in ({"kqkey": 1}, '{"kqkey": 1}'):
             function = {"name": name, "arguments": arguments}
             answer = {
@@ -310,7 +313,7 @@ class ChatRenderer:
                 continue
             if not after.startswith(before):
                 continue
-            found = self.parse(self._encoder.plain(after[len(before) :]), turn=0).tool_calls
+            found = self.parse(self._encoder.plain(after[len(before) :]), turn=0, tools=tools).tool_calls
             if [(one.name, dict(one.arguments)) for one in found] != [(name, {"kqkey": 1})]:
                 return [
                     f"the parser `{self._parser.name}` does not read a call as this chat template writes it "

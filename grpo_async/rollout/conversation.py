@@ -181,7 +181,7 @@ class Rollout(TokenPath):
             self.add(generation.turn([own]))
             self.is_truncated = is_cut
             return True
-        policy_turn = self.renderer.parse(generation.token_ids, turn=len(self.turns))
+        policy_turn = self.renderer.parse(generation.token_ids, turn=len(self.turns), tools=self.tools.schemas)
         calls = policy_turn.tool_calls
         own = TaggedMessage(
             role="assistant",
