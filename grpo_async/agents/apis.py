@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
@@ -133,7 +133,6 @@ class Exchange(ABC):
             self._body = fields = _Body.model_validate(body)
         except ValidationError as error:
             raise bad_request(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
-        choice = fields.tool_choice or "auto"
         limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
         sampling = {name: value for name in SAMPLING if (value := getattr(fields, name)) is not None}
         if sampling.get("top_k") == -1:  # -1 means all, like 0
@@ -142,10 +141,13 @@ class Exchange(ABC):
         self.is_stream = bool(fields.stream)
         messages = self._messages()
         _check_results(messages)
+        tools = self._read("tools", self._tool)
+        choice, forced_tools = _tool_choice(fields.tool_choice or "auto", tools)
         self.call = Call(
             messages=messages,
-            tools=self._read("tools", self._tool),
-            tool_choice=choice.get("type") if isinstance(choice, Mapping) else choice,
+            tools=tools,
+            tool_choice="required" if forced_tools else choice,
+            forced_tools=forced_tools,
             stop=[each for each in dict.fromkeys([*fields.stop, *fields.stop_sequences]) if each],
             max_tokens=next((limit for limit in limits if limit is not None), None),
             sampling=sampling,
@@ -338,8 +340,8 @@ class Responses(Exchange):
             "model": self.model,
             "output": [{**item, "status": "completed"} for item in output],
             "parallel_tool_calls": True,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": self.call.tool_choice,
+            "text": self._json.get("text") or {"format": {"type": "text"}},
+            "tool_choice": self._json.get("tool_choice") or "auto",
             "tools": self._json.get("tools") or [],
             "truncation": "disabled",
             "usage": usage,
@@ -456,6 +458,28 @@ class Messages(Exchange):
 
 
 # -- items of a history, in the form of Chat Completions
+
+
+def _tool_choice(
+    choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> tuple[Literal["auto", "none"], list[Mapping[str, Any]]]:
+    """The choice where nothing is forced, and otherwise the tools of which one has to be called, from any API's form:
+    "required", {"type": "any"}, {"type": "function", "function": {"name": N}}, {"type": "tool", "name": N}."""
+    fields = choice if isinstance(choice, Mapping) else {"type": choice}
+    match fields.get("type"):
+        case "auto" | "none" as kind:
+            return kind, []
+        case "required" | "any":
+            forced = list(tools)
+        case "function" | "tool":
+            named = fields.get("function", fields)
+            name = named.get("name") if isinstance(named, Mapping) else None
+            forced = [tool for tool in tools if tool["function"]["name"] == name]
+        case other:
+            raise bad_request(f"tool_choice {other!r} is not supported", param="tool_choice")
+    if not forced:
+        raise bad_request("tool_choice forces a call of a tool that is not among the tools", param="tool_choice")
+    return "auto", forced
 
 
 def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:

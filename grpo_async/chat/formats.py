@@ -46,13 +46,45 @@ class Format(Protocol):
         """The calls, and the text without them. May raise only if it is the user's own."""
         ...
 
+    def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The format of one or more calls of `tools`, as xgrammar's structural tags have it; None if there is none."""
+        ...
 
-class Hermes:
+
+class OwnFormat:
+    """A format read by code of our own. `marks`: what stands before (with the tool's NAME), behind and between the arguments of
+    calls; None where calls cannot be forced."""
+
+    marks: tuple[str, str, str] | None = None
+
+    def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """See Format. Of a single tool one call."""
+        if self.marks is None:
+            return None
+        begin, end, separator = self.marks
+        tags = [
+            {
+                "type": "tag",
+                "begin": begin.replace("NAME", tool["function"]["name"]),
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": tool["function"].get("parameters") or {"type": "object"},
+                },
+                "end": end,
+            }
+            for tool in tools
+        ]
+        how_many = {"at_least_one": True, "stop_after_first": len(tags) == 1}
+        return {"type": "tags_with_separator", "tags": tags, "separator": separator, **how_many}
+
+
+class Hermes(OwnFormat):
     """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them. The last may be
     without its end."""
 
     special_tokens: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     how = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+    marks = ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
         return _read_blocks(turn, self.special_tokens[0], self._block)
@@ -82,6 +114,7 @@ class Cohere(Hermes):
 
     special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>")
     how = 'write <|START_ACTION|>[{"tool_name": "...", "parameters": {...}}]<|END_ACTION|>'
+    marks = ('<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "NAME", "parameters": ', "}]<|END_ACTION|>", "")
 
     def _calls(self, value: Any) -> list[ToolCall]:
         return [
@@ -90,12 +123,13 @@ class Cohere(Hermes):
         ]
 
 
-class Llama3Json:
+class Llama3Json(OwnFormat):
     """Llama 3: {"name": "add", "parameters": {"a": 1}}, any number of them, wherever they are in the turn. JSON that is not a call
     makes the whole turn an answer, unless <|python_tag|> says that it is meant as one."""
 
     special_tokens = ("<|python_tag|>",)
     how = 'write {"name": "...", "parameters": {...}} and nothing else'
+    marks = ('{"name": "NAME", "parameters": ', "}", "; ")
     _BEGINS_LIKE_A_CALL = re.compile(r'\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
@@ -113,11 +147,8 @@ class Llama3Json:
                 calls.append(failed_call(named[1] if named else "", str(error), self.how))
                 break
             call = _exact_call(value, "arguments", "parameters")
-            if (
-                call.error is not None
-                and not tagged
-                and not ("name" in value and _has(value, "arguments", "parameters"))
-            ):
+            is_meant = tagged or (call.name and value.keys() & {"arguments", "parameters"})
+            if call.error is not None and not is_meant:
                 return ParsedTurn(content=turn.text)
             calls += explained([call], self.how)
         if tagged and not calls:
@@ -125,12 +156,13 @@ class Llama3Json:
         return ParsedTurn(content=text[:begin].strip() if calls else turn.text, calls=calls)
 
 
-class Mistral:
+class Mistral(OwnFormat):
     """Mistral: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}], and since 2025
     [TOOL_CALLS]add[ARGS]{"a": 1}, once per call. An id that the model writes is the one its result refers to."""
 
     special_tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
     how = 'write [TOOL_CALLS] [{"name": "...", "arguments": {...}}]'
+    marks = ('[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]", "")
     _NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]*)\s*)?(?:\[ARGS\])?")
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
@@ -151,7 +183,7 @@ class Mistral:
         return explained([named_call(name, value, call_id=named[2] or "")], self.how), end
 
 
-class Harmony:
+class Harmony(OwnFormat):
     """GPT-OSS: <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>.
 
     A turn is a row of messages on channels. `content` is what is said on the channel `final`; in a turn without one, as
@@ -293,7 +325,7 @@ def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str
     )
 
 
-class UserParser:
+class UserParser(OwnFormat):
     """Reads turns with the user's own parser (`tool_calling.parser`).
 
     Args:
@@ -345,12 +377,8 @@ def _read_blocks(
     return ParsedTurn(content=content, calls=calls)
 
 
-def _has(value: Mapping[str, Any], *keys: str) -> bool:
-    return any(key in value for key in keys)
-
-
 def _exact_call(value: Any, *keys: str) -> ToolCall:
-    """The call in a JSON value, as strictly as vLLM reads it: `name`, and arguments under one of `keys`, which are not JSON text."""
+    """The call in a JSON value, as strictly as vLLM reads it: `name`, and an object of arguments under one of `keys`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return call_of(value if not isinstance(value, dict) else {"name": value.get("name")})
     found = next((value[key] for key in keys if key in value), "")

@@ -22,7 +22,7 @@ from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.formats import choose_parser
 from grpo_async.chat.suffix import SuffixRule, dummy_call
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
-from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn
+from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn, TooLongError
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError, message_of
@@ -120,6 +120,7 @@ class ChatRenderer:
         *,
         is_conversational: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a prompt. Conversations, and text with a system prompt or with tools, go through the chat template
         with a generation prompt; plain text alone does not.
@@ -129,7 +130,7 @@ class ChatRenderer:
 
         Raises:
             ConfigError: the tokenizer has no chat template.
-            ChatError: the template refuses the messages.
+            ChatError: the template refuses the messages. TooLongError: they surely have more than `max_tokens` tokens.
         """
         untrusted = [message.origin is not Origin.PROMPT for message in messages]
         guarded = self._encoder.guard([message.as_dict() for message in messages], untrusted)
@@ -137,7 +138,24 @@ class ChatRenderer:
             text = guarded.messages[0]["content"]
             return self._encoder.encode(text, guarded.placeholders, as_document=True)
         rendered = self._template.render(guarded.messages, tools=tools, add_generation_prompt=True)
+        if max_tokens is not None:
+            self.check_length(rendered, max_tokens)
         return self._encoder.encode(rendered, guarded.placeholders)
+
+    @property
+    def unread_calls(self) -> str | None:
+        """Why tool calls are not read, and what to do; None if they are."""
+        return self._parser.reason if self._parser.format is None else None
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return self._encoder.longest_token
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise TooLongError for a text that surely has more than `max_tokens` tokens, without tokenizing it."""
+        if self._encoder.is_longer(text, max_tokens):
+            raise TooLongError(f"{len(text)} characters are more than the {max_tokens} tokens of a context can hold")
 
     def suffix_ids(
         self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage], *, is_ended: bool = True
@@ -180,6 +198,27 @@ class ChatRenderer:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own parser may raise anything
             return PolicyTurn(text=text, content=text, parse_error=message_of(error))
         return PolicyTurn(text=text, content=reading.content, tool_calls=_with_ids(reading.calls, turn))
+
+    def constraint(self, schema: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The `structured_outputs` of GenerateRequest with which a turn is JSON of `schema`, or calls of `tools`; at least one is
+        given. The policy may think first where the generation prompt opens its thinking.
+
+        Raises:
+            ChatError: calls of this format cannot be described.
+        """
+        if schema is not None and not tools and not self._thinking_is_open:
+            return {"json": dict(schema)}
+        forms = [{"type": "json_schema", "json_schema": dict(schema)}] if schema is not None else []
+        if tools:
+            form = self._parser.format.call_form(tools) if self._parser.format else None
+            if form is None:
+                raise ChatError(f"the parser `{self._parser.name}` cannot force tool calls, or mix them with a format")
+            forms.append(form)
+        whole = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+        if self._thinking_is_open:
+            thinking = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{THINKING[0][1]}\n\n"}
+            whole = {"type": "sequence", "elements": [thinking, whole]}
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": whole})}
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""

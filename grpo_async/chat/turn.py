@@ -15,6 +15,10 @@ class ChatError(GrpoAsyncError):
     a ConfigError."""
 
 
+class TooLongError(ChatError):
+    """The messages have more tokens than a context holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTurn:
     """One turn of the policy, read."""

@@ -7,7 +7,7 @@ Importing vLLM takes seconds, and happens here alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,6 +45,16 @@ class VllmFormat:
             self._parser(tokenizer)
         except Exception as error:  # its constructors look for their tokens
             raise ConfigError(f"tool_calling.parser: vLLM's parser {name!r}: {message_of(error)}") from error
+
+    def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
+
+        if (model := self._parser.structural_tag_model) is None:
+            return None
+        given = self._request(messages=[], tools=[dict(tool) for tool in tools], tool_choice="required").tools
+        tag = get_model_structural_tag(model=model, tools=given, tool_choice="required", reasoning=False)
+        form: dict[str, Any] = tag.format.model_dump()
+        return form
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
         """Read a turn; types of arguments that are written as text (Qwen3-Coder, GLM) are those of the tool's schema."""

@@ -186,7 +186,7 @@ class ToolExecutor:
         self._max_result_chars = max_result_chars
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[Mapping[str, Any]]:
         """The JSON schemas of the tools."""
         return [tool.schema for tool in self._tools.values()]
 

@@ -40,7 +40,7 @@ def _read(name: str, text: str, **options: Any) -> tuple[str, list[tuple[str, di
         # what is pondered is not called
         (
             "qwen3",
-            '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n<tool_call>{"name": "g", "arguments": {}}</tool_call><|im_end|>',
+            '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
             '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>',
             [("g", {})],
         ),
@@ -116,7 +116,8 @@ def test_a_call_that_cannot_be_read_says_what_is_wrong_and_how_to_write_it(name:
 
 
 def test_a_good_call_beside_a_bad_one_is_kept() -> None:
-    text = '<tool_call>{"name": "f", oh}</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>\n<tool_call>{"name": "h"'
+    good = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    text = f'<tool_call>{{"name": "f", oh}}</tool_call>\n{good}\n<tool_call>{{"name": "h"'
     turn = renderer_of("qwen3").parse(tokens("qwen3", text), turn=0)
     assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True), ("h", False)]
     assert turn.text == text  # all of it, whatever could be read

@@ -135,32 +135,46 @@ PLAIN = """{%- if tools %}<|tools|>{{ tools | tojson }}{{ eos_token }}{% endif %
 {% if m.tool_calls %}CALLS{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}
 {%- if add_generation_prompt %}<|role|>assistant
 {% endif %}"""
-_ARGUMENTS = "{{ c.function.arguments | tojson }}"
+_JSON = "{{ c.function.arguments | tojson }}"
+_NAME = "{{ c.function.name }}"
+
+
+def _each(call: str, before: str = "", after: str = "", between: str = "") -> str:
+    return f"{before}{{% for c in m.tool_calls %}}{call}{{{{ '{between}' if not loop.last }}}}{{% endfor %}}{after}"
+
+
+def _pairs(pair: str, between: str = "") -> str:
+    loop = "{% for k, v in c.function.arguments.items() %}"
+    return f"{loop}{pair}{{{{ '{between}' if not loop.last }}}}{{% endfor %}}"
+
+
+_LISTED = f'{{"name": "{_NAME}", "arguments": {_JSON}}}'
+_FUNCTION = f"<function={_NAME}>\n" + _pairs("<parameter={{ k }}>\n{{ v }}\n</parameter>\n") + "</function>\n"
+_INVOKE = f'<invoke name="{_NAME}">\n' + _pairs('<parameter name="{{ k }}">{{ v }}</parameter>\n') + "</invoke>\n"
+_COHERE = f'{{"tool_call_id": "0", "tool_name": "{_NAME}", "parameters": {_JSON}}}'
+_DEEPSEEK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\n```json\n{_JSON}\n```<｜tool▁call▁end｜>"
+_KIMI = f"functions.{_NAME}:{{{{ loop.index0 }}}}<|tool_call_argument_begin|>{_JSON}"
 CALLS = {  # the calls of families whose templates TRL does not ship, as their models write them
-    "Qwen3-Coder": "{% for c in m.tool_calls %}<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
-    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
-    "Cohere Command A": '<|START_ACTION|>[{% for c in m.tool_calls %}{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", '
-    '"parameters": ' + _ARGUMENTS + "}{{ ', ' if not loop.last }}{% endfor %}]<|END_ACTION|>",
-    "Jamba": '<tool_calls>[{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": ' + _ARGUMENTS
-    + "}{{ ', ' if not loop.last }}{% endfor %}]</tool_calls>",
-    "Granite 3": '<|tool_call|>[{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": ' + _ARGUMENTS
-    + "}{{ ', ' if not loop.last }}{% endfor %}]",
-    "Phi-4 mini": 'functools[{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": ' + _ARGUMENTS
-    + "}{{ ', ' if not loop.last }}{% endfor %}]",
-    "Llama 4": "<|python_start|>[{% for c in m.tool_calls %}{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}="
-    "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|python_end|>",
-    "DeepSeek V3": "<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.function.name }}\n```json\n"
-    + _ARGUMENTS + "\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
-    "DeepSeek V3.1": "<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>" + _ARGUMENTS
-    + "<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
-    "Kimi K2": "<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>functions.{{ c.function.name }}:{{ loop.index0 }}"
-    "<|tool_call_argument_begin|>" + _ARGUMENTS + "<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>",
-    "MiniMax M2": '<minimax:tool_call>\n{% for c in m.tool_calls %}<invoke name="{{ c.function.name }}">\n'
-    '{% for k, v in c.function.arguments.items() %}<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n{% endfor %}'
-    "</minimax:tool_call>",
-    "Seed-OSS": "{% for c in m.tool_calls %}<seed:tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
-    "<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}",
-}  # fmt: skip
+    "Qwen3-Coder": _each(f"<tool_call>\n{_FUNCTION}</tool_call>"),
+    "Cohere Command A": _each(_COHERE, "<|START_ACTION|>[", "]<|END_ACTION|>", ", "),
+    "Jamba": _each(_LISTED, "<tool_calls>[", "]</tool_calls>", ", "),
+    "Granite 3": _each(_LISTED, "<|tool_call|>[", "]", ", "),
+    "Phi-4 mini": _each(_LISTED, "functools[", "]", ", "),
+    "Llama 4": _each(
+        f"{_NAME}({_pairs('{{ k }}={{ v | tojson }}', ', ')})", "<|python_start|>[", "]<|python_end|>", ", "
+    ),
+    "DeepSeek V3": _each(_DEEPSEEK, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "DeepSeek V3.1": _each(
+        f"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>{_JSON}<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "Kimi K2": _each(
+        f"<|tool_call_begin|>{_KIMI}<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    ),
+    "MiniMax M2": _each(_INVOKE, "<minimax:tool_call>\n", "</minimax:tool_call>"),
+    "Seed-OSS": _each(f"<seed:tool_call>\n{_FUNCTION}</seed:tool_call>"),
+}
 OF_TRL = {
     "Qwen2.5": "qwen2_5", "Qwen3": "qwen3", "Qwen3-Instruct-2507": "qwen3_instruct_2507", "Qwen3-VL": "qwen3_vl",
     "Qwen 3.5": "qwen3_5_think", "Qwen 3.6": "qwen3_6", "GLM-4-MoE": "glm4moe", "Gemma 4": "gemma4", "LFM2.5": "lfm2_2_5",
