@@ -208,13 +208,15 @@ class ChatRenderer:
         """
         if schema is not None and not tools and not self._thinking_is_open:
             return {"json": dict(schema)}
-        forms = [{"type": "json_schema", "json_schema": dict(schema)}] if schema is not None else []
+        forms: list[dict[str, Any]] = (
+            [{"type": "json_schema", "json_schema": dict(schema)}] if schema is not None else []
+        )
         if tools:
             form = self._parser.format.call_form(tools) if self._parser.format else None
             if form is None:
                 raise ChatError(f"the parser `{self._parser.name}` cannot force tool calls, or mix them with a format")
             forms.append(form)
-        whole = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+        whole: dict[str, Any] = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
         if self._thinking_is_open:
             thinking = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{THINKING[0][1]}\n\n"}
             whole = {"type": "sequence", "elements": [thinking, whole]}

@@ -27,7 +27,7 @@ class Grammars:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
         self._compiler = xgrammar.GrammarCompiler(info)
 
-    def matcher(self, structured_outputs: Mapping[str, Any], stop_ids: Iterable[int]) -> Any:
+    def matcher(self, structured_outputs: Mapping[Any, Any], stop_ids: Iterable[int]) -> Any:
         """A matcher of one request; ValueError or RuntimeError if the constraint is wrong."""
         [(kind, given)] = structured_outputs.items()
         match kind:

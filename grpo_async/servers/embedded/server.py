@@ -216,7 +216,7 @@ class EmbeddedEngine(Engine):
         except Exception as error:  # transformers may raise anything for a folder without a tokenizer
             raise HTTPException(400, f"the model's tokenizer cannot be loaded: {message_of(error)}") from error
 
-    async def _matcher(self, structured_outputs: Mapping[str, Any], stop_ids: Iterable[int]) -> Any:
+    async def _matcher(self, structured_outputs: Mapping[Any, Any], stop_ids: Iterable[int]) -> Any:
         if not is_xgrammar_installed():
             raise HTTPException(
                 400,
