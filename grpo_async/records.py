@@ -223,6 +223,7 @@ class TurnRecord:
     tool_calls: Sequence[ToolCallRecord] = ()
     tool_response_ids: IntArray = field(default_factory=no_tokens)
     parse_error: str | None = None  # why the text could not be searched for tool calls; the message then has all of it
+    is_trained: bool = True  # False: it was sampled under a constraint of its call, and is context only
     generation_duration_s: float = 0.0
     tool_execution_duration_s: float = 0.0
     started_at: float = 0.0  # of its generation, seconds since the epoch; 0.0: not known
@@ -277,7 +278,7 @@ class TokenPath:
 
     @property
     def completion_mask(self) -> BoolArray:
-        """True for tokens that the policy sampled, False for tool and environment tokens."""
+        """True for tokens that the policy sampled, False for tool and environment tokens, and for turns that are not trained."""
         return self._column(np.bool_, lambda turn: np.ones(len(turn.output_ids), np.bool_), elsewhere=False)
 
     @property
@@ -293,9 +294,12 @@ class TokenPath:
     def _column(
         self, dtype: type[np.generic], sampled: Callable[[TurnRecord], NDArray[Any]], *, elsewhere: float
     ) -> NDArray[Any]:
-        """One entry per completion token: `sampled` of each turn, `elsewhere` for the tokens that follow from elsewhere."""
-        parts = ((sampled(turn), np.full(len(turn.tool_response_ids), elsewhere, dtype)) for turn in self.turns)
-        return joined(dtype, chain.from_iterable(parts))
+        """One entry per completion token: `sampled` of each turn that is trained, `elsewhere` for all other tokens."""
+        parts: list[NDArray[Any]] = []
+        for turn in self.turns:
+            parts.append(sampled(turn) if turn.is_trained else np.full(len(turn.output_ids), elsewhere, dtype))
+            parts.append(np.full(len(turn.tool_response_ids), elsewhere, dtype))
+        return joined(dtype, parts)
 
     @property
     def num_own_tokens(self) -> int:

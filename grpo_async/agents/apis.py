@@ -7,10 +7,11 @@
     thinking         reasoning_content         an item `reasoning`      a block, where `thinking` is enabled or adaptive
     continued by     the whole history         previous_response_id     the whole history
 
-All of them accept text only, functions as tools, tool_choice auto and none, `stop`, `stream`, sampling settings and a response
-format (session.py says how these are applied). Unsupported fields that an answer depends on are refused: images, files, tools that
-run at the provider, `n` > 1, `top_logprobs`, a constraint in vLLM's form. Unsupported settings that only change sampling or the
-prompt (`_NEUTRAL`) are ignored, with one warning. A stream sends the complete answer as events: an agent acts on complete answers.
+All of them accept text only, functions as tools, `tool_choice`, `stop`, `stream`, sampling settings and a response format
+(session.py says how these are applied). Unsupported settings that only change sampling or the prompt (`_NEUTRAL`) are ignored, with
+one warning. Whatever else is not known to leave the answer as it is (`_HARMLESS`) is refused by its name, such as images, tools
+that run at the provider, conversations that the provider keeps, `n` > 1. A stream sends the complete answer as events: an
+agent acts on complete answers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
@@ -50,15 +51,21 @@ _NEUTRAL: Mapping[str, Any] = {
     "reasoning_effort": None,
     "reasoning.effort": None,  # of Responses
     "output_config.effort": None,  # of Messages
+    "verbosity": "medium",
+    "text.verbosity": "medium",
+    "truncation": "disabled",
+    "modalities": ["text"],
     "parallel_tool_calls": True,
     "tool_choice.disable_parallel_tool_use": False,  # of Messages
 }
 """Unsupported settings that change what is sampled, with the values that change nothing; null changes
 nothing either."""
-_UNSUPPORTED = (
-    "functions", "function_call", "audio", "top_logprobs", "background", "conversation", "prompt",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids",
+_HARMLESS = frozenset(
+    ("model", "messages", "tools", "metadata", "user", "store", "service_tier", "safety_identifier", "prediction",
+     "prompt_cache_key", "prompt_cache_retention", "cache_control", "inference_geo", "speed", "diagnostics", "billing_policy",
+     "max_tool_calls")
 )  # fmt: skip
+"""Fields that need no reading: they change neither what is sampled nor the form of the answer."""
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"
 }  # fmt: skip
@@ -118,24 +125,29 @@ class Exchange(ABC):
         self._json = body
         self._api_state = api_state
         self._created = int(time.time())
-        for name in _UNSUPPORTED:
-            if body.get(name):
+        known = _HARMLESS | _Body.model_fields.keys() | {path.split(".")[0] for path in _NEUTRAL} | self.own_fields
+        for name, value in body.items():
+            if value and name not in known:
                 raise bad_request(f"{name} is not supported", param=name)
         try:
             self._body = fields = _Body.model_validate(body)
         except ValidationError as error:
             raise bad_request(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
-        choice = fields.tool_choice or "auto"
         limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
         sampling = {name: value for name in SAMPLING if (value := getattr(fields, name)) is not None}
         if sampling.get("top_k") == -1:  # -1 means all, like 0
             sampling["top_k"] = 0
         nested = (fields.text or fields.output_config or {}).get("format")
         self.is_stream = bool(fields.stream)
+        messages = self._messages()
+        _check_results(messages)
+        tools = self._read("tools", self._tool)
+        choice, forced_tools = _tool_choice(fields.tool_choice or "auto", tools)
         self.call = Call(
-            messages=self._messages(),
-            tools=self._read("tools", self._tool),
-            tool_choice=choice.get("type") if isinstance(choice, Mapping) else choice,
+            messages=messages,
+            tools=tools,
+            tool_choice="required" if forced_tools else choice,
+            forced_tools=forced_tools,
             stop=[each for each in dict.fromkeys([*fields.stop, *fields.stop_sequences]) if each],
             max_tokens=next((limit for limit in limits if limit is not None), None),
             sampling=sampling,
@@ -186,6 +198,8 @@ class Exchange(ABC):
             pieces.append(f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n")
         return "".join([*pieces, self.stream_end]).encode()
 
+    own_fields: ClassVar[frozenset[str]] = frozenset()
+    """Further fields that the API's class reads."""
     stream_end: ClassVar[str] = ""
 
     @staticmethod
@@ -274,7 +288,11 @@ class Responses(Exchange):
     """OpenAI's Responses. Reasoning items that come back are dropped. Instructions apply to their own request: a follow-up
     does not inherit those of the response that it continues."""
 
+    own_fields = frozenset(("input", "instructions", "previous_response_id", "include"))
+
     def _messages(self) -> list[Mapping[str, Any]]:
+        if "message.output_text.logprobs" in (self._json.get("include") or ()):
+            raise bad_request("include: message.output_text.logprobs is not supported", param="include")
         previous = self._json.get("previous_response_id")
         if previous is not None and not (isinstance(previous, str) and previous in self._api_state):
             raise bad_request(f"there is no response {previous!r} in this rollout", param="previous_response_id")
@@ -322,8 +340,8 @@ class Responses(Exchange):
             "model": self.model,
             "output": [{**item, "status": "completed"} for item in output],
             "parallel_tool_calls": True,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": self.call.tool_choice,
+            "text": self._json.get("text") or {"format": {"type": "text"}},
+            "tool_choice": self._json.get("tool_choice") or "auto",
             "tools": self._json.get("tools") or [],
             "truncation": "disabled",
             "usage": usage,
@@ -365,7 +383,13 @@ class Responses(Exchange):
 class Messages(Exchange):
     """Anthropic's Messages. Thinking blocks that come back are dropped."""
 
+    own_fields = frozenset(("system", "thread"))
+
     def _messages(self) -> list[Mapping[str, Any]]:
+        if self._json.get("thread"):  # the SDK's tool runner then sends the whole history
+            raise bad_request(
+                "thread is not supported: send the whole history", param="thread", code="thread_unsupported_request"
+            )
         system = _text(self._json.get("system"), "system")
         head: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
         return [*head, *chain.from_iterable(self._read("messages", _anthropic_messages))]
@@ -427,11 +451,62 @@ class Messages(Exchange):
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        kind = _ANTHROPIC_KINDS.get(error.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        content: dict[str, Any] = {"type": _ANTHROPIC_KINDS.get(error.status, "api_error"), "message": str(error)}
+        if error.code is not None:
+            content["details"] = {"error_code": error.code}
+        return {"type": "error", "error": content}
 
 
 # -- items of a history, in the form of Chat Completions
+
+
+def _tool_choice(
+    choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> tuple[Literal["auto", "none"], list[Mapping[str, Any]]]:
+    """The choice where nothing is forced, and otherwise the tools of which one has to be called, from any API's form:
+    "required", {"type": "any"}, {"type": "function", "function": {"name": N}}, {"type": "tool", "name": N}."""
+    fields = choice if isinstance(choice, Mapping) else {"type": choice}
+    match fields.get("type"):
+        case "auto" | "none" as kind:
+            return kind, []
+        case "required" | "any":
+            forced = list(tools)
+        case "function" | "tool":
+            named = fields.get("function", fields)
+            name = named.get("name") if isinstance(named, Mapping) else None
+            forced = [tool for tool in tools if tool["function"]["name"] == name]
+        case other:
+            raise bad_request(f"tool_choice {other!r} is not supported", param="tool_choice")
+    if not forced:
+        raise bad_request("tool_choice forces a call of a tool that is not among the tools", param="tool_choice")
+    return "auto", forced
+
+
+def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what the APIs refuse: calls without exactly one result right after their answer, results of no call, and a last
+    message of the assistant (a prefill, which would otherwise be closed and answered by a second turn)."""
+    missing: list[str] = []
+    for place, message in enumerate(messages):
+        if message["role"] == "tool":
+            call_id = message["tool_call_id"]
+            if call_id not in missing:
+                raise bad_request(
+                    f"message {place} is the result of {call_id!r}, which is no call of the answer before it, or has a result",
+                    param="messages",
+                )
+            missing.remove(call_id)
+            continue
+        if missing:
+            break
+        missing = [str(call.get("id")) for call in message.get("tool_calls") or ()]
+    if missing:
+        raise bad_request(f"there is no result right after the tool calls {', '.join(missing)}", param="messages")
+    if messages and messages[-1]["role"] == "assistant":
+        raise bad_request(
+            "the last message is the assistant's: continuing it (prefill) is not supported; end with a user's message or a "
+            "tool's result",
+            param="messages",
+        )
 
 
 def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -499,6 +574,8 @@ def _anthropic_messages(message: Mapping[str, Any], where: str) -> list[dict[str
     for number, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result":
+            if rest:
+                raise bad_request(f"{where}.content: results of tools come before other blocks", param=where)
             text = _text(block.get("content"), f"{where}.content[{number}].content")
             results.append(_result(block.get("tool_use_id"), text))
         elif kind == "tool_use":

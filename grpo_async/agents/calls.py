@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,9 @@ class Call:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: Any = "auto"
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    forced_tools: Sequence[Mapping[str, Any]] = ()
+    """With `required`, those of `tools` one or more of which have to be called."""
     stop: Sequence[str] = ()
     max_tokens: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -28,6 +30,9 @@ class Call:
 
 BUDGET_EXHAUSTED = "rollout_budget_exhausted"
 """The `code` of the error for a call after the rollout has used its tokens or turns."""
+
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's `code` of the error for messages that no context can hold."""
 
 
 class ApiError(Exception):

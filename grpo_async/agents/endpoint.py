@@ -149,7 +149,7 @@ class AgentEndpoint:
                     f"there is no {request.method} {request.path}; there are POST /v1{', /v1'.join(_EXCHANGES)} and "
                     "GET /v1/models",
                 )
-            body = await _body(request)
+            body = await _body(request, session)
             exchange = kind(body, str(body.get("model") or self.sessions.model), session.api_state)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": session.prompt_length(exchange.call, is_trained=is_trained)})
@@ -190,23 +190,34 @@ def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
     )
 
 
-async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
-    """The JSON object of a request.
+async def _body(request: web.BaseRequest, session: AgentSession) -> Mapping[str, Any]:
+    """The JSON object of a request. One that no context can hold is refused here: to read it would hold up all other rollouts.
 
     Raises:
         ApiError: the body is not a JSON object, or too large.
     """
+    most = min(_MAX_REQUEST_BYTES, session.max_body_bytes)
     try:
         content = await request.read()  # ends when the connection does
     except web.HTTPRequestEntityTooLarge as error:
-        raise ApiError(413, "invalid_request_error", f"the request has more than {_MAX_REQUEST_BYTES} bytes") from error
+        raise _too_large(f"{_MAX_REQUEST_BYTES} bytes") from error
+    if len(content) > most:
+        raise _too_large(f"{most} bytes")
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object")
+    for name in ("messages", "input"):
+        if isinstance(items := body.get(name), list) and len(items) > session.max_messages:
+            raise _too_large(f"{session.max_messages} {name}")
     return body
+
+
+def _too_large(limit: str) -> ApiError:
+    message = f"the request has more than {limit}, which no context of inference.max_model_len holds"
+    return ApiError(413, "invalid_request_error", message)
 
 
 def _api_error_of(error: Exception, request: web.BaseRequest) -> ApiError:

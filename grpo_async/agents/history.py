@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_async.agents.calls import Call, bad_request
+from grpo_async.agents.calls import TOO_LONG, Call, bad_request
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.chat.template import Message
-from grpo_async.chat.turn import ChatError
+from grpo_async.chat.turn import ChatError, TooLongError
 from grpo_async.inference.client import Generation
 from grpo_async.records import (
     Branch,
@@ -101,6 +101,7 @@ class Answer:
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
     parse_error: str | None = None  # why tool calls, if any, are left in the text
+    is_trained: bool = True  # False: context only; see TurnRecord
     finish_reason: str = "stop"  # or "length", "tool_calls"
     tokens: Sequence[str] = ()  # the text of each token, where the call asked for logprobs
     reward: float | None = None  # the agent's reward for this answer
@@ -130,19 +131,31 @@ class HistoryRenderer:
         self._ends = frozenset(renderer.end_of_turn_ids)
         self._unrenderable: set[tuple[bool, bool, tuple[str, ...]]] = set()
 
-    def prompt_ids(self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt_ids(
+        self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> list[int]:
         """Render and tokenize a whole prompt.
 
         Raises:
-            ApiError: the chat template refuses the messages.
+            ApiError: the chat template refuses the messages, or they have more than `max_tokens` tokens.
         """
         try:
-            return self.chat.prompt_ids(messages, tools=tools)
+            return self.chat.prompt_ids(messages, tools=tools, max_tokens=max_tokens)
+        except TooLongError as error:
+            raise bad_request(str(error), param="messages", code=TOO_LONG) from error
         except ChatError as error:
             raise bad_request(str(error), param="messages") from error
 
-    def suffix_ids(self, answer: Answer, messages: Sequence[TaggedMessage]) -> list[int] | None:
-        """Ids of `messages` and the next generation prompt, which follow those of `answer`; None if they depend on more."""
+    def suffix_ids(self, answer: Answer, messages: Sequence[TaggedMessage], max_tokens: int) -> list[int] | None:
+        """Ids of `messages` and the next generation prompt, which follow those of `answer`; None if they depend on more.
+
+        Raises:
+            ApiError: they have more than `max_tokens` tokens.
+        """
+        try:
+            self.chat.check_length("".join(message.content.strip() for message in messages), max_tokens)
+        except TooLongError as error:
+            raise bad_request(str(error), param="messages", code=TOO_LONG) from error
         is_ended = bool(answer.ids) and answer.ids[-1] in self._ends
         shape = (bool(answer.calls), is_ended, tuple(message.role for message in messages))
         if shape in self._unrenderable:
@@ -168,10 +181,12 @@ class History:
 
     Args:
         renderer: renders messages that were not recorded.
+        max_tokens: of a context; longer ones are refused before they are tokenized, where that is sure.
     """
 
-    def __init__(self, renderer: HistoryRenderer) -> None:
+    def __init__(self, renderer: HistoryRenderer, max_tokens: int) -> None:
         self._renderer = renderer
+        self._max_tokens = max_tokens
         self._by_key: dict[bytes, list[Answer]] = {}
         self._newest: list[tuple[list[Any], list[bytes]]] = []
         self.answers: list[Answer] = []
@@ -189,12 +204,12 @@ class History:
         if length:
             answer = _choose(self._by_key[keys[length]], call.messages[length - 1])
             rest = _rest(answer, call.messages, length)
-            ids = None if rest is None else self._renderer.suffix_ids(answer, rest)
+            ids = None if rest is None else self._renderer.suffix_ids(answer, rest, self._max_tokens)
             if rest is not None and ids is not None:
                 num_tokens = answer.request.num_tokens + len(answer.ids) + len(ids)
                 return Request(key=keys[-1], parent=answer, ids=array("i", ids), num_tokens=num_tokens, messages=rest)
         messages = _tagged(call.messages)
-        prompt_ids = array("i", self._renderer.prompt_ids(messages, call.tools))
+        prompt_ids = array("i", self._renderer.prompt_ids(messages, call.tools, self._max_tokens))
         return Request(key=keys[-1], parent=None, ids=prompt_ids, num_tokens=len(prompt_ids), messages=messages)
 
     def _keys(self, items: list[Any]) -> list[bytes]:
@@ -389,6 +404,7 @@ def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
             tool_calls=calls,
             tool_response_ids=np.array([] if following is None else following.request.ids, np.int32),
             parse_error=answer.parse_error,
+            is_trained=answer.is_trained,
         )
         turns.append(turn)
     return turns

@@ -9,9 +9,12 @@ ends with finish_reason "length". After the first call that found the tokens or 
 refused.
 
 Sampling: trained answers are sampled with the run's settings: `temperature`, `top_p`, `top_k`, `min_p` and
-`repetition_penalty` of a call are ignored, with one warning per run; a `response_format` other than text is refused; and a `seed`
-is combined with the rollout's seed, because otherwise all rollouts of a group would be the same. Calls that are not trained use
-their own settings. A `tool_choice` that forces a call is always refused.
+`repetition_penalty` of a call are ignored, with one warning per run, and a `seed` is combined with the rollout's seed, because
+otherwise all rollouts of a group would be the same. Calls that are not trained use their own settings.
+
+Constraints: a `response_format` other than text, or a `tool_choice` that forces a call, makes the engine sample from the tokens
+that a grammar leaves. The log-probabilities are those of that distribution, so such an answer is trained only if the loss corrects
+for it (as `rollout.structured_outputs` requires); otherwise it is context, with one warning per run.
 
 A call counts when its answer is complete: tokens of a cancelled call (the client disconnected, the session was closed) are in no
 completion. If the client disconnected after the answer was complete, it does count. Stop strings are those of the run
@@ -34,6 +37,7 @@ from pydantic import ValidationError
 
 from grpo_async.agents.calls import BUDGET_EXHAUSTED, ApiError, Call, bad_request
 from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
+from grpo_async.chat.turn import ChatError
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
@@ -58,6 +62,12 @@ logger = logging.getLogger(__name__)
 _IGNORED = (
     "an agent's call sets `%s`, which is ignored: its answer is sampled with the settings of the run (rollout.temperature, top_p "
     "and the others) and prompted with its chat template (model.chat_template_kwargs)"
+)
+
+_NOT_TRAINED = (
+    "an agent's call constrains its answer (response_format or a forced tool_choice): such answers are context and not trained, "
+    "because the loss does not correct for tokens that a grammar leaves out; set loss.proximal: recomputed and loss.correction: "
+    "{level: token, action: truncate} to train them"
 )
 
 
@@ -127,13 +137,24 @@ class AgentSession:
         self._affinity = affinity
         self._on_tokens = on_tokens
         self._track = track
-        self._history = History(sessions.renderer)
+        self._history = History(sessions.renderer, settings.max_model_len)
         self._numbers = itertools.count()
         self._num_sampled = 0
         self._empty_ids: set[str] = set()  # of answers for which no token was left
         self._tool_names: dict[str, None] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._opened, self._opened_at = time.monotonic(), time.time()
+
+    @property
+    def max_messages(self) -> int:
+        """More cannot be in a context: each has a token at least."""
+        return self._settings.max_model_len
+
+    @property
+    def max_body_bytes(self) -> int:
+        """More than any request that fits into a context: a character takes up to 12 bytes of JSON, and twice that is left for
+        thinking that comes back, and 1 MiB for all else."""
+        return (1 << 20) + 24 * self._settings.max_model_len * self._sessions.renderer.chat.longest_token
 
     @property
     def anthropic_base_url(self) -> str:
@@ -150,6 +171,7 @@ class AgentSession:
             ApiError: the session is closed, the call cannot be made, or no inference server answers.
         """
         self._check(call, is_trained=is_trained)
+        constraint = self._constraint(call)
         request = self._history.prepare(call)
         self._tool_names |= dict.fromkeys(tool["function"]["name"] for tool in call.tools)
         context = request.context
@@ -166,9 +188,12 @@ class AgentSession:
         settings = replace(self._settings, stop=[*self._settings.stop, *call.stop])
         seed = seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed)
         fields: dict[str, Any] = {"token_ids": context, "max_tokens": wanted, "seed": seed}
+        if constraint is not None:
+            fields["structured_outputs"] = constraint
+            if is_trained and not settings.corrects_sampling:
+                self._sessions.warn_once("constraint", _NOT_TRAINED)
         if not is_trained:
             fields |= call.sampling
-            fields["structured_outputs"] = _structured_outputs(call.response_format) or settings.structured_outputs
             fields["seed"] = seed if call.seed is None else call.seed
         try:
             asked = settings.request(request_id=f"{self.rollout_id}-t{number}", **fields)
@@ -177,6 +202,7 @@ class AgentSession:
         generation = await self._generate(asked, number)
         self._num_sampled += len(generation.token_ids)
         answer = self._read(call, request, generation, number=number, answer_id=answer_id, settings=settings)
+        answer.is_trained = constraint is None or settings.corrects_sampling
         if is_trained:
             self.is_truncated |= answer.finish_reason == "length" and wanted == budget
             self._history.record(answer)
@@ -256,18 +282,20 @@ class AgentSession:
         other = [name for name, value in call.sampling.items() if value != getattr(self._settings, name)]
         for name in (*(other if is_trained else ()), *call.ignored):
             self._sessions.warn_once(name, _IGNORED, name)
-        if call.tool_choice not in ("auto", "none"):
-            raise bad_request(
-                f"tool_choice {call.tool_choice!r} is not supported: a call that is forced is not sampled from the policy; "
-                'use "auto" or "none"',
-                param="tool_choice",
-            )
-        if _structured_outputs(call.response_format) is not None and is_trained:
-            raise bad_request(
-                "response_format: a grammar's mask samples from another distribution than the policy's, and this call is trained; "
-                "describe the format in the prompt, and reward it",
-                param="response_format",
-            )
+        unread = self._sessions.renderer.chat.unread_calls
+        if unread is not None and call.tools and call.tool_choice != "none":
+            raise bad_request(f"calls of tools cannot be read: {unread}", param="tools")
+
+    def _constraint(self, call: Call) -> dict[str, Any] | None:
+        """The `structured_outputs` that a call asks for. Beside a format, calls that are not forced may be made."""
+        schema = _schema(call.response_format)
+        if schema is None and not call.forced_tools:
+            return None
+        tools = call.forced_tools or (call.tools if call.tool_choice == "auto" else ())
+        try:
+            return self._sessions.renderer.chat.constraint(None if call.forced_tools else schema, tools)
+        except ChatError as error:
+            raise bad_request(str(error), param="tool_choice" if call.forced_tools else "response_format") from error
 
     def _budget(self, num_context: int, number: int, *, is_trained: bool) -> int:
         """Tokens that a call may sample. An untrained call without any left does not make the rollout truncated."""
@@ -324,7 +352,7 @@ class AgentSession:
         if not call.tools or call.tool_choice == "none":
             text = chat.completion_text(generation.token_ids)
         else:
-            turn = chat.parse(generation.token_ids, turn=number)
+            turn = chat.parse(generation.token_ids, turn=number, tools=call.tools)
             text = turn.text
             problems = [each.error for each in turn.tool_calls if each.error is not None]
             parse_error = turn.parse_error or next(iter(problems), None)
@@ -348,10 +376,10 @@ class AgentSession:
         )
 
 
-def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The `structured_outputs` of GenerateRequest; None for text. Chat Completions nest the schema, Responses and Messages do not.
+def _schema(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema of a format; None for text. Chat Completions nest the schema, Responses and Messages do not.
 
-    {"type": "json_object"} -> {"json": {"type": "object"}}; {"type": "json_schema", "json_schema": {"schema": S}} -> {"json": S}
+    {"type": "json_object"} -> {"type": "object"}; {"type": "json_schema", "json_schema": {"schema": S}} -> S
 
     Raises:
         ApiError: the format is unsupported.
@@ -361,7 +389,7 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"json": {"type": "object"}}
+        return {"type": "object"}
     nested = given.get("json_schema")
     schema = (nested if isinstance(nested, Mapping) else given).get("schema")
     if kind != "json_schema" or not isinstance(schema, Mapping):
@@ -369,7 +397,7 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
             f"response_format {kind!r}: there are text, json_object, and json_schema with a schema",
             param="response_format",
         )
-    return {"json": dict(schema)}
+    return dict(schema)
 
 
 def unknown_key() -> ApiError:

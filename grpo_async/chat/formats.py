@@ -1,5 +1,6 @@
-"""The formats in which models write tool calls, one class each. They never raise, whatever the policy wrote: a call that cannot be
-read becomes a `ToolCall` whose `error` says what was wrong and how to write it.
+"""The formats in which models write tool calls, one class each; all others are vLLM's business (`vllm_format`). They never raise,
+whatever the policy wrote: a call that cannot be read becomes a `ToolCall` whose `error` says what was wrong and how to write it.
+What vLLM reads as a call is the same call here, and what it does not read is none (docs/models.md has the differences).
 
 A format declares the special tokens that it needs to see (`special_tokens`); all others are removed from the text it reads. Where
 the turn begins with thinking, only what follows is searched: a call that the model merely considers is not made.
@@ -21,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grpo_async.chat.json_calls import calls_of, named_call
-from grpo_async.chat.turn import ParsedTurn, SampledTurn
+from grpo_async.chat.json_calls import call_of, calls_of, named_call
+from grpo_async.chat.turn import ParsedTurn, SampledTurn, explained, failed_call, joined
+from grpo_async.chat.vllm_format import VllmFormat, is_vllm_installed
 from grpo_async.errors import ConfigError
 from grpo_async.records import ToolCall, answer_start
 from grpo_async.user_code.references import resolve_and_check
@@ -44,12 +46,45 @@ class Format(Protocol):
         """The calls, and the text without them. May raise only if it is the user's own."""
         ...
 
+    def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The format of one or more calls of `tools`, as xgrammar's structural tags have it; None if there is none."""
+        ...
 
-class Hermes:
-    """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them."""
 
-    special_tokens = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+class OwnFormat:
+    """A format read by code of our own. `marks`: what stands before (with the tool's NAME), behind and between the arguments of
+    calls; None where calls cannot be forced."""
+
+    marks: tuple[str, str, str] | None = None
+
+    def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """See Format. Of a single tool one call."""
+        if self.marks is None:
+            return None
+        begin, end, separator = self.marks
+        tags = [
+            {
+                "type": "tag",
+                "begin": begin.replace("NAME", tool["function"]["name"]),
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": tool["function"].get("parameters") or {"type": "object"},
+                },
+                "end": end,
+            }
+            for tool in tools
+        ]
+        how_many = {"at_least_one": True, "stop_after_first": len(tags) == 1}
+        return {"type": "tags_with_separator", "tags": tags, "separator": separator, **how_many}
+
+
+class Hermes(OwnFormat):
+    """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them. The last may be
+    without its end."""
+
+    special_tokens: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     how = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+    marks = ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
         return _read_blocks(turn, self.special_tokens[0], self._block)
@@ -57,84 +92,77 @@ class Hermes:
     def _block(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         """The calls of the block whose inside begins at `start`, and the position after the block."""
         opening, closing = self.special_tokens[:2]
-        name = ""
+        close = text.find(closing, start)
+        inside, after = (close, close + len(closing)) if close >= 0 else (len(text), len(text))
         try:
             value, end = scan_json(text, start)
+            if end > inside or text[end:inside].strip():
+                raise UnreadableError(f"there is more text after the JSON, or {closing} inside of it")
         except UnreadableError as error:
-            end, problem = start, str(error)
-        else:
-            calls = calls_of(value)
-            after = len(text) - len(text[end:].lstrip())
-            if text.startswith(closing, after):
-                return explained(calls, self.how), after + len(closing)
-            name = calls[0].name if calls else ""
-            problem = f"there is more text after the JSON: {text[after : after + 24]!r}"
-        close, following = text.find(closing, end), text.find(opening, end)
-        if close < 0 or 0 <= following < close:
-            problem, close = f"it is not closed, {closing} is missing", following if following >= 0 else len(text)
-            position = close
-        else:
-            position = close + len(closing)
-        named = _NAME_IN_JSON.search(text, start, position)
-        return [_failed(name or (named[1] if named else ""), problem, self.how)], position
+            following = text.find(opening, start, inside)  # a call without its end does not swallow the next one
+            after = following if following >= 0 else after
+            named = _NAME_IN_JSON.search(text, start, after)
+            return [failed_call(named[1] if named else "", str(error), self.how)], after
+        return explained(self._calls(value), self.how), after
+
+    def _calls(self, value: Any) -> list[ToolCall]:
+        return [_exact_call(value, "arguments")]
 
 
-class Llama3Json:
-    """Llama 3: {"name": "add", "parameters": {"a": 1}} is the whole turn, or follows <|python_tag|>; several are separated by
-    `;`, or are in a list. Without the tag, JSON that is not a call is an answer like any other."""
+class Cohere(Hermes):
+    """Cohere: <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}}]<|END_ACTION|>."""
+
+    special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>")
+    how = 'write <|START_ACTION|>[{"tool_name": "...", "parameters": {...}}]<|END_ACTION|>'
+    marks = ('<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "NAME", "parameters": ', "}]<|END_ACTION|>", "")
+
+    def _calls(self, value: Any) -> list[ToolCall]:
+        return [
+            _exact_call({"name": item.get("tool_name"), **item} if isinstance(item, dict) else item, "parameters")
+            for item in (value if isinstance(value, list) else [value])
+        ]
+
+
+class Llama3Json(OwnFormat):
+    """Llama 3: {"name": "add", "parameters": {"a": 1}}, any number of them, wherever they are in the turn. JSON that is not a call
+    makes the whole turn an answer, unless <|python_tag|> says that it is meant as one."""
 
     special_tokens = ("<|python_tag|>",)
     how = 'write {"name": "...", "parameters": {...}} and nothing else'
-    _BEGINS_LIKE_A_CALL = re.compile(r'\s*\[?\s*\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
+    marks = ('{"name": "NAME", "parameters": ', "}", "; ")
+    _BEGINS_LIKE_A_CALL = re.compile(r'\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
-        text, tag = turn.marked_text, self.special_tokens[0]
-        start = answer_start(text, is_open=turn.thinking_is_open)
-        tagged = text.find(tag, start)
-        if tagged < 0 and text[start:].lstrip()[:1] not in ("{", "["):
-            return ParsedTurn(content=turn.text)
-        outside = text[: tagged if tagged >= 0 else start]
-        position = tagged if tagged >= 0 else start
+        text = turn.marked_text
+        begin = position = answer_start(text, is_open=turn.thinking_is_open)
+        tagged = text.find(self.special_tokens[0], begin) >= 0
         calls: list[ToolCall] = []
-        while True:
-            position = self._skip_separators(text, position)
-            if position >= len(text) or (calls and text[position] not in "{["):
-                break
+        while (start := text.find("{", position)) >= 0:
             try:
-                value, end = scan_json(text, position)
+                value, position = scan_json(text, start)
             except UnreadableError as error:
-                if tagged < 0 and not calls and not self._BEGINS_LIKE_A_CALL.match(text, position):
+                if not tagged and not self._BEGINS_LIKE_A_CALL.match(text, start):
                     return ParsedTurn(content=turn.text)
-                named = _NAME_IN_JSON.search(text, position)
-                calls.append(_failed(named[1] if named else "", str(error), self.how))
-                position = len(text)
+                named = _NAME_IN_JSON.search(text, start)
+                calls.append(failed_call(named[1] if named else "", str(error), self.how))
                 break
-            if tagged < 0 and not _looks_like_calls(value):
-                if not calls:
-                    return ParsedTurn(content=turn.text)
-                break
-            calls += explained(calls_of(value), self.how)
-            position = end
-        return ParsedTurn(content=joined([outside, text[position:]]), calls=calls)
-
-    def _skip_separators(self, text: str, position: int) -> int:
-        tag = self.special_tokens[0]
-        while position < len(text):
-            if text.startswith(tag, position):
-                position += len(tag)
-            elif text[position].isspace() or text[position] in ";,":
-                position += 1
-            else:
-                break
-        return position
+            call = _exact_call(value, "arguments", "parameters")
+            is_meant = tagged or (call.name and value.keys() & {"arguments", "parameters"})
+            if call.error is not None and not is_meant:
+                return ParsedTurn(content=turn.text)
+            calls += explained([call], self.how)
+        if tagged and not calls:
+            calls = [failed_call("", "there is no JSON", self.how)]
+        return ParsedTurn(content=text[:begin].strip() if calls else turn.text, calls=calls)
 
 
-class Mistral:
+class Mistral(OwnFormat):
     """Mistral: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}], and since 2025
     [TOOL_CALLS]add[ARGS]{"a": 1}, once per call. An id that the model writes is the one its result refers to."""
 
     special_tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
     how = 'write [TOOL_CALLS] [{"name": "...", "arguments": {...}}]'
+    marks = ('[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]", "")
     _NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]*)\s*)?(?:\[ARGS\])?")
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
@@ -143,17 +171,19 @@ class Mistral:
     def _block(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         named = self._NAME.match(text, start)
         name = named[1] if named else ""
+        if named and not text[named.end() :].strip():
+            return [named_call(name, None, call_id=named[2] or "")], len(text)
         try:
             value, end = scan_json(text, named.end() if named else start)
         except UnreadableError as error:
             following = text.find(self.special_tokens[0], start)
-            return [_failed(name, str(error), self.how)], following if following >= 0 else len(text)
+            return [failed_call(name, str(error), self.how)], following if following >= 0 else len(text)
         if named is None:
             return explained(calls_of(value), self.how), end
         return explained([named_call(name, value, call_id=named[2] or "")], self.how), end
 
 
-class Harmony:
+class Harmony(OwnFormat):
     """GPT-OSS: <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>.
 
     A turn is a row of messages on channels. `content` is what is said on the channel `final`; in a turn without one, as
@@ -169,7 +199,7 @@ class Harmony:
         text, body_mark = turn.marked_text, "<|message|>"
         if body_mark not in text:
             recipient = self._RECIPIENT.search(text) if "<|channel|>" in text else None
-            calls = [_failed(_tool_name(recipient[1]), f"it has no {body_mark}", self.how)] if recipient else []
+            calls = [failed_call(_tool_name(recipient[1]), f"it has no {body_mark}", self.how)] if recipient else []
             return ParsedTurn(content=turn.text, calls=calls)
         said: dict[bool, list[str]] = {True: [], False: []}  # on the channel `final`, or on another
         calls = []
@@ -184,7 +214,7 @@ class Harmony:
                 channel = self._CHANNEL.search(header)
                 said[channel is not None and channel[1] == "final"].append(content)
             elif end is None:
-                calls.append(_failed(_tool_name(recipient[1]), "it is not closed, <|call|> is missing", self.how))
+                calls.append(failed_call(_tool_name(recipient[1]), "it is not closed, <|call|> is missing", self.how))
             else:
                 calls += explained([named_call(_tool_name(recipient[1]), content)], self.how)
             position = end.end() if end else len(text)
@@ -193,6 +223,7 @@ class Harmony:
 
 FORMATS: dict[str, type[Hermes] | type[Llama3Json] | type[Mistral] | type[Harmony]] = {
     "hermes": Hermes,
+    "cohere": Cohere,
     "llama3_json": Llama3Json,
     "mistral": Mistral,
     "harmony": Harmony,
@@ -203,10 +234,30 @@ AUTO = "auto"
 _MARKS = {
     "<|call|>": "harmony",
     "[TOOL_CALLS]": "mistral",
+    "<seed:tool_call>": "seed_oss",
+    "<minimax:tool_call>": "minimax_m2",
+    "<|tool_calls_section_begin|>": "kimi_k2",
+    "<｜tool▁call▁begin｜>function": "deepseek_v3",
+    "<｜tool▁call▁begin｜>": "deepseek_v31",
+    "<|tool_call_start|>": "lfm2",
+    "<|tool_call>": "gemma4",
+    "<start_function_call>": "functiongemma",
+    "<|START_ACTION|>": "cohere",
+    "<|tools_prefix|>": "apertus",
+    "<arg_key>": "glm47",
+    "<function=": "qwen3_coder",
+    "<function_calls>": "olmo3",
+    "<tool_calls>": "jamba",
+    "functools[": "phi4_mini_json",
+    "<|tool_call|>": "granite",
     "<tool_call>": "hermes",
+    "<|python_start|>": "llama4_pythonic",
     "<|start_header_id|>ipython": "llama3_json",
     "<|python_tag|>": "llama3_json",
 }
+"""What only the templates of a format write, the more particular first, and the parser, by the name it has in vLLM."""
+VLLM_PARSERS = sorted({*_MARKS.values()} - FORMATS.keys())
+"""Those that vLLM's own code reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,41 +269,54 @@ class ChosenParser:
     reason: str
 
 
-def choose_parser(setting: str, *, template_source: str, vocabulary: Mapping[str, int]) -> ChosenParser:
+def choose_parser(
+    setting: str, *, template_source: str, tokenizer: Any, end_tokens: Sequence[str] = ()
+) -> ChosenParser:
     """The parser that `setting` names. `auto`: the format whose marks the chat template writes, else the one whose marks are
     tokens of the tokenizer.
 
     Raises:
         ConfigError: there is no such parser.
     """
+    name, reason = setting, "set in tool_calling.parser"
     if ":" in setting:
-        return ChosenParser(name=setting, format=UserParser(setting), reason="set in tool_calling.parser")
-    if setting in FORMATS:
-        return ChosenParser(name=setting, format=FORMATS[setting](), reason="set in tool_calling.parser")
-    if setting != AUTO:
-        names = [AUTO, *FORMATS]
-        hint = did_you_mean(setting, names) or f"; it is one of {backticked(names)}"
-        raise ConfigError(
-            f"tool_calling.parser: there is no parser {setting!r}{hint}, or `module:attribute` of your own"
-        )
-    found = _recognize(template_source, vocabulary)
-    if found is not None:
+        return ChosenParser(name=setting, format=UserParser(setting), reason=reason)
+    if setting == AUTO:
+        found = _recognize(template_source, tokenizer.get_added_vocab())
+        if found is None:
+            return ChosenParser(
+                name=AUTO,
+                format=None,
+                reason=(
+                    "neither the chat template nor the vocabulary shows how the model writes tool calls; set tool_calling.parser "
+                    f"to {backticked([*FORMATS, *VLLM_PARSERS])}, another parser of vLLM, or `module:attribute` of your own"
+                ),
+            )
         name, reason = found
+    if name in FORMATS:
         return ChosenParser(name=name, format=FORMATS[name](), reason=reason)
-    return ChosenParser(
-        name=AUTO,
-        format=None,
-        reason=(
-            "neither the chat template nor the vocabulary shows how the model writes tool calls; set tool_calling.parser to "
-            f"{backticked(FORMATS)}, or to `module:attribute` of your own"
-        ),
-    )
+    names = [AUTO, *FORMATS, *VLLM_PARSERS]
+    if name not in VLLM_PARSERS and (not is_vllm_installed() or did_you_mean(name, names)):
+        hint = (
+            did_you_mean(name, names)
+            or f"; it is one of {backticked(names)}, another parser of vLLM (if it is installed)"
+        )
+        raise ConfigError(f"tool_calling.parser: there is no parser {name!r}{hint}, or `module:attribute` of your own")
+    if not is_vllm_installed():
+        return ChosenParser(
+            name=name,
+            format=None,
+            reason=(
+                f"{reason}, which vLLM's parser `{name}` reads, and vLLM is not installed in the environment of the trainer; "
+                "install it, or set tool_calling.parser to `module:attribute` of your own"
+            ),
+        )
+    special_tokens = [token for token in tokenizer.get_added_vocab() if token not in end_tokens]
+    return ChosenParser(name=name, format=VllmFormat(name, tokenizer, special_tokens), reason=reason)
 
 
 def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str, str] | None:
     """The name of the format, and why it is that one."""
-    if any(mark in template_source for mark in ("<function=", "<arg_key>")):
-        return None  # Qwen3-Coder and GLM write no JSON inside <tool_call>
     for mark, name in _MARKS.items():
         if mark in template_source:
             return name, f"the chat template writes {mark}"
@@ -261,7 +325,7 @@ def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str
     )
 
 
-class UserParser:
+class UserParser(OwnFormat):
     """Reads turns with the user's own parser (`tool_calling.parser`).
 
     Args:
@@ -299,44 +363,28 @@ class UserParser:
 def _read_blocks(
     turn: SampledTurn, opening: str, read_block: Callable[[str, int], tuple[list[ToolCall], int]]
 ) -> ParsedTurn:
-    """The calls of every block behind `opening`. `read_block` gets the text and where the inside of a block begins, and gives its
-    calls and the position after it."""
+    """The calls of every block behind `opening`; what follows the first is no content. `read_block` gets the text and where the
+    inside of a block begins, and gives its calls and the position after it."""
     text = turn.marked_text
     found = text.find(opening, answer_start(text, is_open=turn.thinking_is_open))
     if found < 0:
         return ParsedTurn(content=turn.text)
-    outside, calls = [text[:found]], []
+    content, calls = text[:found].strip(), []
     while found >= 0:
         block, position = read_block(text, found + len(opening))
         calls += block
         found = text.find(opening, position)
-        outside.append(text[position : found if found >= 0 else len(text)])
-    return ParsedTurn(content=joined(outside), calls=calls)
+    return ParsedTurn(content=content, calls=calls)
 
 
-def joined(pieces: Sequence[str]) -> str:
-    """The text around the calls: [" I look.\\n", "", "\\n"] -> "I look."."""
-    return "\n".join(stripped for piece in pieces if (stripped := piece.strip()))
-
-
-def explained(calls: Sequence[ToolCall], how: str) -> list[ToolCall]:
-    """Each error with how a call is written, so that the policy can do better."""
-    return [call if call.error is None else _failed(call.name, call.error, how, call.tool_call_id) for call in calls]
-
-
-def _failed(name: str, problem: str, how: str, call_id: str = "") -> ToolCall:
-    return ToolCall(name=name, error=f"this tool call cannot be read: {problem}; {how}", tool_call_id=call_id)
-
-
-def _looks_like_calls(value: object) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return bool(items) and all(
-        isinstance(item, dict)
-        and (
-            isinstance(item.get("function"), dict) or ("name" in item and ("parameters" in item or "arguments" in item))
-        )
-        for item in items
-    )
+def _exact_call(value: Any, *keys: str) -> ToolCall:
+    """The call in a JSON value, as strictly as vLLM reads it: `name`, and an object of arguments under one of `keys`."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return call_of(value if not isinstance(value, dict) else {"name": value.get("name")})
+    found = next((value[key] for key in keys if key in value), "")
+    if isinstance(found, str):
+        return ToolCall(name=value["name"], error=f"`{keys[-1]}` must be a JSON object")
+    return named_call(value["name"], found)
 
 
 def _tool_name(recipient: str) -> str:

@@ -22,7 +22,7 @@ from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.formats import choose_parser
 from grpo_async.chat.suffix import SuffixRule, dummy_call
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
-from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn
+from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn, TooLongError
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError, message_of
@@ -68,7 +68,8 @@ class ChatRenderer:
         self._end_of_turn_ids = list(dict.fromkeys(ends))
         source = self._template.source(with_tools=True) if self._template.exists else ""
         self._encoder = Encoder(tokenizer, source)
-        self._parser = choose_parser(parser, template_source=source, vocabulary=tokenizer.get_added_vocab())
+        end_tokens = tokenizer.convert_ids_to_tokens(self._end_of_turn_ids)
+        self._parser = choose_parser(parser, template_source=source, tokenizer=tokenizer, end_tokens=end_tokens)
         self.thinking_is_open = self._template.exists and self._template.thinking_is_open
         """Whether the generation prompt leaves the policy inside its thinking."""
         wanted = self._parser.format.special_tokens if self._parser.format else ()
@@ -120,6 +121,7 @@ class ChatRenderer:
         *,
         is_conversational: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a prompt. Conversations, and text with a system prompt or with tools, go through the chat template
         with a generation prompt; plain text alone does not. A last message of the assistant that came with the data has none: the
@@ -130,7 +132,7 @@ class ChatRenderer:
 
         Raises:
             ConfigError: the tokenizer has no chat template.
-            ChatError: the template refuses the messages.
+            ChatError: the template refuses the messages. TooLongError: they surely have more than `max_tokens` tokens.
         """
         untrusted = [message.origin is not Origin.PROMPT for message in messages]
         guarded = self._encoder.guard([message.as_dict() for message in messages], untrusted)
@@ -145,7 +147,24 @@ class ChatRenderer:
         rendered = self._template.render(
             guarded.messages, tools=tools, add_generation_prompt=True, is_open=opening is not None
         )
+        if max_tokens is not None:
+            self.check_length(rendered, max_tokens)
         return self._encoder.encode(rendered, guarded.placeholders)
+
+    @property
+    def unread_calls(self) -> str | None:
+        """Why tool calls are not read, and what to do; None if they are."""
+        return self._parser.reason if self._parser.format is None else None
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return self._encoder.longest_token
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise TooLongError for a text that surely has more than `max_tokens` tokens, without tokenizing it."""
+        if self._encoder.is_longer(text, max_tokens):
+            raise TooLongError(f"{len(text)} characters are more than the {max_tokens} tokens of a context can hold")
 
     def suffix_ids(
         self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage], *, is_ended: bool = True
@@ -171,11 +190,19 @@ class ChatRenderer:
             )
         return [end, *self._suffix.ids(calls, results)]
 
-    def parse(self, token_ids: Sequence[int], *, turn: int, opening: str | None = None) -> PolicyTurn:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        turn: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: str | None = None,
+    ) -> PolicyTurn:
         """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it). Never raises
         for what a model wrote: calls that cannot be read carry an `error`.
 
         Args:
+            tools: JSON schemas of those on offer.
             opening: the beginning of a message that the policy continued. It belongs to the calls that are read ("<tool_call>"),
                 not to the content.
         """
@@ -192,6 +219,7 @@ class ChatRenderer:
                     text=(opening or "") + text,
                     marked_text=(opening or "") + marked,
                     thinking_is_open=self.thinking_is_open and opening is None,
+                    tools=tools,
                 )
             )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own parser may raise anything
@@ -200,6 +228,29 @@ class ChatRenderer:
         if opening:  # a format strips the text around calls
             content = content.removeprefix(opening if content.startswith(opening) else opening.strip())
         return PolicyTurn(text=text, content=content, tool_calls=_with_ids(reading.calls, turn))
+
+    def constraint(self, schema: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The `structured_outputs` of GenerateRequest with which a turn is JSON of `schema`, or calls of `tools`; at least one is
+        given. The policy may think first where the generation prompt opens its thinking.
+
+        Raises:
+            ChatError: calls of this format cannot be described.
+        """
+        if schema is not None and not tools and not self.thinking_is_open:
+            return {"json": dict(schema)}
+        forms: list[dict[str, Any]] = (
+            [{"type": "json_schema", "json_schema": dict(schema)}] if schema is not None else []
+        )
+        if tools:
+            form = self._parser.format.call_form(tools) if self._parser.format else None
+            if form is None:
+                raise ChatError(f"the parser `{self._parser.name}` cannot force tool calls, or mix them with a format")
+            forms.append(form)
+        whole: dict[str, Any] = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+        if self.thinking_is_open:
+            thinking = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{THINKING[0][1]}\n\n"}
+            whole = {"type": "sequence", "elements": [thinking, whole]}
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": whole})}
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""
@@ -317,6 +368,8 @@ class ChatRenderer:
         """Does the parser read a call as the template writes it?"""
         call = dummy_call(name, 0)
         question = {"role": "user", "content": "question"}
+        parameters = {"type": "object", "properties": {"kqkey": {"type": "integer"}}}
+        tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
         for arguments in ({"kqkey": 1}, '{"kqkey": 1}'):
             function = {"name": name, "arguments": arguments}
             answer = {
@@ -331,7 +384,7 @@ class ChatRenderer:
                 continue
             if not after.startswith(before):
                 continue
-            found = self.parse(self._encoder.plain(after[len(before) :]), turn=0).tool_calls
+            found = self.parse(self._encoder.plain(after[len(before) :]), turn=0, tools=tools).tool_calls
             if [(one.name, dict(one.arguments)) for one in found] != [(name, {"kqkey": 1})]:
                 return [
                     f"the parser `{self._parser.name}` does not read a call as this chat template writes it "

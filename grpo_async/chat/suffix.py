@@ -120,7 +120,8 @@ class SuffixRule:
         return ids
 
     def last_token_of_turn(self, calls: Sequence[ToolCall]) -> int | None:
-        """The control token with which the template ends the policy's turn; None if it ends with other text."""
+        """The special token with which the template ends the policy's turn; None if it ends with other text, such as a closing
+        tag (GLM's </tool_call>)."""
         for form in FORMS:
             try:
                 ids = self._before_ids(form, calls)
@@ -128,7 +129,7 @@ class SuffixRule:
                 continue
             while ids and not self._text(ids[-1:]).strip() and ids[-1] not in self._encoder.control_ids:
                 ids = ids[:-1]
-            return ids[-1] if ids and ids[-1] in self._encoder.control_ids else None
+            return ids[-1] if ids and ids[-1] in self._encoder.special_ids | self._end_of_turn_ids else None
         return None
 
     def _search(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> tuple[_Plan, list[int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import ToolCall
@@ -12,6 +13,10 @@ from grpo_async.records import ToolCall
 class ChatError(GrpoAsyncError):
     """These messages cannot be turned into token ids; only the rollout they belong to is lost. At startup the same problem is
     a ConfigError."""
+
+
+class TooLongError(ChatError):
+    """The messages have more tokens than a context holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,7 @@ class SampledTurn:
     text: str  # without special tokens
     marked_text: str  # without special tokens, except those that the format asked for
     thinking_is_open: bool = False  # the generation prompt ended inside <think>
+    tools: Sequence[Mapping[str, Any]] = ()  # the schemas of the tools on offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +45,20 @@ class ParsedTurn:
 
     content: str
     calls: Sequence[ToolCall] = ()
+
+
+def joined(pieces: Sequence[str]) -> str:
+    """The text around the calls: [" I look.\\n", "", "\\n"] -> "I look."."""
+    return "\n".join(stripped for piece in pieces if (stripped := piece.strip()))
+
+
+def explained(calls: Sequence[ToolCall], how: str) -> list[ToolCall]:
+    """Each error with how a call is written, so that the policy can do better."""
+    return [
+        call if call.error is None else failed_call(call.name, call.error, how, call.tool_call_id) for call in calls
+    ]
+
+
+def failed_call(name: str, problem: str, how: str, call_id: str = "") -> ToolCall:
+    """A call that the policy is told it cannot make."""
+    return ToolCall(name=name, error=f"this tool call cannot be read: {problem}; {how}", tool_call_id=call_id)

@@ -34,6 +34,7 @@ from grpo_async.rewards.call import OFFERED, RewardError
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.embedded.families import check_embedded_family
+from grpo_async.servers.embedded.grammar import is_xgrammar_installed
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import check_family, check_tokenizer_size, check_vocabulary
 from grpo_async.user_code.references import resolve
@@ -141,10 +142,11 @@ class _InputChecks:
                 f"model.revision: {config.model.revision} is one of a hub name, and model.path: {folder} is a folder; leave it out"
             )
         for name, section in (("rollout", config.rollout), ("evaluation", config.evaluation)):
-            if engine.engine == "embedded" and section is not None and section.structured_outputs is not None:
+            is_constrained = section is not None and section.structured_outputs is not None
+            if engine.engine == "embedded" and is_constrained and not is_xgrammar_installed():
                 self.problems.append(
-                    f"{name}.structured_outputs: the embedded engine has no grammars, and is the one that serves here "
-                    f"({engine.reason}); set inference.engine: vllm, or leave it out"
+                    f"{name}.structured_outputs: the embedded engine, which serves here ({engine.reason}), needs xgrammar for "
+                    "grammars; pip install xgrammar, set inference.engine: vllm, or leave it out"
                 )
         template = config.model.chat_template
         if template is not None and not template.is_file():

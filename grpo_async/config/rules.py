@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
-from grpo_async.config.sections import CispoLoss, CustomLoss, GspoLoss, powers_up_to
+from grpo_async.config.sections import CustomLoss, GspoLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import count, shortlist
 
@@ -199,15 +199,13 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
         f"rollout.{name}" + (f": {value}" if isinstance(value, int | float | str) else "")
         for name, value in values.items()
     )
-    is_corrected = loss.proximal == "recomputed" and loss.correction is not None and loss.correction.level == "token"
-    weighs_by_itself = isinstance(loss, CispoLoss) and loss.proximal == "sampler"
     yield (
         isinstance(loss, GspoLoss),
         f"{what} samples from another distribution than the policy's, which weights of single tokens correct for, and gspo's ratio "
         "is that of a sequence; set another loss.type, or leave the setting to evaluation",
     )
     yield (
-        not isinstance(loss, GspoLoss) and not is_corrected and not weighs_by_itself,
+        not isinstance(loss, GspoLoss) and not loss.corrects_sampling,
         f"{what} samples from another distribution than the policy's, and the ratio of the loss would count that as a change of "
         "the policy; set loss.proximal: recomputed and loss.correction: {level: token}, or leave the setting to evaluation",
     )

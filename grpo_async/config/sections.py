@@ -321,7 +321,7 @@ class ToolSection(StrictModel):
 class ToolCallingSection(StrictModel):
     parser: str = "auto"
     """How calls are read from the model's text: `hermes` (Qwen, Hermes: <tool_call>{json}</tool_call>), `llama3_json`, `mistral`,
-    `harmony` (GPT-OSS), or `module:attribute` of your own:
+    `cohere`, `harmony` (GPT-OSS), any parser of vLLM where that is installed, or `module:attribute` of your own:
     `parse(text) -> {"content", "tool_calls": [{"name", "arguments"}]}`, which must be fast, for it runs on the event loop.
     auto: by the chat template; the plan says which."""
     max_result_chars: int = Field(default=8192, ge=16)
@@ -486,8 +486,8 @@ class RolloutSection(StrictModel):
     repetition_penalty: RepetitionPenalty = 1.0
     """Above 1, tokens that are already in the prompt or the completion become less likely (arXiv 1909.05858); 1 = none."""
     structured_outputs: StructuredOutputs | None = None
-    """Every turn of the policy satisfies this constraint; needs `inference.engine: vllm`. A turn that is interrupted (its server
-    died, or a resume) starts over, because the constraint begins with the first token."""
+    """Every turn of the policy satisfies this constraint; the embedded engine needs xgrammar for it. A turn that is interrupted
+    (its server died, or a resume) starts over, because the constraint begins with the first token."""
     stop: StopStrings = Field(default_factory=list)
     """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is
     whole, not truncated. All sampled tokens are trained on, those of the stop string included; rewards and messages get the text
@@ -597,6 +597,15 @@ class BaseLoss(StrictModel):
     """See `sync_ref_model`."""
     entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether each token is weighted by policy / sampler, so that it may be sampled from a part of the policy's distribution.
+        (CISPO's capped ratio is such a weight; a custom loss has to do it.)"""
+        has_weights = self.correction is not None and self.correction.level == "token"
+        is_weight = isinstance(self, CispoLoss) and self.proximal == "sampler"
+        is_corrected = self.proximal == "recomputed" and has_weights and not isinstance(self, GspoLoss)
+        return isinstance(self, CustomLoss) or is_weight or is_corrected
 
     @property
     def needs_reference(self) -> bool:

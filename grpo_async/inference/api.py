@@ -91,11 +91,11 @@ class GenerateRequest(ApiModel):
     repetition_penalty: RepetitionPenalty = 1.0
     """For every token in `token_ids` or the output, a positive logit is divided by this and any other is multiplied by it
     (arXiv 1909.05858), before the temperature."""
-    structured_outputs: dict[Literal["json", "regex", "choice", "grammar"], Any] | None = Field(
+    structured_outputs: dict[Literal["json", "regex", "choice", "grammar", "structural_tag"], Any] | None = Field(
         default=None, min_length=1, max_length=1
     )
-    """A constraint on the output, named as in vLLM's StructuredOutputsParams; other engines refuse it. `token_ids` must not contain
-    tokens that were sampled before: the constraint begins with the first token."""
+    """A constraint on the output, named as in vLLM's StructuredOutputsParams; the embedded engine needs xgrammar for it.
+    `token_ids` must not contain tokens that were sampled before: the constraint begins with the first token."""
     seed: int = 0
     """Used by the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A
     continuation, which has the same seed and more context, samples what the uninterrupted request would have. vLLM does not use it:

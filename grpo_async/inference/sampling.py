@@ -25,6 +25,8 @@ class SamplingSettings:
     max_turns: int = 1_000_000
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
+    corrects_sampling: bool = False
+    """The loss corrects for tokens that are sampled from a part of the policy's distribution; see BaseLoss."""
 
     def request(self, **fields: Any) -> GenerateRequest:
         """A request with these settings; `fields` are the others of GenerateRequest, and may override the settings."""

@@ -94,6 +94,7 @@ class Components:
             max_turn_tokens=rollout.max_turn_tokens,
             max_turns=rollout.max_turns,
             stop_token_ids=renderer.end_of_turn_ids,
+            corrects_sampling=config.loss.corrects_sampling,
         )
         if self.function is not None:
             section = config.rollout_function

@@ -184,7 +184,9 @@ class Rollout(TokenPath):
             self.is_truncated = is_cut
             return True
         number = len(self.turns)
-        policy_turn = self.renderer.parse(generation.token_ids, turn=number, opening=None if number else self.opening)
+        policy_turn = self.renderer.parse(
+            generation.token_ids, turn=number, tools=self.tools.schemas, opening=None if number else self.opening
+        )
         calls = policy_turn.tool_calls
         own = TaggedMessage(
             role="assistant",

@@ -118,7 +118,7 @@ class Scorer:
             for completion, advantage, reward, part in zip(trainable, advantages, rewards, parts, strict=True)
             if self._train_truncated or not completion.truncated
             for path in completion.paths
-            if path.num_own_tokens
+            if path.completion_mask.any()
         ]
         samples = self._with_own_rewards(samples, trainable, rewards, parts)
         has_signal = any(advantages) or any(sample.advantage for sample in samples)

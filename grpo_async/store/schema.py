@@ -149,7 +149,7 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("prompt_ids", "INTEGER[]", "Token ids of the prompt",
              expression="if(r IS NULL, NULL, coalesce(r.prompt_ids, g.prompt_ids))"),
     _rollout("completion_ids", "INTEGER[]", "Token ids of the completion; the lists below have its length"),
-    _rollout("mask", "UTINYINT[]", "1: sampled by the policy, 0: of a tool or environment"),
+    _rollout("mask", "UTINYINT[]", "1: sampled by the policy, 0: of a tool or environment, or not to be trained"),
     _rollout("logprobs", "FLOAT[]", "Log-probabilities in the sampler; 0 where the mask is 0", unit="nats"),
     _rollout("versions", "INTEGER[]", "Policy version that sampled the token; -1 where the mask is 0"),
     _rollout("trainer_logprobs", "FLOAT[]", "Log-probabilities of the trained policy before its update; NULL where the mask is"

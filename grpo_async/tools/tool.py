@@ -185,6 +185,11 @@ class ToolExecutor:
             raise ValueError(f"tools need different names, got {sorted(tool.name for tool in tools)}")
         self._max_result_chars = max_result_chars
 
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """The JSON schemas of the tools."""
+        return [tool.schema for tool in self._tools.values()]
+
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolCallRecord]:
         """One record for each call, in their order. Raises only CancelledError."""
         made, left = calls[:MAX_CALLS_PER_TURN], calls[MAX_CALLS_PER_TURN:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -14,6 +14,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.session import AgentSession
@@ -300,6 +301,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 ONE_CALL = {"role": "assistant", "tool_calls": {"id": "1", "type": "function", "function": {"name": "add"}}}  # no list
 LISTED_ID = {"role": "assistant", "tool_calls": [{"id": ["1"], "type": "function", "function": {"name": "add"}}]}
 TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
+NAMED = {"type": "function", "function": {"name": "add"}}
+ONE_OF_LIST = {"role": "assistant", "tool_calls": [{"id": "1", **NAMED}]}
+TWO_CALLS = {"role": "assistant", "tool_calls": [{"id": "1", **NAMED}, {"id": "2", **NAMED}]}
+FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
 
 
 @pytest.mark.parametrize(
@@ -314,15 +319,50 @@ TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
         ("chat/completions", {"messages": [ONE_CALL]}, 400, "messages[0].tool_calls"),
         ("chat/completions", {"messages": [LISTED_ID, TOOL_RESULT]}, 400, "messages[0].tool_calls"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
-        ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice"),
-        ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice"),
+        (
+            "chat/completions",
+            CHAT | {"tools": [ADD], "tool_choice": NAMED | {"function": {"name": "sub"}}},
+            400,
+            "tool_choice",
+        ),
+        ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice"),
+        ("chat/completions", CHAT | {"response_format": {"type": "grammar"}}, 400, "response_format"),
+        ("chat/completions", CHAT | {"web_search_options": {"user_location": {}}}, 400, "web_search_options"),
+        ("chat/completions", CHAT | {"functions": [{"name": "f"}]}, 400, "functions"),
+        ("chat/completions", CHAT | {"echo": True}, 400, "echo"),
+        ("chat/completions", CHAT | {"continue_final_message": True}, 400, "continue_final_message"),
+        ("chat/completions", {"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, 400, "messages"),
+        (
+            "chat/completions",
+            {"messages": [user("q"), TWO_CALLS, TOOL_RESULT]},
+            400,
+            "messages",
+        ),  # one of two is missing
+        ("chat/completions", {"messages": [user("q"), TWO_CALLS, TOOL_RESULT, user("and?")]}, 400, "messages"),
+        ("chat/completions", {"messages": [user("q"), TWO_CALLS, TOOL_RESULT, TOOL_RESULT]}, 400, "messages"),  # twice
+        ("chat/completions", {"messages": [user("q"), TOOL_RESULT]}, 400, "messages"),  # of no call
+        ("chat/completions", {"messages": [user("q"), TOOL_RESULT, ONE_OF_LIST]}, 400, "messages"),  # before its call
+        ("chat/completions", {"messages": [user("q"), ONE_OF_LIST, user("well?"), TOOL_RESULT]}, 400, "messages"),
+        ("responses", {"input": [user("q"), FUNCTION_CALL]}, 400, "messages"),
+        (
+            "responses",
+            {"input": [user("q"), {"type": "function_call_output", "call_id": "1", "output": "3"}]},
+            400,
+            "messages",
+        ),
+        ("responses", {"input": [user("q"), {"role": "assistant", "content": "It is"}]}, 400, "messages"),
+        ("responses", {"input": "q", "conversation": "conv_1"}, 400, "conversation"),
+        ("responses", {"input": "q", "background": True}, 400, "background"),
+        ("responses", {"input": "q", "prompt": {"id": "p"}}, 400, "prompt"),
+        ("responses", {"input": "q", "context_management": [{"type": "compaction"}]}, 400, "context_management"),
+        ("responses", {"input": "q", "include": ["message.output_text.logprobs"]}, 400, "include"),
         ("chat/completions", CHAT | {"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs"),
         ("chat/completions", CHAT | {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
         ("chat/completions", CHAT | {"n": 2}, 400, "n"),
         ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
         ("completions", {"prompt": "a"}, 404, None),
         ("responses", {"input": [{"type": "image_generation_call"}]}, 400, "input[0]"),
-        ("responses", {"input": "q", "text": {"format": {"type": "json_object"}}}, 400, "response_format"),
         ("responses", {"input": "q", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
         ("responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
     ],
@@ -341,11 +381,35 @@ def test_what_is_not_supported_is_refused_in_openais_format(
     _run(_policy(), agent)
 
 
+def _used(*ids: str) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ids],
+    }
+
+
+def _results(*ids: str, before: Sequence[Any] = ()) -> dict[str, Any]:
+    blocks = [{"type": "tool_result", "tool_use_id": name, "content": "3"} for name in ids]
+    return {"role": "user", "content": [*before, *blocks]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools\\[0\\]"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
+        ({"extra_body": {"container": "c"}}, "container"),
+        ({"extra_body": {"context_management": {"edits": [{}]}}}, "context_management"),
+        ({"extra_body": {"mcp_servers": [{"name": "m"}]}}, "mcp_servers"),
+        ({"extra_body": {"compaction": {"type": "auto"}}}, "compaction"),
+        ({"extra_body": {"thread": {"type": "create"}}}, "thread_unsupported_request"),
+        ({"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, "prefill"),
+        ({"messages": [user("q"), _used("1", "2"), _results("1")]}, "2"),
+        ({"messages": [user("q"), _used("1"), user("well?")]}, "1"),
+        ({"messages": [user("q"), _used("1"), _results("1", "1")]}, "1"),
+        ({"messages": [user("q"), _results("1")]}, "1"),
+        ({"messages": [user("q"), _used("1"), _results("1", before=[{"type": "text", "text": "first"}])]}, "before"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "role"),
     ],
@@ -359,6 +423,156 @@ def test_what_is_not_supported_is_refused_in_anthropics_format(changes: dict[str
             assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index, call-overload]
 
     _run(_policy(), agent)
+
+
+class City(BaseModel):
+    name: str
+    size: int
+
+
+ROME = '{"name": "Rome", "size": 3}'
+ROME_CALL = f'<tool_call>\n{{"name": "City", "arguments": {ROME}}}\n</tool_call>'
+CITY_TOOL = {"name": "City", "input_schema": City.model_json_schema()}
+ASKED: dict[str, Any] = {"model": "m", "messages": [user("q")]}
+
+
+async def _chat_parse(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    return (await client.chat.completions.parse(**ASKED, response_format=City, **fields)).choices[0].message.parsed
+
+
+async def _chat_stream(client: openai.AsyncOpenAI) -> Any:
+    async with client.chat.completions.stream(**ASKED, response_format=City) as stream:
+        return (await stream.get_final_completion()).choices[0].message.parsed
+
+
+async def _chat_forced(client: openai.AsyncOpenAI, choice: Any) -> Any:
+    tools = [openai.pydantic_function_tool(City)]
+    answer = await client.chat.completions.parse(**ASKED, tools=tools, tool_choice=choice)
+    return answer.choices[0].message.tool_calls[0].function.parsed_arguments  # type: ignore[index]
+
+
+async def _responses_parse(client: openai.AsyncOpenAI) -> Any:
+    return (await client.responses.parse(model="m", input="q", text_format=City)).output_parsed
+
+
+async def _responses_forced(client: openai.AsyncOpenAI) -> Any:
+    tool: Any = {"type": "function", "name": "City", "parameters": City.model_json_schema(), "strict": False}
+    forced: Any = {"type": "function", "name": "City"}
+    answer = await client.responses.create(model="m", input="q", tools=[tool], tool_choice=forced)
+    return City.model_validate_json(answer.output[-1].arguments)  # type: ignore[union-attr]
+
+
+async def _messages_parse(client: anthropic.AsyncAnthropic) -> Any:
+    return (await client.messages.parse(**ASKED, max_tokens=99, output_format=City)).parsed_output
+
+
+async def _messages_forced(client: anthropic.AsyncAnthropic, choice: Any) -> Any:
+    answer = await client.messages.create(**ASKED, max_tokens=99, tools=[CITY_TOOL], tool_choice=choice)  # type: ignore[list-item]
+    return City.model_validate(answer.content[-1].input)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("ask", "is_forced"),
+    [
+        (_chat_parse, False),
+        (partial(_chat_parse, tools=[openai.pydantic_function_tool(City)]), False),
+        (_chat_stream, False),
+        (_responses_parse, False),
+        (_messages_parse, False),
+        (partial(_chat_forced, choice="required"), True),
+        (partial(_chat_forced, choice={"type": "function", "function": {"name": "City"}}), True),
+        (_responses_forced, True),
+        (partial(_messages_forced, choice={"type": "any"}), True),
+        (partial(_messages_forced, choice={"type": "tool", "name": "City"}), True),
+    ],
+)
+def test_formats_and_forced_calls_by_the_real_clients_are_constraints_of_the_request(ask: Any, is_forced: bool) -> None:
+    policy = _policy(ROME_CALL if is_forced else ROME)
+
+    async def agent(session: AgentSession) -> Any:
+        function = getattr(ask, "func", ask)
+        async with (_anthropic if "messages" in function.__name__ else _openai)(session) as client:
+            return await ask(client)
+
+    assert _run(policy, agent) == City(name="Rome", size=3)
+    constraint = policy.served[0].request.structured_outputs
+    assert constraint is not None
+    assert ("<tool_call>" in str(constraint)) == (is_forced or "tools" in getattr(ask, "keywords", {}))
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_constraint(corrects: bool) -> None:
+    policy = policy_saying("free", ROME, "free again", per_chunk=2)
+
+    async def main() -> RolloutCompletion:
+        async with serving(policy, corrects_sampling=corrects) as (_, session):
+            async with _openai(session) as client:
+                messages: list[Any] = [user("q")]
+                for kind in ("text", "json_object", "text"):
+                    asked: Any = {"model": "m", "messages": messages, "response_format": {"type": kind}}
+                    answer = (await client.chat.completions.create(**asked)).choices[0].message
+                    messages += [{"role": "assistant", "content": answer.content}, user("and?")]
+            return session.completion(RolloutStatus.FINISHED)
+
+    completion = asyncio.run(main())
+    assert not completion.branches  # the tokens of all answers are context of what follows
+    lengths = [len(served.ids) for served in policy.served]
+    assert completion.num_sampled_tokens == sum(lengths)
+    assert completion.completion_mask.sum() == (sum(lengths) if corrects else lengths[0] + lengths[2])
+
+
+def test_anthropics_tool_runner_goes_through_the_whole_history() -> None:
+    @anthropic.beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Adds.
+
+        Args:
+            a: one
+            b: the other
+        """
+        return str(a + b)
+
+    policy = _policy(calls("add", a=1, b=2), "It is 3.")
+
+    async def agent(session: AgentSession) -> str:
+        async with _anthropic(session) as client:
+            asked: Any = {"model": "m", "max_tokens": 99, "messages": [user("1 + 2?")]}
+            answer = await client.beta.messages.tool_runner(**asked, tools=[add]).until_done()
+            return str(answer.content[0].text)  # type: ignore[union-attr]
+
+    assert _run(policy, agent) == "It is 3."
+    assert len(policy.served) == 2  # no branch: the second call continues the first
+
+
+@pytest.mark.parametrize("is_followup", [False, True])
+def test_a_message_that_no_context_holds_is_refused_before_it_is_tokenized(is_followup: bool) -> None:
+    policy = _policy("hello")
+    longest = policy.chat.longest_token
+    spelled: list[str] = []
+    plain = policy.chat._encoder.plain
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            messages: list[Any] = [user("q")] if is_followup else []
+            if is_followup:
+                answer = await client.chat.completions.create(model="m", messages=messages)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            policy.chat._encoder.plain = lambda text, **more: spelled.append(text) or plain(text, **more)  # type: ignore
+            messages.append(user("x" * (200 * longest + 200)))
+            with pytest.raises(openai.BadRequestError, match="characters") as caught:
+                await client.chat.completions.create(model="m", messages=messages)
+            assert caught.value.code == "context_length_exceeded"
+
+    if is_followup:
+        _run(policy, agent, max_model_len=200)
+    else:
+
+        async def main() -> None:
+            async with serving(policy, max_model_len=200) as (_, session):
+                await agent(session)
+
+        asyncio.run(main())
+    assert max(map(len, spelled), default=0) < 200 * longest
 
 
 def test_a_client_that_hangs_up_cancels_its_call() -> None:

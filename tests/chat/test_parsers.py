@@ -57,19 +57,14 @@ def test_what_a_prompt_has_opened_belongs_to_the_calls_and_not_to_the_content(
         ("qwen2_5", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>', "", [("f", {"a": 1})]),
         (
             "qwen2_5",
-            'I look.\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+            'I look.\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {}}',
             "I look.",
             [("f", {}), ("g", {})],
         ),
-        # arguments as JSON text are read once more; a list holds several calls; the OpenAI form
-        ("qwen2_5", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
-        ("qwen2_5", '<tool_call>{"function": {"name": "f", "parameters": {"a": 1}}}</tool_call>', "", [("f", {"a": 1})]),
-        # a closing tag inside an argument does not close the call
-        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("f", {"a": "</tool_call>"})]),
         # what is pondered is not called
         (
             "qwen3",
-            '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n<tool_call>{"name": "g"}</tool_call><|im_end|>',
+            '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
             '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>',
             [("g", {})],
         ),
@@ -77,7 +72,7 @@ def test_what_a_prompt_has_opened_belongs_to_the_calls_and_not_to_the_content(
         ("llama3", '{"name": "f", "parameters": {"a": 1}}<|eot_id|>', "", [("f", {"a": 1})]),
         ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", [("f", {"a": 1})]),
         ("llama3", '{"name": "f", "arguments": {}}; {"name": "g", "parameters": {}}<|eot_id|>', "", [("f", {}), ("g", {})]),
-        ("llama3", 'I look.<|python_tag|>[{"name": "f"}, {"name": "g"}]<|eom_id|>', "I look.", [("f", {}), ("g", {})]),
+        ("llama3", 'I look. {"name": "f", "parameters": {"a": 1}}<|eot_id|>', "", [("f", {"a": 1})]),
         # JSON that is an answer, not a call
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', '{"name": "Ada", "age": 36}', []),
         ("llama3", "{ set notation }<|eot_id|>", "{ set notation }", []),
@@ -111,7 +106,10 @@ def test_good_turns(name: str, text: str, content: str, calls: list[tuple[str, d
     [
         ("qwen2_5", '<tool_call>{"name": "f", "arguments": {</tool_call>', "not valid JSON"),
         ("qwen2_5", '<tool_call>{"name": "f"} and more</tool_call>', "more text after the JSON"),
-        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {}}', "</tool_call> is missing"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "inside"),
+        ("qwen2_5", '<tool_call>{"name": "f"}</tool_call>', "arguments"),
+        ("qwen2_5", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', "JSON object"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "must be a JSON object"),
         ("qwen2_5", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
         ("qwen2_5", '<tool_call>{"arguments": {}}</tool_call>', "`name` is missing"),
         ("qwen2_5", '<tool_call>{"name": 7, "arguments": {}}</tool_call>', "`name` must be the name of a tool, not 7"),
@@ -142,21 +140,22 @@ def test_a_call_that_cannot_be_read_says_what_is_wrong_and_how_to_write_it(name:
 
 
 def test_a_good_call_beside_a_bad_one_is_kept() -> None:
-    text = '<tool_call>{"name": "f", oh}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\n<tool_call>{"name": "h"}'
+    good = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    text = f'<tool_call>{{"name": "f", oh}}</tool_call>\n{good}\n<tool_call>{{"name": "h"'
     turn = renderer_of("qwen3").parse(tokens("qwen3", text), turn=0)
     assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True), ("h", False)]
     assert turn.text == text  # all of it, whatever could be read
 
 
 def test_a_call_that_is_not_closed_does_not_swallow_the_next() -> None:
-    text = '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call>'
+    text = '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     turn = renderer_of("qwen3").parse(tokens("qwen3", text), turn=0)
     assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True)]
 
 
 def test_ids_are_nine_characters_and_differ_within_a_rollout() -> None:
     renderer = renderer_of("qwen3")
-    ids = tokens("qwen3", '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>')
+    ids = tokens("qwen3", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2)
     made = [call.tool_call_id for turn in range(50) for call in renderer.parse(ids, turn=turn).tool_calls]
     assert len(set(made)) == 100
     assert all(len(name) == 9 and name.isalnum() for name in made)
@@ -173,7 +172,7 @@ def test_mistrals_own_ids_are_kept_where_they_can_be() -> None:
 def test_thinking_that_the_generation_prompt_opened_is_not_searched_for_calls() -> None:
     template = family("qwen3").chat_template.replace("'<|im_start|>assistant\\n' }}\n    {%- if enable", "'<|im_start|>assistant\\n<think>\\n' }}\n    {%- if enable")  # fmt: skip # noqa: E501
     renderer = renderer_of("qwen3", chat_template=template)
-    pondered = '<tool_call>{"name": "f"}</tool_call>'
+    pondered = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert renderer.parse(tokens("qwen3", pondered), turn=0).tool_calls == []
     (made,) = renderer.parse(tokens("qwen3", pondered + "\n</think>\n\n" + pondered), turn=0).tool_calls
     assert made.name == "f"
@@ -237,11 +236,6 @@ def test_a_hostile_text_is_read_in_linear_time(parser: str) -> None:
 def test_an_unknown_format_reads_no_calls_and_needs_no_parser() -> None:
     turn = renderer_of("chatml").parse(tokens("chatml", "the answer is 42<|im_end|>"), turn=0)
     assert (turn.text, turn.content, turn.tool_calls, turn.parse_error) == ("the answer is 42",) * 2 + ((), None)
-
-
-def test_the_xml_calls_of_qwen3_coder_are_not_mistaken_for_json() -> None:
-    template = family("qwen3").chat_template.replace('{"name": <function-name>', "<function=name>")
-    assert renderer_of("qwen3", chat_template=template)._parser.format is None
 
 
 def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:

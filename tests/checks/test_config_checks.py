@@ -76,8 +76,6 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
         (TRAIN, [], {"rollout": {"agent": {"command": ["true"], "host": "192.0.2.7"}}},
          "rollout.agent.host: 192.0.2.7 cannot be bound"),
         (TRAIN, [], {"weights": {"host": "192.0.2.7"}}, "weights.host: 192.0.2.7 cannot be bound on this machine"),
-        (TRAIN, [], {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}, "loss": TOKEN_WEIGHTS,
-                     "inference": {"engine": "auto"}}, "rollout.structured_outputs: the embedded engine has no grammars"),
         (TRAIN, [], {"checkpoint": {"best_metric": "rewards/typo"}}, "checkpoint.best_metric: rewards/typo"),
         (TRAIN, [], {"checkpoint": {"best_metric": "rewards/exact_match/gsm8k"}, "rewards": [{"function": MATCH}]},
          "checkpoint.best_metric: rewards/exact_match/gsm8k: there is no such reward"),

@@ -106,7 +106,9 @@ class FakeRenderer:
     def completion_text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
-    def parse(self, token_ids: Sequence[int], *, turn: int = 0, opening: str | None = None) -> PolicyTurn:
+    def parse(
+        self, token_ids: Sequence[int], *, turn: int = 0, tools: Sequence[Any] = (), opening: str | None = None
+    ) -> PolicyTurn:
         text = self.completion_text(token_ids)
         calls = [
             ToolCall(tool_call_id=f"t{turn}c{position}", name="add", arguments={"a": position})
@@ -123,6 +125,8 @@ class FakeRenderer:
 
 class FakeTools:
     """Answers every call with `result`; notes what was called."""
+
+    schemas: Sequence[Mapping[str, Any]] = ()
 
     def __init__(self, result: str = "9", *, failed: bool = False, on_call: Callable[[], None] = lambda: None) -> None:
         self._result = result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
+from grpo_async.servers.embedded.grammar import Grammars
 from tests.servers.embedded_support import (
     finish,
     generate,
@@ -55,6 +57,44 @@ def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any, monk
     assert prefills == [(1, 32), (1, 32)]
     for request, output in zip(requests, [*outputs, *(sequence.output for sequence in late)], strict=True):
         assert worst_error(model, request, output) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"choice": ["hello world", "the answer"]}, "hello world|the answer"),
+        ({"regex": "[a-c]{4,6}!"}, "[a-c]{4,6}!"),
+        ({"json": {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"],
+                   "additionalProperties": False}}, r'\{\s*"a"\s*:\s*"(x|yy)"\s*\}'),
+        ({"grammar": 'root ::= "one" | "two " root'}, "(two )*one"),
+        ({"structural_tag": {"type": "structural_tag", "format": {"type": "tag", "begin": "<tool_call>", "end": "</tool_call>",
+          "content": {"type": "const_string", "value": "add"}}}}, "<tool_call>add</tool_call>"),
+    ],
+)  # fmt: skip
+def test_structured_outputs_have_their_form_beside_others_that_are_free(
+    model: Any, tiny_model: Path, form: dict[str, Any], pattern: str
+) -> None:
+    pytest.importorskip("xgrammar")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine = _engine(model)
+    free = submit(engine, make_request(prompt(5), seed=1, max_tokens=60))
+    asked = make_request(prompt(5), seed=2, max_tokens=200, ignore_eos=False, structured_outputs=form)
+    sequence = submit(engine, asked)
+    sequence.matcher = Grammars(tokenizer, engine.vocab_size).matcher(form, engine.eos_ids)
+    finish(engine)
+    assert sequence.output.token_ids[-1] in engine.eos_ids
+    assert re.fullmatch(pattern, tokenizer.decode(sequence.output.token_ids[:-1]))
+    above = [
+        given - full
+        for given, full in zip(
+            sequence.output.logprobs, teacher_forced(model, prompt(5), sequence.output.token_ids).tolist(), strict=True
+        )
+    ]
+    assert min(above) > -1e-5  # what is left is divided by its probability
+    assert max(above) > 0.5
+    assert worst_error(model, free.request, free.output) < 1e-5
 
 
 def test_generation_ends_at_eos_at_a_stop_token_and_at_the_limit(model: Any) -> None:

@@ -57,7 +57,7 @@ def own(tiny_model: Path) -> Iterator[Live]:
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": 1e-9}, "too small"),
         ({"top_p": 1e-320}, "top_p"),
-        ({"structured_outputs": {"choice": ["a"]}}, "set inference.engine: vllm"),
+        ({"structured_outputs": {"choice": ["a"]}}, "the model's tokenizer cannot be loaded"),
         ({"stop": ["END"]}, "the model's tokenizer cannot be loaded"),
         ({"color": "red"}, "color"),
         ({"max_tokens": None}, "max_tokens"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ pytestmark = pytest.mark.vllm
         ({"json": {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"],
                    "additionalProperties": False}}, r'\{\s*"a"\s*:\s*"(x|yy)"\s*\}'),
         ({"grammar": 'root ::= "one" | "two " root'}, "(two )*one"),
+        ({"structural_tag": json.dumps({"type": "structural_tag", "format": {"type": "tag", "begin": "<tool_call>",
+          "content": {"type": "const_string", "value": "add"}, "end": "</tool_call>"}})}, "<tool_call>add</tool_call>"),
     ],
 )  # fmt: skip
 def test_structured_outputs_have_their_form_and_logprobs_of_what_it_leaves(
@@ -53,6 +57,20 @@ def test_structured_outputs_have_their_form_and_logprobs_of_what_it_leaves(
     assert max(above) > 0.5
     wrong = request.model_copy(update={"structured_outputs": {"regex": "("}})
     assert vllm_server.post("/rollout/generate", wrong.model_dump()).status_code == 400
+
+
+def test_a_clients_seed_does_not_end_the_server_while_long_prompts_are_prefilled_in_chunks(
+    vllm_server: VllmServer,
+) -> None:
+    body = {"model": vllm_server.info().model, "max_tokens": 8, "temperature": 1.0, "seed": 3, "n": 2}
+    prompts = [[*LONG_PROMPT[number:], *LONG_PROMPT[:number]] for number in range(40)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = threads.map(
+            lambda prompt: vllm_server.client.post("/v1/completions", json=body | {"prompt": prompt}).status_code,
+            prompts,
+        )
+        assert set(answers) == {200}
+    assert vllm_server.info().engine == "vllm"
 
 
 def test_vllms_own_routes_wait_too_and_never_see_the_cache_of_older_weights(

@@ -28,6 +28,7 @@ from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason
+from grpo_async.servers.embedded.grammar import mask_logits
 from grpo_async.servers.embedded.kv_slots import SlotCache
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 from grpo_async.servers.requests import NOT_FINITE, EngineOutput, TokenStream
@@ -52,6 +53,7 @@ class RunningSequence:
         eos_ids: Sequence[int],
         stream: TokenStream,
         decode: Callable[[Sequence[int]], str] | None = None,
+        matcher: Any = None,
     ) -> None:
         self.request = request
         self.stream = stream
@@ -60,6 +62,8 @@ class RunningSequence:
         self.limit = self.prompt_len + request.max_tokens
         self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
         self.decode = decode
+        self.matcher = matcher
+        """Of its structured output; see `grammar`."""
         self.prompt_key = tuple(request.token_ids[:-1])
         self.slot = -1  # -1: waiting or over
         # number of the weights (counted by SlotEngine) with which the slot's keys and values of the prompt were computed; None: not
@@ -74,6 +78,8 @@ class RunningSequence:
     def append(self, token: int, logprob: float) -> EngineOutput:
         """Add one sampled token."""
         self.tokens.append(token)
+        if self.matcher is not None:
+            self.matcher.accept_token(token)
         output = EngineOutput(token_ids=(token,), logprobs=(logprob,))
         if token in self.stop_ids:
             output.finish_reason = FinishReason.STOP
@@ -292,7 +298,8 @@ class SlotEngine:
             use_cache=True,
         ).logits[:, -1]
         assert self._sampling is not None
-        tokens, logprobs = sample(logits[: len(rows)], self._sampling, self._next_positions)
+        logits = mask_logits(logits[: len(rows)], [sequence.matcher for sequence in rows])
+        tokens, logprobs = sample(logits, self._sampling, self._next_positions)
         self._sampling.note(tokens)
         self._tokens[: len(rows)] = tokens
         self._positions[: len(rows)] += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from functools import wraps
@@ -18,6 +19,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.utils.network import listening_store
+from grpo_async.utils.warn_once import WarnOnce
+
+logger = logging.getLogger("vllm.grpo_async")
 
 # ---- uvicorn: Config(http="auto") reads HTTP_PROTOCOLS ----
 
@@ -118,6 +122,24 @@ def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
 
     async def add_request_async(request: Any) -> None:
         request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
+        await send(request)
+
+    client.add_request_async = add_request_async
+
+
+def drop_seeds_on_cpu(engine: Any) -> None:
+    """Take the seed from every request, including those of vLLM's own routes, where vLLM runs on a CPU: there a prompt that is
+    prefilled in chunks ends the server if it has a seed ("CPU Generator does not use offset")."""
+    if engine.vllm_config.device_config.device_type != "cpu":
+        return
+    client = engine.engine_core
+    send = client.add_request_async
+    warn = WarnOnce(logger)
+
+    async def add_request_async(request: Any) -> None:
+        if request.sampling_params is not None and request.sampling_params.seed is not None:
+            warn("seed", "a request sets `seed`, which vLLM on a CPU cannot honour; it is ignored, for all requests")
+            request.sampling_params.seed = None
         await send(request)
 
     client.add_request_async = add_request_async
