@@ -13,7 +13,6 @@ except reserved ones; static methods are helpers, as in TRL.
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -217,7 +216,7 @@ class Environment:
             EnvironmentCallError: the row lacks a column; or `reset` raised, took too long or did not return text, and
                 then the instance is broken.
         """
-        arguments = copy.deepcopy(self.kind.reset_arguments(row))  # rollouts of one group share the row
+        arguments = self.kind.reset_arguments(row)
         try:
             return await self._call("reset", UserCall(self.instance.reset, arguments, _reset_text))
         except EnvironmentCallError as error:

@@ -21,7 +21,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
+from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.calls import NO_SIGNATURE, Parameters, UserCall, read_numbers
+from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)
@@ -120,11 +122,16 @@ class RewardRequest:
                 raise ValueError(
                     f"log_extra({column!r}) got {len(values)} values for {len(self.completions)} completions"
                 )
-            extra_columns[column] = values
+            extra_columns[column] = own_copy(values)  # the function may go on changing them
 
         def log_metric(name: str, value: float) -> None:
+            if describe(str(name)).is_known:
+                raise ValueError(
+                    f"log_metric({name!r}): this is a metric of the run itself; choose another name, such as "
+                    f"'{self.name}/{name}'"
+                )
             if math.isfinite(number := float(value)):
-                metrics.setdefault(name, []).append(number)
+                metrics.setdefault(str(name), []).append(number)
             else:
                 logger.warning("log_metric(%r) got %s, which is ignored: the mean would not be a number", name, number)
 
@@ -140,7 +147,6 @@ class RewardRequest:
         offered: dict[str, Any] = {
             **{column: list(values) for column, values in self.columns.items()},
             **self.arguments,
-            # New outer lists: a function that pops from them must not affect the other functions.
             "prompts": list(self.prompts),
             "completions": list(self.completions),
             "completion_ids": list(self.completion_ids),
@@ -148,13 +154,12 @@ class RewardRequest:
             "log_extra": log_extra,
             "log_metric": log_metric,
         }
-        if self.environments is not None:
-            offered[ENVIRONMENTS] = list(self.environments)
         chosen = parameters.choose(offered)
         for alias, name in ALIASES.items():
             if alias in parameters.names and alias not in chosen:
                 chosen[alias] = offered[name]
-        return UserCall(function, chosen, finish)
+        live = {} if self.environments is None else parameters.choose({ENVIRONMENTS: list(self.environments)})
+        return UserCall(function, chosen, finish, live)
 
 
 def read_parameters(function: RewardCallable) -> Parameters:

@@ -8,8 +8,11 @@ agent gave their own reward.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -94,14 +97,17 @@ class Scorer:
             for index, completion in enumerate(trainable)
         ]
         rewards = combine_rewards(parts, self.weights)
-        logged = {name: value for outcome in outcomes.values() for name, value in outcome.metrics.items()}
+        logged: dict[str, list[float]] = {}
+        for outcome in outcomes.values():
+            for metric, value in outcome.metrics.items():
+                logged.setdefault(metric, []).append(value)
         return ScoredGroup(
             group=group,
             samples=self._samples(group, trainable, rewards, parts) if is_trained else [],
             rewards=rewards,
             reward_parts=parts,
-            metrics={"scoring/duration_s": took_s, **logged},
-            extra_columns={name: v for outcome in outcomes.values() for name, v in outcome.extra_columns.items()},
+            metrics={"scoring/duration_s": took_s, **{metric: fmean(values) for metric, values in logged.items()}},
+            extra_columns=_extra_columns(outcomes, {name for each in trainable for name in each.reward_columns}),
         )
 
     def _samples(
@@ -181,6 +187,17 @@ class Scorer:
 
             results = await all_of(map(score, self._rewards))
         return {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
+
+
+def _extra_columns(outcomes: Mapping[str, RewardOutcome], taken: Collection[str]) -> dict[str, list[Any]]:
+    """What the rewards logged, by column. A column that is taken, or that another reward has too, gets its reward's name:
+    `parsed` of the rewards a and b -> a/parsed, b/parsed."""
+    uses = Counter([*taken, *chain.from_iterable(outcome.extra_columns for outcome in outcomes.values())])
+    return {
+        column if uses[column] == 1 else f"{reward}/{column}": values
+        for reward, outcome in outcomes.items()
+        for column, values in outcome.extra_columns.items()
+    }
 
 
 def _branch_column(branch: Branch) -> dict[str, Any]:

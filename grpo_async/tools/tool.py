@@ -109,7 +109,7 @@ class Tool:
         """
         checked = check_arguments(self._spec.validator, self._spec.parameters, arguments)
         try:
-            return await self._caller.run(UserCall(self.function, {**checked, **self.fixed}, as_text))
+            return await self._caller.run(UserCall(self.function, self.fixed, as_text, live=checked))
         except CallError as error:
             origin = error.origin
             raised = Raised(origin)

@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar
 
 from grpo_async.errors import GrpoAsyncError, with_type
 from grpo_async.records import MAX_REWARD
+from grpo_async.user_code.copies import own_copy
 from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.threads import InstanceThread, ThreadRunner, ThreadsExhaustedError
 from grpo_async.utils.safe_text import safe_repr
@@ -91,11 +92,13 @@ class Raised:
 @dataclass(frozen=True, slots=True)
 class UserCall(Generic[Result]):
     """A function, its keyword arguments, and `finish`, which converts its result in the same place (converting a long list to JSON
-    takes long, and a result's own `__str__` may raise)."""
+    takes long, and a result's own `__str__` may raise). The function gets copies of `arguments`, so that it cannot change
+    what others see, and the objects in `live` themselves."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     finish: Callable[[Any], Result] = lambda raw: raw
+    live: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_async(self) -> bool:
@@ -104,7 +107,7 @@ class UserCall(Generic[Result]):
     def attempt(self) -> Result | Raised:
         """Call on this thread, with a new event loop if the result must be awaited after all. Never raises."""
         try:
-            raw = self.function(**self.arguments)
+            raw = self.function(**own_copy(self.arguments), **self.live)
             if inspect.isawaitable(raw):
                 raw = asyncio.run(_awaited(raw))
             return self.finish(raw)
@@ -114,7 +117,9 @@ class UserCall(Generic[Result]):
     async def attempt_async(self) -> Result | Raised:
         """Call on the running loop. Raises only CancelledError, when this task is cancelled."""
         try:
-            return self.finish(await self.function(**self.arguments))  # Caller cancels it on timeout
+            return self.finish(
+                await self.function(**own_copy(self.arguments), **self.live)
+            )  # Caller cancels it on timeout
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
+from grpo_async.tracking.catalog import CATALOG
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
 from tests.support.waiting import until
 
@@ -127,6 +129,24 @@ def test_a_function_logs_columns_and_metrics_and_sees_the_state(run_in: str) -> 
     assert outcome.values == [4.0]
     assert outcome.extra_columns == {"upper": ["AB"]}
     assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2; NaN is left out
+
+
+def test_a_function_cannot_log_in_the_place_of_the_runs_own_metrics() -> None:
+    own = [re.sub(r"\{\w+\}", "2", entry.name) for entry in CATALOG] + ["rewards/my/judge/std", "eval/custom"]
+    refused = []
+
+    def logs_all(completions: list[str], log_metric: Any) -> list[float]:
+        for name in [*own, "accuracy", "mine/reward", "rewards/accuracy"]:
+            try:
+                log_metric(name, 0.5)
+            except ValueError as error:
+                refused.append(name)
+                assert f"logs_all/{name}" in str(error)
+        return [0.0] * len(completions)
+
+    outcome = asyncio.run(score(RewardFunction(logs_all), ["ab"]))
+    assert refused == own
+    assert set(outcome.metrics) == {"accuracy", "mine/reward", "rewards/accuracy"}
 
 
 def test_an_async_function_that_swallows_its_cancellation_does_not_outlast_the_time_limit() -> None:

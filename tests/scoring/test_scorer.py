@@ -24,6 +24,7 @@ from grpo_async.records import (
 )
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.scoring.scorer import Scorer
+from tests.rewards import faulty_rewards
 from tests.support.records import make_completion, make_prompt, make_turn
 
 
@@ -136,6 +137,45 @@ def test_what_functions_log_is_kept_for_the_store() -> None:
     assert scored.extra_columns == {"extracted": ["4", "5"]}
     assert scored.metrics["parsed"] == 0.5
     assert scored.metrics.keys() == {"parsed", "scoring/duration_s"}
+
+
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+def test_a_reward_that_changes_its_arguments_changes_no_other_call_and_no_record(run_in: Any) -> None:
+    """For each completion 1 message + 1 message + 2 ids + 1 column entry + 2 parts of it = 7, in every call."""
+    tests = {"in": [1, 2]}
+    group = RolloutGroup(
+        prompt=make_prompt(3, "1 + 1 =", tests=tests), completions=[make_completion(f"r{index}") for index in range(4)]
+    )
+    before = repr(group)
+    reference = "tests.rewards.faulty_rewards:uses_up"
+    first = RewardFunction(faulty_rewards.uses_up, run_in=run_in, reference=reference)
+    second = RewardFunction(faulty_rewards.uses_up, name="second")
+    scorer = Scorer([first, second], advantage=AdvantageSection(type="none"), train_zero_variance=True)
+    for _ in range(2):
+        assert asyncio.run(scorer.score(group)).reward_parts == [{"uses_up": 7.0, "second": 7.0}] * 4
+    first.close()
+    assert repr(group) == before
+
+
+def test_two_rewards_that_log_under_one_name_do_not_overwrite_each_other() -> None:
+    def logging(value: float) -> Any:
+        def reward(completions: list[Any], log_extra: Any, log_metric: Any) -> list[float]:
+            log_metric("accuracy", value)
+            log_extra("parsed", [value] * len(completions))
+            log_extra(f"only {value}", [value] * len(completions))
+            log_extra("seat", [value] * len(completions))
+            return [value] * len(completions)
+
+        return reward
+
+    rewards = [RewardFunction(logging(value), name=name) for name, value in (("a", 1.0), ("b", 0.0))]
+    scorer = Scorer(rewards, advantage=AdvantageSection(type="none"), train_zero_variance=True)
+    completion = replace(make_completion("r0"), reward_columns={"seat": 7})
+    scored = asyncio.run(scorer.score(RolloutGroup(prompt=make_prompt(3), completions=[completion])))
+    assert scored.metrics["accuracy"] == 0.5
+    assert scored.extra_columns == {
+        "a/parsed": [1.0], "b/parsed": [0.0], "only 1.0": [1.0], "only 0.0": [0.0], "a/seat": [1.0], "b/seat": [0.0],
+    }  # fmt: skip
 
 
 def _with_branches(rollout_id: str, *rewards: float | None, agent: float | None = None) -> RolloutCompletion:
