@@ -26,6 +26,7 @@ from grpo_async.records import (
     RolloutSample,
     ScoredGroup,
     TokenPath,
+    TurnRecord,
 )
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import Advantages, combine_rewards
@@ -167,7 +168,7 @@ class Scorer:
         given = [prompt.as_given(completion.prompt_messages) for completion in completions]
         texts: list[Any]
         if prompt.is_conversational:
-            texts = [[m.as_dict() for m in completion.completion_messages()] for completion in completions]
+            texts = [[message for turn in each.turns for message in _as_in_trl(turn)] for each in completions]
         else:
             texts = ["".join(m.content for m in completion.completion_messages()) for completion in completions]
         columns = {name: [value] * len(completions) for name, value in prompt.columns.items()}
@@ -187,6 +188,16 @@ class Scorer:
 
             results = await all_of(map(score, self._rewards))
         return {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
+
+
+def _as_in_trl(turn: TurnRecord) -> list[dict[str, Any]]:
+    """The messages of a turn, where the content of a tool's message is the list that the tool returned, if it returned one."""
+    lists = {call.tool_call_id: call.returned for call in turn.tool_calls if call.returned is not None}
+    messages = [message.as_dict() for message in turn.messages]
+    return [
+        {**message, "content": lists[message["tool_call_id"]]} if message.get("tool_call_id") in lists else message
+        for message in messages
+    ]
 
 
 def _extra_columns(outcomes: Mapping[str, RewardOutcome], taken: Collection[str]) -> dict[str, list[Any]]:

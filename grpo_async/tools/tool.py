@@ -1,6 +1,6 @@
 """One tool: what the model sees of it, and how it is called; also the calls of one turn.
 
-`text = await tool.call({"number": 3})` gives the text for the model, or raises a ToolError whose message is for the model.
+`result = await tool.call({"number": 3})` gives the result, whose text is for the model, or raises a ToolError whose message is.
 No failure of the function reaches the event loop: a SystemExit is a failed call, and a hanging call ends at its time limit.
 
 `ToolExecutor` answers every call of a turn, in order: with the tool's text, or with {"error": ...} and `failed`. Calls run
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from grpo_async.config.sections import ToolSection
 from grpo_async.errors import ConfigError, GrpoAsyncError, Problems
 from grpo_async.records import ToolCall, ToolCallRecord
-from grpo_async.tools.results import ToolError, as_text, error_text, truncate
+from grpo_async.tools.results import ToolError, ToolResult, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
 from grpo_async.user_code.calls import NO_SIGNATURE, Caller, CallError, Raised, Result, UserCall
 from grpo_async.user_code.loop import UserLoop
@@ -101,15 +101,15 @@ class Tool:
         """As `apply_chat_template(tools=...)` takes it."""
         return self._spec.schema
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The function's result as text.
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """The function's result.
 
         Raises:
             ToolError: wrong arguments, or the function raised or took too long.
         """
         checked = check_arguments(self._spec.validator, self._spec.parameters, arguments)
         try:
-            return await self._caller.run(UserCall(self.function, self.fixed, as_text, live=checked))
+            return await self._caller.run(UserCall(self.function, self.fixed, ToolResult.of, live=checked))
         except CallError as error:
             origin = error.origin
             raised = Raised(origin)
@@ -199,7 +199,7 @@ class ToolExecutor:
             tool = self._tool_for(call)
             async with tool.lock:  # the previous call has a time limit
                 started = time.monotonic()
-                outcome: str | ToolError = await tool.call(call.arguments)
+                outcome: ToolResult | ToolError = await tool.call(call.arguments)
         except ToolError as error:
             outcome = error
         return self._record(call, outcome, time.monotonic() - started)
@@ -215,14 +215,16 @@ class ToolExecutor:
             )
         return tool
 
-    def _record(self, call: ToolCall, outcome: str | ToolError, duration_s: float) -> ToolCallRecord:
+    def _record(self, call: ToolCall, outcome: ToolResult | ToolError, duration_s: float) -> ToolCallRecord:
         failed = isinstance(outcome, ToolError)
+        text = str(outcome) if isinstance(outcome, ToolError) else outcome.text
         as_shown = error_text if failed else truncate
         return ToolCallRecord(
             tool_call_id=call.tool_call_id,
             name=call.name,
             arguments=dict(call.arguments),
-            result=as_shown(str(outcome), self._max_result_chars),
+            result=as_shown(text, self._max_result_chars),
+            returned=None if isinstance(outcome, ToolError) else outcome.returned,
             failed=failed,
             duration_s=duration_s,
         )

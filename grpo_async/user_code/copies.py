@@ -25,15 +25,22 @@ def own_copy(value: Any) -> Any:
     token ids, costs one pass over it. What refuses to be copied (a lock, a connection, a tensor with a graph), which only a
     user's own code can have made, stays shared, with a warning for each type.
     """
+    try:
+        return _copied(value)
+    except RecursionError:  # a container that holds itself
+        return copy.deepcopy(value)
+
+
+def _copied(value: Any) -> Any:
     kind = type(value)
     if kind in _IMMUTABLE:
         return value
     if kind is list or kind is tuple:
         if _IMMUTABLE.issuperset(map(type, value)):
             return value[:]
-        return kind([own_copy(item) for item in value])
+        return kind([_copied(item) for item in value])
     if kind is dict:
-        return {key: own_copy(item) for key, item in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     try:
         return copy.deepcopy(value)
     except Exception as error:  # noqa: BLE001 - a class may refuse with anything

@@ -140,8 +140,7 @@ def test_a_function_cannot_log_in_the_place_of_the_runs_own_metrics() -> None:
             try:
                 log_metric(name, 0.5)
             except ValueError as error:
-                refused.append(name)
-                assert f"logs_all/{name}" in str(error)
+                refused.extend([name] if f"logs_all/{name}" in str(error) else [])
         return [0.0] * len(completions)
 
     outcome = asyncio.run(score(RewardFunction(logs_all), ["ab"]))

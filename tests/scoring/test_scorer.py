@@ -21,9 +21,11 @@ from grpo_async.records import (
     RolloutStatus,
     ScoredGroup,
     TaggedMessage,
+    ToolCall,
 )
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.scoring.scorer import Scorer
+from grpo_async.tools import Tool, ToolExecutor
 from tests.rewards import faulty_rewards
 from tests.support.records import make_completion, make_prompt, make_turn
 
@@ -155,6 +157,35 @@ def test_a_reward_that_changes_its_arguments_changes_no_other_call_and_no_record
         assert asyncio.run(scorer.score(group)).reward_parts == [{"uses_up": 7.0, "second": 7.0}] * 4
     first.close()
     assert repr(group) == before
+
+
+def test_a_list_that_a_tool_returned_is_the_content_of_its_message_as_in_trl() -> None:
+    """Other results are text, and a tool that goes on changing its list changes nothing."""
+    rows: list[Any] = [("a", 1)]
+
+    def query(limit: int) -> Any:
+        """Queries.
+
+        Args:
+            limit: How many rows.
+        """
+        return rows if limit else {"a": 1}
+
+    calls = [ToolCall(tool_call_id=f"call{limit}", name="query", arguments={"limit": limit}) for limit in (1, 0)]
+    records = asyncio.run(ToolExecutor([Tool.from_function(query)], max_result_chars=100).execute(calls))
+    rows.clear()
+    own = TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[c.as_dict() for c in calls])
+    results = [call.result_message(record.result) for call, record in zip(calls, records, strict=True)]
+    turn = replace(make_turn([5], version=1), messages=[own, *results], tool_calls=records)
+    contents: list[Any] = []
+
+    def reward(completions: list[Any]) -> list[float]:
+        contents.extend(message["content"] for message in completions[0])
+        return [0.0] * len(completions)
+
+    _score([replace(make_completion("r0"), turns=[turn])], reward)
+    assert contents == ["", [("a", 1)], "{'a': 1}"]
+    assert results[0].content == "[('a', 1)]"  # what the model sees and the record shows
 
 
 def test_two_rewards_that_log_under_one_name_do_not_overwrite_each_other() -> None:
