@@ -25,7 +25,7 @@ from grpo_async.rewards.call import (
     TrainerState,
     read_parameters,
 )
-from grpo_async.user_code.calls import Caller, CallError, is_async, own_name, unwrap_partial
+from grpo_async.user_code.calls import Caller, CallError, is_async, own_name, process_hint, unwrap_partial
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
@@ -172,6 +172,7 @@ class RewardFunction:
             if isinstance(error.error, RewardError):
                 raise error.error from error.error.__cause__
             hint = f"; raise `{self._setting}.timeout_s` if this is expected" if error.is_timeout else ""
+            hint += process_hint(error.error, self._setting)
             if error.error is None and self._pool is None:
                 hint += f"; {'or ' if hint else ''}set `{self._setting}.run_in: process`: worker processes are killed on timeout"
             raise RewardError(self.name, f"{error.problem}{hint}", error.is_lost) from error.origin

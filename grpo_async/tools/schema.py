@@ -16,7 +16,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NotRequired, Required, Union
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -96,6 +96,19 @@ class UnusableError(Exception):
         super().__init__("; ".join(problems))
 
 
+@dataclass(slots=True)
+class ToolHealth:
+    """Whether a tool has ever worked, and how often it has failed with the same error since."""
+
+    has_worked: bool = False
+    problem: str = ""
+    num_failures: int = 0
+
+    def failed(self, problem: str) -> None:
+        self.num_failures = self.num_failures + 1 if problem == self.problem else 1
+        self.problem = problem
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """The description of one tool; shared by all instances of an environment."""
@@ -103,6 +116,7 @@ class ToolSpec:
     name: str
     schema: Mapping[str, Any]  # {"type": "function", "function": {...}}
     validator: Validator
+    health: ToolHealth = field(default_factory=ToolHealth)
 
     @property
     def parameters(self) -> Mapping[str, Any]:

@@ -74,6 +74,8 @@ class Raised:
     @property
     def problem(self) -> str:
         """See `CallError.problem`."""
+        if isinstance(self.error, CallError):  # from a worker process
+            return self.error.problem
         return f"raised {self.summary}{self.place}"
 
     @property
@@ -162,6 +164,8 @@ class Caller:
         except ThreadsExhaustedError as error:
             raise CallError(f"cannot be called: {error}") from error
         if isinstance(result, Raised):
+            if isinstance(result.error, CallError):
+                raise result.error
             raise CallError(result.problem, error=result.error) from result.error
         return result
 
@@ -196,6 +200,13 @@ def own_name(function: Callable[..., Any]) -> str:
     inner = unwrap_partial(function)
     name = getattr(inner, "__name__", None)
     return name if isinstance(name, str) else type(inner).__name__
+
+
+def process_hint(error: BaseException | None, setting: str) -> str:
+    """What to do about `signal.signal` outside the main thread, as an example of TRL calls it; "" for every other error."""
+    if isinstance(error, ValueError) and "main thread" in str(error):
+        return f"; set `{setting}.run_in: process`: worker processes run it in their main thread"
+    return ""
 
 
 NO_SIGNATURE = "has no signature that can be read; wrap it in a `def`"
