@@ -10,6 +10,7 @@ the user's own instances, one per completion. A function gets those that its sig
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -80,12 +81,33 @@ class RewardError(GrpoAsyncError):
         return reward_failure(self.name, self.problem)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TrainerState:
-    """What a reward function may read about the progress of the run."""
+    """What a reward function may read about the progress of the run: the fields of transformers' class of this name, whose import
+    takes seconds in every worker process. Those that a run here has no value for keep its defaults."""
 
+    epoch: float = 0.0
     global_step: int = 0  # optimizer steps done
     max_steps: int = 0  # optimizer steps of the run
+    logging_steps: int = 1
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None  # completions of a step
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    log_history: list[dict[str, float]] = field(
+        default_factory=list
+    )  # the metrics of the last 100 steps since the start
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +132,13 @@ class RewardRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer_state: TrainerState = field(default_factory=TrainerState)
     environments: Sequence[Any] | None = None
+    factory_arguments: Mapping[str, Any] | None = None
+    """For a function that makes the reward: what it makes it of."""
 
     def call(self, function: RewardCallable) -> UserCall[RewardOutcome]:
         """The call of `function` with these arguments; TypeError if its signature cannot be read."""
+        if self.factory_arguments is not None:
+            function = made_reward(function, self.factory_arguments)
         extra_columns: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
 
@@ -139,7 +165,8 @@ class RewardRequest:
             try:
                 numbers = read_numbers(raw, len(self.completions), of="completion")
             except ValueError as error:
-                raise RewardError(self.name, str(error)) from error
+                hint = "; if it makes reward functions, annotate it as `-> Callable`" if callable(raw) else ""
+                raise RewardError(self.name, f"{error}{hint}") from error
             means = {name: sum(values) / len(values) for name, values in metrics.items()}
             return RewardOutcome(values=numbers, extra_columns=extra_columns, metrics=means)
 
@@ -160,6 +187,25 @@ class RewardRequest:
                 chosen[alias] = offered[name]
         live = {} if self.environments is None else parameters.choose({ENVIRONMENTS: list(self.environments)})
         return UserCall(function, chosen, finish, live)
+
+
+def is_factory(function: RewardCallable) -> bool:
+    """Whether a function makes a reward, as `trl.rewards:get_soft_overlong_punishment` does: it takes nothing of a rollout, and
+    says that it returns a callable."""
+    parameters = read_parameters(function)
+    takes_rollouts = parameters.takes_any or not parameters.names.isdisjoint(OFFERED | ALIASES.keys())
+    return not takes_rollouts and "Callable" in str(inspect.signature(function).return_annotation)
+
+
+_made: dict[tuple[RewardCallable, str], RewardCallable] = {}
+
+
+def made_reward(factory: RewardCallable, arguments: Mapping[str, Any]) -> RewardCallable:
+    """The reward that `factory` makes of `arguments`; made once in a process."""
+    key = factory, repr(arguments)
+    if key not in _made:
+        _made[key] = factory(**arguments)
+    return _made[key]
 
 
 def read_parameters(function: RewardCallable) -> Parameters:

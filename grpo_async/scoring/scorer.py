@@ -33,6 +33,8 @@ from grpo_async.scoring.advantages import Advantages, combine_rewards
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.concurrency import all_of
 
+_LOG_HISTORY = 100  # steps: every call of a reward gets a copy
+
 
 class Scorer:
     """See the module's docstring.
@@ -43,7 +45,7 @@ class Scorer:
         train_zero_variance: whether to make samples of groups without a signal, whose advantages are all 0.
         train_truncated: whether to make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
-        max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
+        state: for reward functions that ask for `trainer_state`; at the start of the run.
         timeline: records a span for each group.
     """
 
@@ -55,7 +57,7 @@ class Scorer:
         train_zero_variance: bool,
         train_truncated: bool = True,
         environment_weights: Mapping[str, float] | None = None,
-        max_steps: int = 0,
+        state: TrainerState | None = None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._tracks = timeline.slots("scoring")
@@ -67,11 +69,16 @@ class Scorer:
         """Weight of every reward by name, environments' rewards included."""
         self.advantages = Advantages(advantage, self.weights)
         """Completes the advantages when the groups of a step are taken."""
-        self._state = TrainerState(global_step=0, max_steps=max_steps)
+        self._state = state or TrainerState()
 
-    def set_step(self, step: int) -> None:
-        """Set the step that reward functions see as `trainer_state.global_step` from now on."""
-        self._state = TrainerState(global_step=step, max_steps=self._state.max_steps)
+    def set_step(self, step: int, epoch: float) -> None:
+        """Set the step and epoch that reward functions see in `trainer_state` from now on."""
+        self._state = replace(self._state, global_step=step, epoch=epoch)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a finished step to `trainer_state.log_history`."""
+        history = [*self._state.log_history, {"step": step, **metrics}][-_LOG_HISTORY:]
+        self._state = replace(self._state, log_history=history)
 
     async def score(
         self, group: RolloutGroup, *, environments: Sequence[Any] | None = None, is_trained: bool = True
