@@ -21,7 +21,7 @@ import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -250,8 +250,10 @@ def read_number(value: Any) -> float | None:
     Raises:
         ValueError: the value is not a finite number; the text continues "returned": "'good' (str); it must be a number or None".
     """
-    if hasattr(value, "tolist"):  # numpy scalar, 0-dimensional tensor
+    if hasattr(value, "tolist"):  # numpy scalar; tensor with one element
         value = value.tolist()
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
     if value is None:
         return None
     if not isinstance(value, (bool, int, float)):
@@ -266,7 +268,7 @@ def read_number(value: Any) -> float | None:
 
 
 def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
-    """Convert the result of a user's function for `count` things (list, tuple, tensor or array) to finite floats or Nones.
+    """Convert the result of a user's function for `count` things (a list, tensor, generator, ...) to finite floats or Nones.
 
     Args:
         of: the thing that has one number each: "completion".
@@ -274,10 +276,9 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
     Raises:
         ValueError: the result is unusable; the text continues the function's name, and names the index.
     """
-    if hasattr(raw, "tolist"):
-        raw = raw.tolist()
-    if not isinstance(raw, (list, tuple)):
+    if not isinstance(raw, Iterable) or isinstance(raw, (str, bytes, Mapping, Set)) or getattr(raw, "ndim", 1) == 0:
         raise ValueError(f"returned {shown(raw)}; it must return a list with one number or None per {of}")
+    raw = list(raw)
     if len(raw) != count:
         raise ValueError(f"returned {len(raw)} values for {count} {of}s; it must return one per {of}")
     values: list[float | None] = []

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_async.config.sections import RewardSection
@@ -59,13 +60,22 @@ def _returning(raw: Any, count: int) -> Any:
 
 
 def test_numbers_of_every_kind_are_taken() -> None:
-    import numpy
+
     import torch
 
-    assert _returning([1, 0.5, True, None, numpy.float32(0.25), torch.tensor(2)], 6) == [1.0, 0.5, 1.0, None, 0.25, 2.0]
+    assert _returning([1, 0.5, True, None, np.float32(0.25), torch.tensor(2)], 6) == [1.0, 0.5, 1.0, None, 0.25, 2.0]
     assert _returning(torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
-    assert _returning(numpy.array([1, 2]), 2) == [1.0, 2.0]
+    assert _returning(np.array([1, 2]), 2) == [1.0, 2.0]
     assert _returning((1, 2), 2) == [1.0, 2.0]
+    # whatever TRL's loop over the result takes
+    for made in (
+        (float(n) for n in (1, 2)),
+        map(float, (1, 2)),
+        {"a": 1, "b": 2}.values(),
+        torch.tensor([[1.0], [2.0]]),
+    ):
+        assert _returning(made, 2) == [1.0, 2.0]
+    assert _returning([torch.tensor([1.0]), np.array([[2]])], 2) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +89,11 @@ def test_numbers_of_every_kind_are_taken() -> None:
         (1.0, "returned 1.0 (float); it must return a list"),
         ("ab", "returned 'ab' (str); it must return a list"),
         (None, "returned None (NoneType); it must return a list"),
+        ({"a": 1.0, "b": 1.0}, "(dict); it must return a list"),
+        ([[1.0], 1.0], "returned for completion 0: [1.0] (list)"),
+        (np.array(1.0), "it must return a list"),
+        (np.zeros((2, 2)), "returned for completion 0: [0.0, 0.0]"),
+        (lambda: 1.0, "annotate it as `-> Callable`"),
     ],
 )
 def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, text: str) -> None:
