@@ -166,7 +166,11 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         resolved = typing.get_type_hints(view, globalns=names, include_extras=True)
         own = {key: _pydantic_schema(hint) for key, hint in resolved.items() if not _is_known(hint)}
         view.__annotations__ = resolved | dict.fromkeys(own, Any) | _return_hint(signature, names)
-        schema = get_json_schema(view)
+        try:
+            schema = get_json_schema(view)
+        except TypeHintParsingException:  # of what it returns, perhaps, which need not be described
+            view.__annotations__.pop("return", None)
+            schema = get_json_schema(view)
         described = schema["function"]["parameters"]["properties"]
         described.update({key: found | described[key] for key, found in own.items()})
         required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
