@@ -44,5 +44,5 @@ def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception as error:  # noqa: BLE001 - a class may refuse with anything
-        _warn(kind, "calls of your code share one %s, which cannot be copied: %s", kind.__qualname__, error)
+        _warn(str(kind), "calls of your code share one %s, which cannot be copied: %s", kind.__qualname__, error)
         return value
