@@ -272,7 +272,7 @@ async def later() -> Bare:
 constant = 3
 
 
-class Alarmed:
+class Timed:
     """Limits its calls with signal.alarm, as an example of TRL does, so it needs the main thread."""
 
     def __init__(self, start: int = 0) -> None:

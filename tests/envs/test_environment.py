@@ -242,6 +242,6 @@ def test_an_instance_in_a_process_of_its_own_has_the_main_thread_there_and_its_s
         return text, reward, environment.kind.reward_name
 
     arguments = {"start": 1}
-    assert with_one("Alarmed", use, run_in="process", timeout_s=4.0, arguments=arguments) == ("From 2.", 4.0, "Alarmed")
+    assert with_one("Timed", use, run_in="process", timeout_s=4.0, arguments=arguments) == ("From 2.", 4.0, "Timed")
     with pytest.raises(EnvironmentCallError, match="main thread"):
-        with_one("Alarmed", use)
+        with_one("Timed", use)
