@@ -61,7 +61,7 @@ def remote_instance(reference: str, name: str, timeout_s: float, **arguments: An
     except BaseException:
         pool.close()
         raise
-    instance = object.__new__(_stand_in(kind))
+    instance: Any = object.__new__(_stand_in(kind))
     vars(instance).update(_pool=pool, _ask_worker=lambda request: pool.ask(request, timeout_s))
     return instance
 
