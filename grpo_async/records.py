@@ -175,7 +175,8 @@ class ToolCallRecord:
     """One tool call of one turn, after it was made. `duration_s` is wall-clock seconds.
 
     An agent makes its calls itself: `result` is what it told the policy ("" when it told nothing). Whether a call failed and how
-    long it took is unknown: `failed` is None and `duration_s` 0.0.
+    long it took is unknown: `failed` is None and `duration_s` 0.0. `returned` is the list that the tool returned, which reward
+    functions get as the content of its message, as in TRL; None if it returned no list.
     """
 
     tool_call_id: str
@@ -184,6 +185,7 @@ class ToolCallRecord:
     result: str
     failed: bool | None
     duration_s: float
+    returned: list[Any] | None = None
 
 
 def joined(dtype: type[np.generic], parts: Iterable[NDArray[Any]]) -> NDArray[Any]:

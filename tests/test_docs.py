@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -183,3 +184,25 @@ def test_the_code_of_the_pages_loads_in_every_role(tmp_path: Path, monkeypatch: 
         assert callable(resolve_function("mine:rollout_func", "rollout_function.function"))
     finally:
         sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("trainer/grpo_config.py", "GRPOConfig"),
+        ("experimental/async_grpo/async_grpo_config.py", "AsyncGRPOConfig"),
+        ("trainer/base_config.py", "_BaseConfig"),
+    ],
+)
+def test_the_page_for_users_of_trl_names_every_field_of_its_config(file: str, name: str) -> None:
+    """Read from its files: the import takes seconds."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("trl is not installed")
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    (found,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
+    targets = [each.target for each in found.body if isinstance(each, ast.AnnAssign)]
+    theirs = {target.id for target in targets if isinstance(target, ast.Name)} - {"_VALID_DICT_FIELDS"}
+    named = set(re.findall(r"\w+", (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")))
+    assert len(theirs) > 3
+    assert theirs - named == set()

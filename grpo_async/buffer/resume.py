@@ -202,6 +202,8 @@ def _plain(value: Any) -> Any:
         content = {each.name: getattr(value, each.name) for each in fields(value)}
         if isinstance(value, RolloutCompletion):
             content["reward_columns"] = {name: _or_repr(column) for name, column in value.reward_columns.items()}
+        if isinstance(value, ToolCallRecord):
+            content["returned"] = _or_repr(value.returned)
         if isinstance(value, ScoredGroup):
             content["extra_columns"] = {
                 name: [_or_repr(each) for each in column] for name, column in value.extra_columns.items()

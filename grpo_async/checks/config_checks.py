@@ -253,7 +253,8 @@ class _InputChecks:
                     self.notes.append(f"{key}: the dataset {source.name} is not checked here; {_LATER}")
                     continue
                 with self.problems.collecting(f"{key}: "):
-                    rows[key] = first_rows(source, _NUM_FIRST if hasattr(source, "path") else _NUM_ROWS)
+                    num_rows = _NUM_FIRST if hasattr(source, "path") else _NUM_ROWS
+                    rows[key] = first_rows(source, num_rows, needs_prompt=not self.config.environments)
                     self.notes.append(f"{key}: {count(len(rows[key]), 'row')} looked at here; {_LATER}")
         config, train = self.config, rows.get("data.train")
         held_out = rows.get("evaluation.data" if "evaluation.data" in self.sources else "data.train")
@@ -275,7 +276,7 @@ class _InputChecks:
         data = data.model_copy(update={"train": data.train.without_filters()})
         if evaluation is not None and evaluation.data is not None:
             evaluation = evaluation.model_copy(update={"data": evaluation.data.without_filters()})
-        loaded = load_data(data, evaluation)
+        loaded = load_data(data, evaluation, needs_prompt=not self.config.environments)
         self.notes.extend(loaded.notes)
         num_rows = len(loaded.train)
         groups, counted = training.num_prompts(num_rows), self.config.with_rows(num_rows)

@@ -58,7 +58,10 @@ def check_reward(
 
     resolved = load_config(config, overrides or ())
     source = resolved.data.train
-    prompts = [make_prompt(row, number, source.system_prompt) for number, row in enumerate(first_rows(source, rows))]
+    prompts = [
+        make_prompt(row, number, source.system_prompt)
+        for number, row in enumerate(first_rows(source, rows, needs_prompt=not resolved.environments))
+    ]
     functions = load_rewards(resolved.rewards)
     reports: list[RewardReport] = []
     try:

@@ -316,6 +316,8 @@ class ToolSection(StrictModel):
     """Keyword arguments that are fixed here and that the model does not see."""
     timeout_s: Seconds = 30.0
     """Time limit of one call; then the model gets a timeout error."""
+    run_in: Literal["thread", "process"] = "thread"
+    """process: calls run in the main thread of worker processes, where `signal.alarm` works, and are killed on timeout."""
 
 
 class ToolCallingSection(StrictModel):
@@ -340,6 +342,9 @@ class EnvironmentSection(StrictModel):
     """Time limit of one call of an instance: reset, a tool, is_done, get_reward."""
     max_instances: Count | None = None
     """Maximum number of instances at once; null = as many as there are rollouts in flight."""
+    run_in: Literal["thread", "process"] = "thread"
+    """process: each instance lives in the main thread of a process of its own, where `signal.alarm` works. Reward functions read
+    the attributes of `environments` there."""
 
 
 class RolloutFunctionSection(StrictModel):

@@ -23,7 +23,11 @@ class LoadedData:
 
 
 def load_data(
-    data: DataSection, evaluation: EvaluationSection | None, *, count_tokens: CountTokens | None = None
+    data: DataSection,
+    evaluation: EvaluationSection | None,
+    *,
+    count_tokens: CountTokens | None = None,
+    needs_prompt: bool = True,
 ) -> LoadedData:
     """Read, filter, split and compare.
 
@@ -31,11 +35,12 @@ def load_data(
         data: where prompts come from.
         evaluation: what is evaluated on, if anything.
         count_tokens: number of prompt tokens of a Prompt, chat template included; needed for `max_prompt_tokens`.
+        needs_prompt: see `load_rows`.
 
     Raises:
         ConfigError: data cannot be used, or rows to evaluate on are trained on and `evaluation.leak_check` is `error`.
     """
-    train = _load("data.train", data.train, count_tokens)
+    train = _load("data.train", data.train, count_tokens, needs_prompt)
     notes = [f"data.train: {note}" for note in train.notes]
     held_out: Rows | None = None
     if data.held_out is not None:
@@ -43,7 +48,8 @@ def load_data(
         notes.append(f"data.held_out: {len(held_out)} rows are held out, {len(train)} are left to train on")
     evaluated, evaluated_source = held_out, data.train
     if evaluation is not None and evaluation.data is not None:
-        evaluated, evaluated_source = _load("evaluation.data", evaluation.data, count_tokens), evaluation.data
+        evaluated_source = evaluation.data
+        evaluated = _load("evaluation.data", evaluated_source, count_tokens, needs_prompt)
         notes += [f"evaluation.data: {note}" for note in evaluated.notes]
     if evaluation is None:
         evaluated = None
@@ -60,9 +66,9 @@ def load_data(
     )
 
 
-def _load(setting: str, source: Source, count_tokens: CountTokens | None) -> Rows:
+def _load(setting: str, source: Source, count_tokens: CountTokens | None, needs_prompt: bool) -> Rows:
     try:
-        return load_rows(source, count_tokens=count_tokens)
+        return load_rows(source, count_tokens=count_tokens, needs_prompt=needs_prompt)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
 

@@ -60,17 +60,19 @@ _READERS: Mapping[type, Callable[[Any], LocatedRows]] = {
 }
 
 
-def load_rows(source: Source, *, count_tokens: CountTokens | None = None) -> Rows:
+def load_rows(source: Source, *, count_tokens: CountTokens | None = None, needs_prompt: bool = True) -> Rows:
     """The rows of `source` that pass its filters, at least one; `.notes` say what was left out or looks odd.
 
     Args:
         source: a section of the config.
         count_tokens: number of prompt tokens of a Prompt, chat template included; needed for `max_prompt_tokens`.
+        needs_prompt: False, where the run has environments: a row without `prompt` gets an empty user message, as in TRL, and
+            the environment's `reset` gives the text.
 
     Raises:
         ConfigError: the source cannot be read, a row cannot be used as a prompt, or no row is left.
     """
-    rows = _read(source)
+    rows = _read(source, needs_prompt)
     if not rows:
         raise ConfigError(f"{_source_name(source)}: there are no rows in it; at least one with a `prompt` is needed")
     rows = _drop_long_prompts(rows, source, count_tokens)
@@ -79,10 +81,10 @@ def load_rows(source: Source, *, count_tokens: CountTokens | None = None) -> Row
     return rows
 
 
-def first_rows(source: Source, count: int) -> Rows:
+def first_rows(source: Source, count: int, *, needs_prompt: bool = True) -> Rows:
     """The first `count` rows at most, without filters: enough to check a source and its columns before anything starts."""
     limit = min(count, source.limit or count)
-    return load_rows(source.without_filters().model_copy(update={"limit": limit}))
+    return load_rows(source.without_filters().model_copy(update={"limit": limit}), needs_prompt=needs_prompt)
 
 
 def _source_name(source: Source) -> str:
@@ -98,12 +100,14 @@ def _source_name(source: Source) -> str:
     return str(source.path)
 
 
-def _read(source: Source) -> Rows:
+def _read(source: Source, needs_prompt: bool) -> Rows:
     rows: list[Row] = []
     locations: list[str] = []
     unused: set[str] = set()  # keys of messages
     for location, given in islice(_READERS[type(source)](source), source.limit):
         row = rename(remove_columns(given, source.remove_columns, location), source.columns, location)
+        if not needs_prompt:
+            row.setdefault("prompt", [{"role": "user", "content": ""}])
         row["prompt"] = check_prompt(row, location, unused)
         check_values(row, location)
         rows.append(row)

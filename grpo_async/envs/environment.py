@@ -13,7 +13,6 @@ except reserved ones; static methods are helpers, as in TRL.
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -27,7 +26,17 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.tools.results import ToolError, encodable, joined_parts
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
 from grpo_async.tools.tool import ASYNC_LOOP, Tool
-from grpo_async.user_code.calls import Caller, CallError, Parameters, Raised, Result, UserCall, read_number, shown
+from grpo_async.user_code.calls import (
+    Caller,
+    CallError,
+    Parameters,
+    Raised,
+    Result,
+    UserCall,
+    process_hint,
+    read_number,
+    shown,
+)
 from grpo_async.user_code.threads import InstanceThread
 from grpo_async.utils.warn_once import WarnOnce
 
@@ -204,7 +213,7 @@ class Environment:
         # waited for before a tool's time counts; a call that was given up still holds `_lock`
         tool_lock = asyncio.Lock()
         self.tools = [
-            Tool(getattr(instance, name), spec, self, warn=kind.warn_once, lock=tool_lock)
+            Tool(getattr(instance, name), spec, self, setting=kind.setting, warn=kind.warn_once, lock=tool_lock)
             for name, spec in kind.specs.items()
         ]
 
@@ -217,7 +226,7 @@ class Environment:
             EnvironmentCallError: the row lacks a column; or `reset` raised, took too long or did not return text, and
                 then the instance is broken.
         """
-        arguments = copy.deepcopy(self.kind.reset_arguments(row))  # rollouts of one group share the row
+        arguments = self.kind.reset_arguments(row)
         try:
             return await self._call("reset", UserCall(self.instance.reset, arguments, _reset_text))
         except EnvironmentCallError as error:
@@ -289,7 +298,7 @@ class Environment:
         try:
             return await self.run(call)
         except CallError as error:
-            problem = f"`{method}` {error.problem}"
+            problem = f"`{method}` {error.problem}{process_hint(error.error, self.kind.setting)}"
             if isinstance(error.error, _BadResultError):
                 problem = f"`{method}` returned {error.error}"
             elif error.is_timeout:
@@ -300,10 +309,10 @@ class Environment:
         try:
             return await self._caller.run(call)
         except CallError as error:
-            if error.is_timeout:
+            if error.is_lost:
                 method = getattr(call.function, "__name__", "a call")
-                hint = f"raise `{self.kind.setting}.timeout_s` if this is expected"
-                self.broken = f"`{method}` {error.problem}; {hint}"
+                hint = f"; raise `{self.kind.setting}.timeout_s` if this is expected" if error.is_timeout else ""
+                self.broken = f"`{method}` {error.problem}{hint}"
             raise
         except asyncio.CancelledError:  # the event loop is ending
             self.broken = self.broken or "a call was cut off"

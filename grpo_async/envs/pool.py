@@ -14,11 +14,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs.environment import Environment, EnvironmentCallError, EnvironmentKind, close_instance
 from grpo_async.user_code.calls import Raised, UserCall
+from grpo_async.user_code.remote import remote_instance
 from grpo_async.user_code.threads import InstanceThread
 
 # Threads cannot be killed, and each one holds a connection and a stack. It is better to report that an environment keeps
@@ -40,6 +42,8 @@ class Construction:
         self.thread = InstanceThread(f"environment-{name}")
         self._name, self._timeout_s = name, section.timeout_s
         self._made: list[Any] = []
+        if section.run_in == "process":
+            factory = partial(remote_instance, section.factory, f"environment {name}", section.timeout_s)
         call: UserCall[None] = UserCall(factory, section.arguments, self._made.append)
         self.future: Future[Raised | None] = self.thread.post(call.attempt)
 

@@ -36,8 +36,8 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     die_with_parent()
     # the log may be on a full disk: what user code prints is not a reason to fail
     prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=MAX_PRINTED_CHARS)
-    sys.stdout = cast(TextIO, prints)
-    sys.stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", lambda text: None))
+    errors = ResilientStream(sys.stderr, "standard error", lambda text: None)
+    sys.stdout, sys.stderr = cast(TextIO, prints), cast(TextIO, errors)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -55,8 +55,8 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
         logger.exception("%s %d failed", name, assignment.rank)
     control.close()
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    prints.flush()  # user code may have put anything in the place of sys.stdout
+    errors.flush()
     os._exit(code)
 
 

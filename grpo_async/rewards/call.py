@@ -10,6 +10,7 @@ the user's own instances, one per completion. A function gets those that its sig
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,7 +22,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
+from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.calls import NO_SIGNATURE, Parameters, UserCall, read_numbers
+from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)
@@ -78,12 +81,33 @@ class RewardError(GrpoAsyncError):
         return reward_failure(self.name, self.problem)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TrainerState:
-    """What a reward function may read about the progress of the run."""
+    """What a reward function may read about the progress of the run: the fields of transformers' class of this name, whose import
+    takes seconds in every worker process. Those that a run here has no value for keep its defaults."""
 
+    epoch: float = 0.0
     global_step: int = 0  # optimizer steps done
     max_steps: int = 0  # optimizer steps of the run
+    logging_steps: int = 1
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None  # completions of a step
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    log_history: list[dict[str, float]] = field(
+        default_factory=list
+    )  # the metrics of the last 100 steps since the start
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +132,13 @@ class RewardRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer_state: TrainerState = field(default_factory=TrainerState)
     environments: Sequence[Any] | None = None
+    factory_arguments: Mapping[str, Any] | None = None
+    """For a function that makes the reward: what it makes it of."""
 
     def call(self, function: RewardCallable) -> UserCall[RewardOutcome]:
         """The call of `function` with these arguments; TypeError if its signature cannot be read."""
+        if self.factory_arguments is not None:
+            function = made_reward(function, self.factory_arguments)
         extra_columns: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
 
@@ -120,11 +148,16 @@ class RewardRequest:
                 raise ValueError(
                     f"log_extra({column!r}) got {len(values)} values for {len(self.completions)} completions"
                 )
-            extra_columns[column] = values
+            extra_columns[column] = own_copy(values)  # the function may go on changing them
 
         def log_metric(name: str, value: float) -> None:
+            if describe(str(name)).is_known:
+                raise ValueError(
+                    f"log_metric({name!r}): this is a metric of the run itself; choose another name, such as "
+                    f"'{self.name}/{name}'"
+                )
             if math.isfinite(number := float(value)):
-                metrics.setdefault(name, []).append(number)
+                metrics.setdefault(str(name), []).append(number)
             else:
                 logger.warning("log_metric(%r) got %s, which is ignored: the mean would not be a number", name, number)
 
@@ -132,7 +165,8 @@ class RewardRequest:
             try:
                 numbers = read_numbers(raw, len(self.completions), of="completion")
             except ValueError as error:
-                raise RewardError(self.name, str(error)) from error
+                hint = "; if it makes reward functions, annotate it as `-> Callable`" if callable(raw) else ""
+                raise RewardError(self.name, f"{error}{hint}") from error
             means = {name: sum(values) / len(values) for name, values in metrics.items()}
             return RewardOutcome(values=numbers, extra_columns=extra_columns, metrics=means)
 
@@ -140,7 +174,6 @@ class RewardRequest:
         offered: dict[str, Any] = {
             **{column: list(values) for column, values in self.columns.items()},
             **self.arguments,
-            # New outer lists: a function that pops from them must not affect the other functions.
             "prompts": list(self.prompts),
             "completions": list(self.completions),
             "completion_ids": list(self.completion_ids),
@@ -148,13 +181,31 @@ class RewardRequest:
             "log_extra": log_extra,
             "log_metric": log_metric,
         }
-        if self.environments is not None:
-            offered[ENVIRONMENTS] = list(self.environments)
         chosen = parameters.choose(offered)
         for alias, name in ALIASES.items():
             if alias in parameters.names and alias not in chosen:
                 chosen[alias] = offered[name]
-        return UserCall(function, chosen, finish)
+        live = {} if self.environments is None else parameters.choose({ENVIRONMENTS: list(self.environments)})
+        return UserCall(function, chosen, finish, live)
+
+
+def is_factory(function: RewardCallable) -> bool:
+    """Whether a function makes a reward, as `trl.rewards:get_soft_overlong_punishment` does: it takes nothing of a rollout, and
+    says that it returns a callable."""
+    parameters = read_parameters(function)
+    takes_rollouts = parameters.takes_any or not parameters.names.isdisjoint(OFFERED | ALIASES.keys())
+    return not takes_rollouts and "Callable" in str(inspect.signature(function).return_annotation)
+
+
+_made: dict[tuple[RewardCallable, str], RewardCallable] = {}
+
+
+def made_reward(factory: RewardCallable, arguments: Mapping[str, Any]) -> RewardCallable:
+    """The reward that `factory` makes of `arguments`; made once in a process."""
+    key = factory, repr(arguments)
+    if key not in _made:
+        _made[key] = factory(**arguments)
+    return _made[key]
 
 
 def read_parameters(function: RewardCallable) -> Parameters:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.config.sections import RewardSection
-from grpo_async.errors import ConfigError, Problems
+from grpo_async.errors import ConfigError, Problems, with_type
 from grpo_async.rewards.call import (
     ALIASES,
     ALWAYS_OFFERED,
@@ -23,9 +23,11 @@ from grpo_async.rewards.call import (
     RewardOutcome,
     RewardRequest,
     TrainerState,
+    is_factory,
+    made_reward,
     read_parameters,
 )
-from grpo_async.user_code.calls import Caller, CallError, is_async, own_name, unwrap_partial
+from grpo_async.user_code.calls import Caller, CallError, is_async, own_name, process_hint, unwrap_partial
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
@@ -50,6 +52,7 @@ class RewardFunction:
         timeout_s: time limit of one call, in seconds.
         reference: `module:attribute` of the function; needed for `run_in="process"`.
         setting: dotted path of its section in the config, for errors.
+        factory_arguments: `reference` is a function that made this one of these arguments.
         loop: event loop of an async function; None = a new one. `close` ends it.
 
     Raises:
@@ -67,6 +70,7 @@ class RewardFunction:
         timeout_s: float = 60.0,
         reference: str | None = None,
         setting: str = "rewards",
+        factory_arguments: Mapping[str, Any] | None = None,
         loop: UserLoop | None = None,
     ) -> None:
         self.name = name or own_name(function)
@@ -75,6 +79,7 @@ class RewardFunction:
         self._parameters = read_parameters(function)
         self._arguments = dict(arguments or {})
         self._setting = setting
+        self._factory_arguments = factory_arguments
         self._loop = loop or UserLoop(f"reward-{self.name}")
         self._caller = Caller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
         self._pool: WorkerPool | None = None
@@ -166,7 +171,8 @@ class RewardFunction:
         try:
             if self._pool is not None:
                 outcome: RewardOutcome = await self._pool.run(
-                    dataclasses.replace(request, environments=None), self.timeout_s
+                    dataclasses.replace(request, environments=None, factory_arguments=self._factory_arguments),
+                    self.timeout_s,
                 )
                 return outcome
             return await self._caller.run(request.call(self._function))
@@ -174,6 +180,7 @@ class RewardFunction:
             if isinstance(error.error, RewardError):
                 raise error.error from error.error.__cause__
             hint = f"; raise `{self._setting}.timeout_s` if this is expected" if error.is_timeout else ""
+            hint += process_hint(error.error, self._setting)
             if error.error is None and self._pool is None:
                 hint += f"; {'or ' if hint else ''}set `{self._setting}.run_in: process`: worker processes are killed on timeout"
             raise RewardError(self.name, f"{error.problem}{hint}", error.is_lost) from error.origin
@@ -235,6 +242,15 @@ def load_reward(
                 f"{path}.arguments.{argument}: {section.reference} takes no `{argument}`; "
                 f"it takes {sorted(parameters.names)}"
             )
+    factory_arguments = section.keywords if is_factory(function) else None
+    if factory_arguments is not None:
+        try:
+            function = made_reward(function, factory_arguments)
+            parameters = read_parameters(function)
+        except Exception as error:
+            raise ConfigError(
+                f"{where}: makes reward functions, but not of {path}.arguments: {with_type(error)}"
+            ) from error
     if section.run_in == "process" and ENVIRONMENTS in parameters.required:
         raise ConfigError(
             f"{path}.run_in: process: {section.reference} needs `environments`, which are live objects of this process and "
@@ -253,7 +269,9 @@ def load_reward(
         function,
         name=section.name or name,
         weight=section.weight,
-        arguments=({OPENED: opened_by_template} if OPENED in parameters.names else {}) | section.keywords,
+        arguments=({OPENED: opened_by_template} if OPENED in parameters.names else {})
+        | (section.keywords if factory_arguments is None else {}),
+        factory_arguments=factory_arguments,
         run_in=section.run_in,
         timeout_s=section.timeout_s,
         reference=section.reference,

@@ -11,7 +11,6 @@ others: an agent's state cannot be restored.
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
 from grpo_async.rollout.group import NO_SLOTS, ErrorLog, OpenGroup
 from grpo_async.tracking.timeline import Slots
+from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.seeds import seed_of
 
 _TIMEOUT_MARGIN_S = 5.0
@@ -147,7 +147,7 @@ class AgentProducer:
     async def _run(self, prompt: Prompt, session: AgentSession) -> RolloutCompletion:
         section = self._host.section
         # the agent may modify its row
-        row: dict[str, Any] = copy.deepcopy({"prompt": prompt.as_given(), **prompt.columns})
+        row: dict[str, Any] = own_copy({"prompt": prompt.as_given(), **prompt.columns})
         limit = asyncio.timeout(self._host.agent.start_timeout_s + section.timeout_s + _TIMEOUT_MARGIN_S)
         try:
             async with limit:

@@ -135,7 +135,9 @@ class Components:
         )
 
     async def aclose(self) -> None:
-        """Close the environments' instances, and the agent's endpoint."""
+        """Close the tools, the environments' instances, and the agent's endpoint."""
+        for tool in self.tools:
+            tool.close()
         if self.environments is not None:
             await self.environments.aclose()
         if self.agent is not None:

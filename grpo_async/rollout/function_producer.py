@@ -14,7 +14,6 @@ is closed. The thread itself cannot be ended.
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import itertools
 import math
@@ -35,6 +34,7 @@ from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from grpo_async.rollout.group import NO_SLOTS, OpenGroup
 from grpo_async.tracking.timeline import Slots
 from grpo_async.user_code.calls import Caller, CallError, UserCall
+from grpo_async.user_code.copies import own_copy
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.threads import ThreadRunner
 
@@ -119,7 +119,7 @@ class FunctionProducer:
         for group in groups:
             group.on_tokens(0, version)  # known now; the number of tokens only at the end
         prompts = [
-            copy.deepcopy(group.prompt.as_given())  # the function may modify its prompts
+            own_copy(group.prompt.as_given())  # the function may modify its prompts
             for group in groups
             for _ in range(group.size)
         ]
@@ -219,7 +219,7 @@ def read_output(
                     started_at=started_at,
                 ),
                 status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
-                reward_columns={key: values[index] for key, values in columns.items()},
+                reward_columns={key: own_copy(values[index]) for key, values in columns.items()},
                 started_at=started_at,
             )
         )

@@ -27,6 +27,8 @@ from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings, listed_stop
 from grpo_async.records import Origin, TaggedMessage, origin_of
+from grpo_async.rewards import TrainerState
+from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.loop_thread import result_within
 from grpo_async.utils.seeds import seed_of
@@ -83,7 +85,7 @@ class FunctionTrainer:
             num_generations=setup.num_generations,
             max_completion_length=settings.max_completion_tokens,
             seed=setup.seed,
-            chat_template_kwargs=setup.chat_template_kwargs,
+            chat_template_kwargs=own_copy(setup.chat_template_kwargs),
             **{name: getattr(settings, name) for name in SAMPLING},
         )
 
@@ -99,9 +101,9 @@ class FunctionTrainer:
         return copy.deepcopy(self._renderer.tokenizer)
 
     @property
-    def state(self) -> SimpleNamespace:
+    def state(self) -> TrainerState:
         """`global_step`: optimizer steps that the served policy has behind it; `max_steps`: optimizer steps of the run."""
-        return SimpleNamespace(global_step=self._served_version(), max_steps=self._setup.max_steps)
+        return TrainerState(global_step=self._served_version(), max_steps=self._setup.max_steps)
 
     def close(self) -> None:
         """End the call: cancel its requests and refuse later ones. Call this on the loop."""

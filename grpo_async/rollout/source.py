@@ -177,6 +177,11 @@ class RolloutSource:
         """The servers serve `version` from now on."""
         self._thread.post(lambda: self._worker.on_version(version))
 
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell reward functions the metrics of a finished step."""
+        logged = dict(metrics)
+        self._thread.post(lambda: self._worker.scorer.log(step, logged))
+
     def resume_state(self) -> ResumeState:
         """The rollout side at this instant; generation continues. Call it between two steps, after taken groups are closed. Once
         the run is about to end, the wait for the rollout thread is bounded by half of `launch.stop_timeout_s`."""

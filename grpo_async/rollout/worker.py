@@ -333,7 +333,7 @@ class RolloutWorker:
     def on_version(self, version: int) -> None:
         """The servers serve `version`: cancel the groups that would be dropped as stale when they are done."""
         self.ledger.advance(version)
-        self.scorer.set_step(version)
+        self.scorer.set_step(version, self.epoch)
         for group in self._in_flight.values():
             if group.task is not None and self.ledger.is_bound_stale(group.group_id):
                 group.is_too_stale = True

@@ -8,8 +8,11 @@ agent gave their own reward.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,11 +26,14 @@ from grpo_async.records import (
     RolloutSample,
     ScoredGroup,
     TokenPath,
+    TurnRecord,
 )
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import Advantages, combine_rewards
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.concurrency import all_of
+
+_LOG_HISTORY = 100  # steps: every call of a reward gets a copy
 
 
 class Scorer:
@@ -39,7 +45,7 @@ class Scorer:
         train_zero_variance: whether to make samples of groups without a signal, whose advantages are all 0.
         train_truncated: whether to make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
-        max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
+        state: for reward functions that ask for `trainer_state`; at the start of the run.
         timeline: records a span for each group.
     """
 
@@ -51,7 +57,7 @@ class Scorer:
         train_zero_variance: bool,
         train_truncated: bool = True,
         environment_weights: Mapping[str, float] | None = None,
-        max_steps: int = 0,
+        state: TrainerState | None = None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._tracks = timeline.slots("scoring")
@@ -63,11 +69,16 @@ class Scorer:
         """Weight of every reward by name, environments' rewards included."""
         self.advantages = Advantages(advantage, self.weights)
         """Completes the advantages when the groups of a step are taken."""
-        self._state = TrainerState(global_step=0, max_steps=max_steps)
+        self._state = state or TrainerState()
 
-    def set_step(self, step: int) -> None:
-        """Set the step that reward functions see as `trainer_state.global_step` from now on."""
-        self._state = TrainerState(global_step=step, max_steps=self._state.max_steps)
+    def set_step(self, step: int, epoch: float) -> None:
+        """Set the step and epoch that reward functions see in `trainer_state` from now on."""
+        self._state = replace(self._state, global_step=step, epoch=epoch)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a finished step to `trainer_state.log_history`."""
+        history = [*self._state.log_history, {"step": step, **metrics}][-_LOG_HISTORY:]
+        self._state = replace(self._state, log_history=history)
 
     async def score(
         self, group: RolloutGroup, *, environments: Sequence[Any] | None = None, is_trained: bool = True
@@ -94,14 +105,17 @@ class Scorer:
             for index, completion in enumerate(trainable)
         ]
         rewards = combine_rewards(parts, self.weights)
-        logged = {name: value for outcome in outcomes.values() for name, value in outcome.metrics.items()}
+        logged: dict[str, list[float]] = {}
+        for outcome in outcomes.values():
+            for metric, value in outcome.metrics.items():
+                logged.setdefault(metric, []).append(value)
         return ScoredGroup(
             group=group,
             samples=self._samples(group, trainable, rewards, parts) if is_trained else [],
             rewards=rewards,
             reward_parts=parts,
-            metrics={"scoring/duration_s": took_s, **logged},
-            extra_columns={name: v for outcome in outcomes.values() for name, v in outcome.extra_columns.items()},
+            metrics={"scoring/duration_s": took_s, **{metric: fmean(values) for metric, values in logged.items()}},
+            extra_columns=_extra_columns(outcomes, {name for each in trainable for name in each.reward_columns}),
         )
 
     def _samples(
@@ -161,7 +175,7 @@ class Scorer:
         given = [prompt.as_given(completion.prompt_messages) for completion in completions]
         texts: list[Any]
         if prompt.is_conversational:
-            texts = [[m.as_dict() for m in completion.completion_messages()] for completion in completions]
+            texts = [[message for turn in each.turns for message in _as_in_trl(turn)] for each in completions]
         else:
             texts = ["".join(m.content for m in completion.completion_messages()) for completion in completions]
         columns = {name: [value] * len(completions) for name, value in prompt.columns.items()}
@@ -181,6 +195,27 @@ class Scorer:
 
             results = await all_of(map(score, self._rewards))
         return {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
+
+
+def _as_in_trl(turn: TurnRecord) -> list[dict[str, Any]]:
+    """The messages of a turn, where the content of a tool's message is the list that the tool returned, if it returned one."""
+    lists = {call.tool_call_id: call.returned for call in turn.tool_calls if call.returned is not None}
+    messages = [message.as_dict() for message in turn.messages]
+    return [
+        {**message, "content": lists[message["tool_call_id"]]} if message.get("tool_call_id") in lists else message
+        for message in messages
+    ]
+
+
+def _extra_columns(outcomes: Mapping[str, RewardOutcome], taken: Collection[str]) -> dict[str, list[Any]]:
+    """What the rewards logged, by column. A column that is taken, or that another reward has too, gets its reward's name:
+    `parsed` of the rewards a and b -> a/parsed, b/parsed."""
+    uses = Counter([*taken, *chain.from_iterable(outcome.extra_columns for outcome in outcomes.values())])
+    return {
+        column if uses[column] == 1 else f"{reward}/{column}": values
+        for reward, outcome in outcomes.items()
+        for column, values in outcome.extra_columns.items()
+    }
 
 
 def _branch_column(branch: Branch) -> dict[str, Any]:

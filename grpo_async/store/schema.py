@@ -110,7 +110,7 @@ COLUMNS: tuple[Column, ...] = (
              " data"),
     _rollout("turns", "JSON", "One object per generation: num_tokens, finish_reason, stop_reason (a stop string that ended it),"
              " started_at, generation_duration_s, tool_execution_duration_s, parse_error, tool_calls (tool_call_id, name,"
-             " arguments, result, failed, duration_s)"),
+             " arguments, result, failed, duration_s, returned: the list that reward functions got in place of `result`)"),
     _rollout("branches", "JSON", "Further paths of an agent that changed its history: objects with rollout_id (g7-r0.b1), parent"
              " (the path whose beginning it shares), reward, advantage, num_tokens, reset_messages, messages, turns, and the lists"
              " below"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.safe_text import SURROGATE
 from grpo_async.utils.text import text_of_parts
 
@@ -15,24 +17,25 @@ class ToolError(GrpoAsyncError):
     too; then the model gets the message unchanged, without the type's name."""
 
 
-def as_text(value: Any) -> str:
-    """A str unchanged, text parts joined, everything else as JSON, or by `str()` if JSON cannot represent it.
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The result of a call: `text` for the model, and for reward functions the list itself if the tool returned one, as in TRL."""
 
-    "3" -> `3`; 3 -> `3`; {"a": "é"} -> `{"a": "é"}`; [{"type": "text", "text": "a"}] -> `a`; None -> `null`, not an
-    empty text, because some chat templates omit an empty message; date(2024, 1, 2) -> `2024-01-02`.
+    text: str
+    returned: list[Any] | None = None
 
-    Raises:
-        ToolError: the value contains an image or a part that is not text.
-    """
-    if isinstance(value, str):
-        return encodable(str(value))  # a subclass (StrEnum) as its plain text
-    text = joined_parts(value)
-    if text is None:
-        try:
-            text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):  # not JSON: sets, dates, circular references
-            text = str(value)
-    return encodable(text)
+    @classmethod
+    def of(cls, value: Any) -> ToolResult:
+        """Text parts joined, everything else by `str()`, as in TRL.
+
+        3 -> `3`; {"a": "é"} -> `{'a': 'é'}`; [("a", 1)] -> `[('a', 1)]`; [{"type": "text", "text": "a"}] -> `a`; None -> `None`.
+
+        Raises:
+            ToolError: the value contains an image or a part that is not text.
+        """
+        text = joined_parts(value)
+        returned = own_copy(value) if isinstance(value, list) else None  # a tool may go on changing it
+        return cls(encodable(str(value) if text is None else text), returned)
 
 
 def joined_parts(value: Any) -> str | None:

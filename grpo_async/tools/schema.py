@@ -1,5 +1,6 @@
 """A function's JSON schema for the model, which Transformers makes from its type hints and Google-style docstring, and the check
-of a call's arguments against the type hints before the tool is called.
+of a call's arguments against the type hints before the tool is called. Types that Transformers does not know (enums, dates,
+dataclasses, TypedDict, models of pydantic, Annotated) have pydantic's schema, and the tool gets instances of them.
 
 It supports functions, partials, callable objects and bound methods; arguments that a partial or the config fixes are hidden.
 Transformers reports problems of a docstring or a type hint.
@@ -12,18 +13,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, NotRequired, Required
+from dataclasses import dataclass, field
+from typing import Any, NotRequired, Required, Union
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
 from grpo_async.user_code.calls import NO_SIGNATURE, Raised, own_name, partials_of, unwrap_partial
-from grpo_async.utils.text import backticked, clipped, did_you_mean, shortlist
+from grpo_async.utils.text import clipped, did_you_mean, shortlist
 
 Validator = TypeAdapter[dict[str, Any]]
 
@@ -95,6 +96,19 @@ class UnusableError(Exception):
         super().__init__("; ".join(problems))
 
 
+@dataclass(slots=True)
+class ToolHealth:
+    """Whether a tool has ever worked, and how often it has failed with the same error since."""
+
+    has_worked: bool = False
+    problem: str = ""
+    num_failures: int = 0
+
+    def failed(self, problem: str) -> None:
+        self.num_failures = self.num_failures + 1 if problem == self.problem else 1
+        self.problem = problem
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """The description of one tool; shared by all instances of an environment."""
@@ -102,6 +116,7 @@ class ToolSpec:
     name: str
     schema: Mapping[str, Any]  # {"type": "function", "function": {...}}
     validator: Validator
+    health: ToolHealth = field(default_factory=ToolHealth)
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -148,20 +163,26 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     }
     view = _view(name, _documentation(function), signature.replace(parameters=parameters), hints)
     try:
-        resolved = typing.get_type_hints(view, globalns=names)
-        view.__annotations__ = resolved | _return_hint(signature, names)
-        schema = get_json_schema(view)
+        resolved = typing.get_type_hints(view, globalns=names, include_extras=True)
+        own = {key: _pydantic_schema(hint) for key, hint in resolved.items() if not _is_known(hint)}
+        view.__annotations__ = resolved | dict.fromkeys(own, Any) | _return_hint(signature, names)
+        try:
+            schema = get_json_schema(view)
+        except TypeHintParsingException:  # of what it returns, perhaps, which need not be described
+            view.__annotations__.pop("return", None)
+            schema = get_json_schema(view)
+        described = schema["function"]["parameters"]["properties"]
+        described.update({key: found | described[key] for key, found in own.items()})
         required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
         validator = validator_of(name, resolved, required)
     except (NameError, AttributeError, SyntaxError) as error:
         raise UnusableError([f"has a type hint that cannot be resolved: {error}"]) from error
-    except PydanticSchemaGenerationError as error:
+    except PydanticUserError as error:
         raise UnusableError([f"cannot be described to the model: {error.message.partition('. ')[0]}"]) from error
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise UnusableError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
     if not schema["function"]["description"]:
         raise UnusableError(["has a docstring that does not say what it is for; begin it with one sentence"])
-    _refuse_media(schema)
     return ToolSpec(name, schema, validator)
 
 
@@ -217,8 +238,37 @@ def _return_hint(signature: inspect.Signature, names: dict[str, Any]) -> dict[st
         return {}
 
 
-def _refuse_media(schema: Mapping[str, Any]) -> None:
-    properties = schema["function"]["parameters"]["properties"]
-    media = [key for key, value in properties.items() if value.get("type") in ("image", "audio")]
-    if media:
-        raise UnusableError([f"wants an image or audio as {backticked(media)}, which the model cannot write"])
+def _is_known(hint: Any) -> bool:
+    """Whether Transformers describes a type hint, with all that is inside it, as TRL shows it to the model."""
+    kind = typing.get_origin(hint)
+    if kind in (Union, types.UnionType, list, dict, tuple):
+        return all(map(_is_known, typing.get_args(hint)))
+    return kind is typing.Literal or hint in (int, float, str, bool, list, dict, tuple, Any, None, types.NoneType)
+
+
+def _pydantic_schema(hint: Any) -> dict[str, Any]:
+    """The schema of pydantic, with its definitions in their places: chat templates do not look them up.
+
+    Raises:
+        PydanticUserError: JSON cannot hold the type.
+        ValueError: it contains itself.
+    """
+    schema = TypeAdapter(hint).json_schema()
+    return _inlined(schema, schema.pop("$defs", {}), ())
+
+
+def _inlined(schema: dict[str, Any], definitions: Mapping[str, Any], around: tuple[str, ...]) -> dict[str, Any]:
+    found = {key: value for key, value in schema.items() if key not in ("$ref", "title", "discriminator")}
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name in around:
+            raise ValueError(f"the type {name} contains itself; use one of limited depth")
+        found = _inlined(definitions[name], definitions, (*around, name)) | found
+    for key, value in found.items():
+        if key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            found[key] = [_inlined(part, definitions, around) for part in value]
+        elif key == "properties":
+            found[key] = {name: _inlined(part, definitions, around) for name, part in value.items()}
+        elif key in ("items", "additionalProperties", "propertyNames") and isinstance(value, dict):
+            found[key] = _inlined(value, definitions, around)
+    return found

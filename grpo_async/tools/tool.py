@@ -1,6 +1,6 @@
 """One tool: what the model sees of it, and how it is called; also the calls of one turn.
 
-`text = await tool.call({"number": 3})` gives the text for the model, or raises a ToolError whose message is for the model.
+`result = await tool.call({"number": 3})` gives the result, whose text is for the model, or raises a ToolError whose message is.
 No failure of the function reaches the event loop: a SystemExit is a failed call, and a hanging call ends at its time limit.
 
 `ToolExecutor` answers every call of a turn, in order: with the tool's text, or with {"error": ...} and `failed`. Calls run
@@ -21,12 +21,14 @@ from typing import Any, Protocol
 from grpo_async.config.sections import ToolSection
 from grpo_async.errors import ConfigError, GrpoAsyncError, Problems
 from grpo_async.records import ToolCall, ToolCallRecord
-from grpo_async.tools.results import ToolError, as_text, error_text, truncate
+from grpo_async.tools.results import ToolError, ToolResult, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
-from grpo_async.user_code.calls import NO_SIGNATURE, Caller, CallError, Raised, Result, UserCall
+from grpo_async.user_code.calls import NO_SIGNATURE, Caller, CallError, Raised, Result, UserCall, process_hint
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
+from grpo_async.user_code.remote import remote_function
 from grpo_async.user_code.threads import ThreadRunner
+from grpo_async.user_code.workers import START_TIMEOUT_S, WorkerPool
 from grpo_async.utils.text import clipped, did_you_mean, duplicates
 from grpo_async.utils.warn_once import WarnOnce
 
@@ -37,6 +39,9 @@ _MAX_THREADS = 64
 ASYNC_LOOP = UserLoop("async tools")
 """One loop for all async tools and async methods of environments: an HTTP client or lock that two share belongs to one loop."""
 
+
+MAX_EQUAL_FAILURES = 64
+"""Calls of a tool that never worked, all with the same error, after which the run ends."""
 
 _NO_LOCK = nullcontext()
 
@@ -57,6 +62,7 @@ class Tool:
         spec: name and schema.
         caller: runs the calls.
         fixed: arguments of every call that the model does not see.
+        setting: path of its section in the config, for errors.
         warn: logs the traceback of each kind of failure once (the model gets one line each time); shared by an environment's
             instances.
         lock: held during a call; calls of tools that share it wait for each other.
@@ -69,6 +75,7 @@ class Tool:
         caller: _Caller,
         *,
         fixed: Mapping[str, Any] | None = None,
+        setting: str = "tools",
         warn: WarnOnce | None = None,
         lock: AbstractAsyncContextManager[None] = _NO_LOCK,
     ) -> None:
@@ -77,20 +84,36 @@ class Tool:
         self._spec = spec
         self._caller = caller
         self.fixed = dict(fixed or {})
+        self._setting = setting
+        self.close: Callable[[], None] = lambda: None
+        """Ends its worker processes."""
         self._warn = warn or WarnOnce(logger)
 
     @classmethod
     def from_function(
-        cls, function: Callable[..., Any], *, arguments: Mapping[str, Any] | None = None, timeout_s: float = 30.0
+        cls,
+        function: Callable[..., Any],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        timeout_s: float = 30.0,
+        reference: str | None = None,
+        setting: str = "tools",
     ) -> Tool:
-        """Make a tool of a function: plain functions run in threads, async ones on the loop of the tools.
+        """Make a tool of a function: plain functions run in threads, async ones on the loop of the tools, or, with a `reference`
+        (`module:attribute` of the function), either in worker processes.
 
         Raises:
             UnusableError: the function cannot be described to a model.
         """
         spec = build_spec(function, hidden=set(arguments or {}))
-        threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS)
-        return cls(function, spec, Caller(threads, timeout_s, loop=ASYNC_LOOP), fixed=arguments)
+        pool = None if reference is None else WorkerPool(f"tool {spec.name}", reference)
+        if pool is not None:
+            function, timeout_s = remote_function(function, pool, timeout_s), timeout_s + START_TIMEOUT_S
+        threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS if pool is None else pool.size)
+        tool = cls(function, spec, Caller(threads, timeout_s, loop=ASYNC_LOOP), fixed=arguments, setting=setting)
+        if pool is not None:
+            tool.close = pool.close
+        return tool
 
     @property
     def name(self) -> str:
@@ -101,30 +124,45 @@ class Tool:
         """As `apply_chat_template(tools=...)` takes it."""
         return self._spec.schema
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The function's result as text.
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """The function's result.
 
         Raises:
             ToolError: wrong arguments, or the function raised or took too long.
         """
         checked = check_arguments(self._spec.validator, self._spec.parameters, arguments)
         try:
-            return await self._caller.run(UserCall(self.function, {**checked, **self.fixed}, as_text))
+            result = await self._caller.run(UserCall(self.function, self.fixed, ToolResult.of, live=checked))
         except CallError as error:
             origin = error.origin
             raised = Raised(origin)
             if error.error is None:
-                self._log(origin, error.problem)
-                raise ToolError(error.problem) from origin
-            self._log(origin, f"{raised.summary}\n{raised.traceback.rstrip()}")
-            raise ToolError(str(origin) if isinstance(origin, ToolError) else raised.summary) from origin
+                raise self._failed(origin, error.problem, error.problem) from origin
+            told = str(origin) if isinstance(origin, ToolError) else raised.summary
+            raise self._failed(origin, told, f"{raised.summary}\n{raised.traceback.rstrip()}") from origin
         except GrpoAsyncError as error:
-            self._log(error, str(error))
-            raise ToolError(str(error)) from error
+            raise self._failed(error, str(error), str(error)) from error
+        self._spec.health.has_worked = True
+        return result
 
-    def _log(self, error: BaseException, text: str) -> None:
-        told = "tool `%s`: %s\n(further failures of this kind are told to the model only)"
-        self._warn((self.name, type(error)), told, self.name, text)
+    def _failed(self, error: BaseException, told: str, logged: str) -> ToolError:
+        text = "tool `%s`: %s\n(further failures of this kind are told to the model only)"
+        self._warn((self.name, type(error)), text, self.name, logged)
+        if isinstance(error, ToolError):
+            self._spec.health.has_worked = True  # it teaches the model, on purpose
+        self._spec.health.failed(f"{told}{process_hint(error, self._setting)}")
+        return ToolError(told)
+
+    @property
+    def hopeless(self) -> str | None:
+        """Why the run should end: every call so far failed, and the last ones all in the same way."""
+        health = self._spec.health
+        if health.has_worked or health.num_failures < MAX_EQUAL_FAILURES:
+            return None
+        return (
+            f"the tool `{self.name}` has never worked, and its last {health.num_failures} calls failed in the same way: "
+            f"{health.problem}. (If only wrong calls of the policy fail so, return a text instead of raising.)"
+        )
 
 
 def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:
@@ -159,7 +197,13 @@ def _load(section: ToolSection, path: str) -> Tool:
             takes = f"it takes {names}" if names else "it takes no arguments"
             problems.append(f"{path}.arguments.{argument}: {section.function} takes no `{argument}`; {takes}")
     try:
-        tool = Tool.from_function(function, arguments=section.arguments, timeout_s=section.timeout_s)
+        tool = Tool.from_function(
+            function,
+            arguments=section.arguments,
+            timeout_s=section.timeout_s,
+            reference=section.function if section.run_in == "process" else None,
+            setting=path,
+        )
     except UnusableError as error:
         problems.extend(f"{where}: {problem}" for problem in error.problems)
     problems.raise_if_any()
@@ -204,7 +248,7 @@ class ToolExecutor:
             tool = self._tool_for(call)
             async with tool.lock:  # the previous call has a time limit
                 started = time.monotonic()
-                outcome: str | ToolError = await tool.call(call.arguments)
+                outcome: ToolResult | ToolError = await tool.call(call.arguments)
         except ToolError as error:
             outcome = error
         return self._record(call, outcome, time.monotonic() - started)
@@ -220,14 +264,16 @@ class ToolExecutor:
             )
         return tool
 
-    def _record(self, call: ToolCall, outcome: str | ToolError, duration_s: float) -> ToolCallRecord:
+    def _record(self, call: ToolCall, outcome: ToolResult | ToolError, duration_s: float) -> ToolCallRecord:
         failed = isinstance(outcome, ToolError)
+        text = str(outcome) if isinstance(outcome, ToolError) else outcome.text
         as_shown = error_text if failed else truncate
         return ToolCallRecord(
             tool_call_id=call.tool_call_id,
             name=call.name,
             arguments=dict(call.arguments),
-            result=as_shown(str(outcome), self._max_result_chars),
+            result=as_shown(text, self._max_result_chars),
+            returned=None if isinstance(outcome, ToolError) else outcome.returned,
             failed=failed,
             duration_s=duration_s,
         )

@@ -511,6 +511,7 @@ class Leader:
         peak = float(peak_bytes(self._context.device))
         metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": peak}
         self._log.write(step, metrics)
+        self._source.log(step, metrics)
         self._trackers.log(step, metrics)
         self._control.send("step", step=step, max_steps=self._config.num_steps, metrics=metrics)
         is_first = step == self._start + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from grpo_async.evaluation.evaluator import Evaluator, build_evaluator
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt
-from grpo_async.rewards import RewardFunction, load_rewards
+from grpo_async.rewards import RewardFunction, TrainerState, load_rewards
 from grpo_async.rollout.components import Components, load_components, token_counter
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.source import RolloutSource
@@ -75,23 +76,34 @@ def load_rollout_inputs(
         ConfigError: data or reward functions cannot be used.
     """
     components = load_components(config)
-    data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, components))
+    data = load_data(
+        config.data,
+        config.evaluation,
+        count_tokens=token_counter(renderer, components),
+        needs_prompt=not config.environments,
+    )
     is_templated = config.templates_text or not isinstance(data.train[0]["prompt"], str)
     rewards = load_rewards(config.rewards, opened_by_template=is_templated and renderer.thinking_is_open)
     problems = Problems(reward_problems(config, rewards, data.train[0]))
+    # all rows: the launcher may have seen the first ones only
     for key, rows in (("data.train", data.train), ("the data to evaluate on", data.evaluation or Rows())):
-        for note in look_at_rows(
-            key, rows, config, problems
-        ):  # all rows: the launcher may have seen the first ones only
+        for note in look_at_rows(key, rows, config, problems):
             logger.info("%s", note)
     problems.raise_if_any()
+    max_steps, rollout = config.with_rows(len(data.train)).num_steps, config.rollout
+    state = TrainerState(
+        max_steps=max_steps,
+        train_batch_size=rollout.groups_per_step * rollout.group_size,
+        num_train_epochs=math.ceil(max_steps * rollout.groups_per_step / len(data.train)),
+        save_steps=config.checkpoint.every_steps,
+    )
     scorer = Scorer(
         rewards,
         advantage=config.advantage,
         train_zero_variance=config.rollout.zero_variance == "train",
         train_truncated=config.rollout.overlong == "train",
         environment_weights=components.reward_weights,
-        max_steps=config.with_rows(len(data.train)).num_steps,
+        state=state,
         timeline=timeline,
     )
     return RolloutInputs(components=components, data=data, rewards=rewards, scorer=scorer)

@@ -21,13 +21,14 @@ import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpo_async.errors import GrpoAsyncError, with_type
 from grpo_async.records import MAX_REWARD
+from grpo_async.user_code.copies import own_copy
 from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.threads import InstanceThread, ThreadRunner, ThreadsExhaustedError
 from grpo_async.utils.safe_text import safe_repr
@@ -73,6 +74,8 @@ class Raised:
     @property
     def problem(self) -> str:
         """See `CallError.problem`."""
+        if isinstance(self.error, CallError):  # from a worker process
+            return self.error.problem
         return f"raised {self.summary}{self.place}"
 
     @property
@@ -91,11 +94,13 @@ class Raised:
 @dataclass(frozen=True, slots=True)
 class UserCall(Generic[Result]):
     """A function, its keyword arguments, and `finish`, which converts its result in the same place (converting a long list to JSON
-    takes long, and a result's own `__str__` may raise)."""
+    takes long, and a result's own `__str__` may raise). The function gets copies of `arguments`, so that it cannot change
+    what others see, and the objects in `live` themselves."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     finish: Callable[[Any], Result] = lambda raw: raw
+    live: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_async(self) -> bool:
@@ -104,7 +109,7 @@ class UserCall(Generic[Result]):
     def attempt(self) -> Result | Raised:
         """Call on this thread, with a new event loop if the result must be awaited after all. Never raises."""
         try:
-            raw = self.function(**self.arguments)
+            raw = self.function(**own_copy(self.arguments), **self.live)
             if inspect.isawaitable(raw):
                 raw = asyncio.run(_awaited(raw))
             return self.finish(raw)
@@ -114,7 +119,9 @@ class UserCall(Generic[Result]):
     async def attempt_async(self) -> Result | Raised:
         """Call on the running loop. Raises only CancelledError, when this task is cancelled."""
         try:
-            return self.finish(await self.function(**self.arguments))  # Caller cancels it on timeout
+            return self.finish(
+                await self.function(**own_copy(self.arguments), **self.live)
+            )  # Caller cancels it on timeout
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -157,6 +164,8 @@ class Caller:
         except ThreadsExhaustedError as error:
             raise CallError(f"cannot be called: {error}") from error
         if isinstance(result, Raised):
+            if isinstance(result.error, CallError):
+                raise result.error
             raise CallError(result.problem, error=result.error) from result.error
         return result
 
@@ -191,6 +200,13 @@ def own_name(function: Callable[..., Any]) -> str:
     inner = unwrap_partial(function)
     name = getattr(inner, "__name__", None)
     return name if isinstance(name, str) else type(inner).__name__
+
+
+def process_hint(error: BaseException | None, setting: str) -> str:
+    """What to do about `signal.signal` outside the main thread, as an example of TRL calls it; "" for every other error."""
+    if isinstance(error, ValueError) and "main thread" in str(error):
+        return f"; set `{setting}.run_in: process`: worker processes run it in their main thread"
+    return ""
 
 
 NO_SIGNATURE = "has no signature that can be read; wrap it in a `def`"
@@ -234,8 +250,10 @@ def read_number(value: Any) -> float | None:
     Raises:
         ValueError: the value is not a finite number; the text continues "returned": "'good' (str); it must be a number or None".
     """
-    if hasattr(value, "tolist"):  # numpy scalar, 0-dimensional tensor
+    if hasattr(value, "tolist"):  # numpy scalar; tensor with one element
         value = value.tolist()
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
     if value is None:
         return None
     if not isinstance(value, (bool, int, float)):
@@ -250,7 +268,7 @@ def read_number(value: Any) -> float | None:
 
 
 def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
-    """Convert the result of a user's function for `count` things (list, tuple, tensor or array) to finite floats or Nones.
+    """Convert the result of a user's function for `count` things (a list, tensor, generator, ...) to finite floats or Nones.
 
     Args:
         of: the thing that has one number each: "completion".
@@ -258,10 +276,9 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
     Raises:
         ValueError: the result is unusable; the text continues the function's name, and names the index.
     """
-    if hasattr(raw, "tolist"):
-        raw = raw.tolist()
-    if not isinstance(raw, (list, tuple)):
+    if not isinstance(raw, Iterable) or isinstance(raw, (str, bytes, Mapping, Set)) or getattr(raw, "ndim", 1) == 0:
         raise ValueError(f"returned {shown(raw)}; it must return a list with one number or None per {of}")
+    raw = list(raw)
     if len(raw) != count:
         raise ValueError(f"returned {len(raw)} values for {count} {of}s; it must return one per {of}")
     values: list[float | None] = []

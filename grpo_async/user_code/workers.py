@@ -14,6 +14,7 @@ at either end, so that what cannot be pickled is an error of one call.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -57,13 +58,15 @@ class WorkerPool:
         reference: `module:attribute` of the function.
         first: a first call of each worker, part of its start, which then has more time: it loads something large, so there is only
             one worker; otherwise there is one for every second CPU, 1 to 4. What it raises, the next call raises again and reports.
+        size: maximum number of workers; None = as above.
     """
 
-    def __init__(self, name: str, reference: str, *, first: Request | None = None) -> None:
+    def __init__(self, name: str, reference: str, *, first: Request | None = None, size: int | None = None) -> None:
         self._reference = reference
         self._first = None if first is None else pickle.dumps(first)
         self._loop = UserLoop(f"workers of {name}")  # nothing but this class runs there
-        self._slots = asyncio.Semaphore(1 if first is not None else max(1, min(4, usable_cpus() // 2)))
+        self.size = size or (1 if first is not None else max(1, min(4, usable_cpus() // 2)))
+        self._slots = asyncio.Semaphore(self.size)
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []  # the most recently used worker is taken first
         self._is_closed = False
@@ -72,28 +75,29 @@ class WorkerPool:
         """Run one call; if cancelled, kill the worker. CallError: it raised (its traceback is a note of the error), took longer
         than `timeout_s` seconds in a worker, or the worker died."""
         try:
-            payload = pickle.dumps(request)
-        except Exception as error:
-            raise CallError(f"cannot be called: its arguments cannot be sent to a worker process: {error}") from error
-        if self._is_closed:
-            raise _closed_error()
-        future = self._loop.post(lambda: self._serve(payload, type(request).__module__, timeout_s))
-        try:
-            answer = await asyncio.wrap_future(future)
+            answer = await asyncio.wrap_future(self._post(request, timeout_s))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # `close` cancelled the call
                 raise _closed_error() from error
             raise
+        return _read(answer)
+
+    def ask(self, request: Request, timeout_s: float) -> Any:
+        """Run one call like `run`, from a thread, which waits for the answer."""
         try:
-            is_result, result, traceback, error_of_call = pickle.loads(answer)
+            return _read(self._post(request, timeout_s).result())
+        except concurrent.futures.CancelledError as error:
+            raise _closed_error() from error
+
+    def _post(self, request: Request, timeout_s: float) -> concurrent.futures.Future[bytes]:
+        try:
+            payload = pickle.dumps(request)
         except Exception as error:
-            raise CallError(f"returned something that cannot be read back: {error}") from error
-        if is_result:
-            return result
-        if error_of_call is not None:
-            error_of_call.add_note(traceback)
-        raise CallError(result, error=error_of_call) from error_of_call
+            raise CallError(f"cannot be called: its arguments cannot be sent to a worker process: {error}") from error
+        if self._is_closed:
+            raise _closed_error()
+        return self._loop.post(lambda: self._serve(payload, type(request).__module__, timeout_s))
 
     def close(self) -> None:
         """Kill the workers; current and waiting calls fail. Safe to call twice."""
@@ -153,6 +157,19 @@ class WorkerPool:
     def _end(self, worker: Worker, *, hung_up: bool = False) -> int:
         self._workers.discard(worker)
         return worker.reap() if hung_up else worker.kill()
+
+
+def _read(answer: bytes) -> Any:
+    """The result of a call, from the answer of `_answer`; CallError if it has none."""
+    try:
+        is_result, result, traceback, error_of_call = pickle.loads(answer)
+    except Exception as error:
+        raise CallError(f"returned something that cannot be read back: {error}") from error
+    if is_result:
+        return result
+    if error_of_call is not None:
+        error_of_call.add_note(traceback)
+    raise CallError(result, error=error_of_call) from error_of_call
 
 
 def _closed_error() -> CallError:
@@ -259,7 +276,9 @@ def _answer(reference: str, request: bytes, runner: asyncio.Runner) -> bytes:
         try:
             return pickle.dumps((True, result, "", None))
         except Exception as error:  # noqa: BLE001 - a user's __reduce__ may raise anything
-            result = Raised(TypeError(f"a value given to log_extra cannot leave the worker process: {error}"))
+            result = Raised(
+                TypeError(f"a value that it returned or gave to log_extra cannot leave the worker process: {error}")
+            )
     try:
         answer = pickle.dumps((False, result.problem, result.traceback, result.error))
         pickle.loads(answer)  # exceptions with their own `__init__` often pickle but do not unpickle

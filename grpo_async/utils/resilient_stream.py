@@ -66,6 +66,10 @@ class ResilientStream:
         except OSError as error:
             self._give_up(error)
 
+    def close(self) -> None:
+        """Flush only: user code that closes `sys.stdout` must not end the prints of all other code."""
+        self.flush()
+
     def _give_up(self, error: OSError) -> None:
         if error.errno not in _MAY_PASS:
             self._detach()

@@ -20,7 +20,8 @@ from tests.support.records import make_completion, make_prompt, make_scored
 
 def _turn() -> TurnRecord:
     call = ToolCallRecord(
-        tool_call_id="abcdefghi", name="add", arguments={"a": 2**70}, result="half \ud800 a pair", failed=False, duration_s=0.5
+        tool_call_id="abcdefghi", name="add", arguments={"a": 2**70}, result="half \ud800 a pair", failed=False, duration_s=0.5,
+        returned=[["a", 1]],
     )  # fmt: skip
     message = TaggedMessage(role="assistant", content="3", origin=Origin.POLICY, tool_calls=[{"id": "abcdefghi"}])
     return TurnRecord(

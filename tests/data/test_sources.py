@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from grpo_async.config.sections import Source
+from grpo_async.config.sections import JsonlSource, Source
 from grpo_async.data import Rows, first_rows, load_rows, make_prompt, readers
 from grpo_async.data.messages import check_prompt
 from grpo_async.data.sources import remove_columns, rename
@@ -439,3 +439,14 @@ def test_no_renaming_is_proposed_that_would_leave_the_answer_in_the_prompt(tmp_p
     told = _error("jsonl", path=path)
     assert f"`{name}` may hold the answer" in told
     assert "ename" not in told
+
+
+def test_rows_without_a_prompt_get_an_empty_one_where_an_environment_gives_the_text(tmp_path: Path) -> None:
+    """As in TRL, where a dataset may have the column `environment` alone."""
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"environment": "coding"}\n{"environment": "game", "prompt": "Play."}\n')
+    source = JsonlSource(path=path)
+    rows = load_rows(source, needs_prompt=False)
+    assert [row["prompt"] for row in rows] == [[{"role": "user", "content": ""}], "Play."]
+    with pytest.raises(ConfigError, match="there is no column `prompt`"):
+        load_rows(source)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
 import sqlite3
 import threading
+import time
 from typing import Any
 
 events: list[str] = []
@@ -268,3 +270,37 @@ async def later() -> Bare:
 
 
 constant = 3
+
+
+class Timed:
+    """Limits its calls with signal.alarm, as an example of TRL does, so it needs the main thread."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.total, self._seconds = start, 5
+
+    def _add(self, number: int) -> int:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(self._seconds)
+        try:
+            self.total += number
+        finally:
+            signal.alarm(0)
+        return self.total
+
+    def reset(self, **row: Any) -> str:
+        return f"From {self._add(1)}."
+
+    async def add(self, number: int) -> list[int]:
+        """Adds.
+
+        Args:
+            number: How much; 0 raises, a negative number hangs.
+        """
+        if number < 0:
+            time.sleep(60)  # noqa: ASYNC251
+        if not number:
+            raise ValueError("nothing to add")
+        return [self._add(number)]
+
+    def get_reward(self) -> float:
+        return float(self.total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,3 +224,24 @@ def test_calls_of_one_instance_never_overlap(second: str) -> None:
         assert samples.events[1:] == ["begin 1", "end 1", "begin 2", "end 2"]
 
     with_one("Gated", use)
+
+
+def test_an_instance_in_a_process_of_its_own_has_the_main_thread_there_and_its_state() -> None:
+    """In a thread signal.signal raises. What hangs is killed, and the instance is not used again."""
+
+    async def use(environment: Environment) -> Any:
+        text = await environment.reset({"answer": 7})
+        added, failed = await call(environment, "add", number=2), await call(environment, "add", number=0)
+        assert (added.result, added.returned, failed.failed) == ("[4]", [4], True)
+        assert json.loads(failed.result) == {"error": "ValueError: nothing to add"}
+        assert environment.instance.total == 4  # as a reward function reads it
+        reward = await environment.get_reward()
+        assert (await call(environment, "add", number=-1)).failed
+        assert environment.broken is not None
+        assert "took longer than 4 s" in environment.broken
+        return text, reward, environment.kind.reward_name
+
+    arguments = {"start": 1}
+    assert with_one("Timed", use, run_in="process", timeout_s=4.0, arguments=arguments) == ("From 2.", 4.0, "Timed")
+    with pytest.raises(EnvironmentCallError, match="main thread"):
+        with_one("Timed", use)

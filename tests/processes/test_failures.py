@@ -6,6 +6,8 @@ import io
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +21,7 @@ from grpo_async.launcher.lifecycle import report_end
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankExit, RankFailure, Report, explain, from_json, report
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import tail
 
 
@@ -99,3 +102,36 @@ def test_the_tail_of_a_log_is_short_and_cannot_move_the_cursor(tmp_path: Path) -
     assert tail(log) == []
     log.write_bytes(b"early\n" * 100_000 + b"10%\r20%\r\n\x1b[2J\x1b]0;title\x07\x1b[31mred\x1b[0m \xff\n\n")
     assert tail(log, 3) == ["early", "20%", "red \ufffd"]
+
+
+@pytest.mark.parametrize(
+    "act", ["sys.stdout.close()", "sys.stdout = open(os.devnull); sys.stdout.close()", "sys.stdout = sys.stderr = None"]
+)
+def test_user_code_that_closes_or_replaces_stdout_does_not_change_how_a_process_ends(act: str) -> None:
+    script = f"""
+import os, sys
+from types import SimpleNamespace
+from grpo_async.processes import entry
+
+assignment = SimpleNamespace(rank=1, heartbeat_socket=None, control_socket=None, attempt_dir=None)
+entry.Assignment = SimpleNamespace(from_environment=lambda: assignment)
+entry.Heartbeat = lambda *_: None
+entry.ControlClient = lambda _: SimpleNamespace(send=lambda *_: None, close=lambda: None)
+entry.attempt_config = entry.load_config = lambda _: None
+
+def work(*_):
+    print("before")
+    {act}
+
+entry.run_process("trainer rank", work)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "before\n"), done.stderr
+
+
+def test_a_reward_that_closes_stdout_leaves_it_to_the_others() -> None:
+    file = io.StringIO()
+    stream = ResilientStream(file, "standard output", lambda text: None)
+    stream.close()
+    stream.write("still here")
+    assert file.getvalue() == "still here"

@@ -112,3 +112,16 @@ def logs(completions: list[str], log_extra: Any, log_metric: Any, trainer_state:
     log_metric("share", 0.5)
     log_metric("broken", float("nan"))
     return [float(trainer_state.global_step)] * len(completions)
+
+
+def uses_up(completions: list[Any], prompts: list[Any], completion_ids: list[Any], tests: list[Any]) -> list[float]:
+    """Counts what it got, and leaves nothing of it."""
+    scores = []
+    for parts in zip(completions, prompts, completion_ids, tests, strict=True):
+        scores.append(float(sum(len(part) for part in (*parts, parts[-1]["in"]))))
+        parts[-1]["in"].clear()
+        for message in (*parts[0], *parts[1]):
+            message.clear()
+        for part in parts:
+            part.clear()
+    return scores

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
+from grpo_async.tracking.catalog import CATALOG
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
 from tests.support.waiting import until
 
@@ -70,13 +73,22 @@ def _returning(raw: Any, count: int) -> Any:
 
 
 def test_numbers_of_every_kind_are_taken() -> None:
-    import numpy
+
     import torch
 
-    assert _returning([1, 0.5, True, None, numpy.float32(0.25), torch.tensor(2)], 6) == [1.0, 0.5, 1.0, None, 0.25, 2.0]
+    assert _returning([1, 0.5, True, None, np.float32(0.25), torch.tensor(2)], 6) == [1.0, 0.5, 1.0, None, 0.25, 2.0]
     assert _returning(torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
-    assert _returning(numpy.array([1, 2]), 2) == [1.0, 2.0]
+    assert _returning(np.array([1, 2]), 2) == [1.0, 2.0]
     assert _returning((1, 2), 2) == [1.0, 2.0]
+    # whatever TRL's loop over the result takes
+    for made in (
+        (float(n) for n in (1, 2)),
+        map(float, (1, 2)),
+        {"a": 1, "b": 2}.values(),
+        torch.tensor([[1.0], [2.0]]),
+    ):
+        assert _returning(made, 2) == [1.0, 2.0]
+    assert _returning([torch.tensor([1.0]), np.array([[2]])], 2) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +102,11 @@ def test_numbers_of_every_kind_are_taken() -> None:
         (1.0, "returned 1.0 (float); it must return a list"),
         ("ab", "returned 'ab' (str); it must return a list"),
         (None, "returned None (NoneType); it must return a list"),
+        ({"a": 1.0, "b": 1.0}, "(dict); it must return a list"),
+        ([[1.0], 1.0], "returned for completion 0: [1.0] (list)"),
+        (np.array(1.0), "it must return a list"),
+        (np.zeros((2, 2)), "returned for completion 0: [0.0, 0.0]"),
+        (lambda: 1.0, "annotate it as `-> Callable`"),
     ],
 )
 def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, text: str) -> None:
@@ -140,6 +157,23 @@ def test_a_function_logs_columns_and_metrics_and_sees_the_state(run_in: str) -> 
     assert outcome.values == [4.0]
     assert outcome.extra_columns == {"upper": ["AB"]}
     assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2; NaN is left out
+
+
+def test_a_function_cannot_log_in_the_place_of_the_runs_own_metrics() -> None:
+    own = [re.sub(r"\{\w+\}", "2", entry.name) for entry in CATALOG] + ["rewards/my/judge/std", "eval/custom"]
+    refused = []
+
+    def logs_all(completions: list[str], log_metric: Any) -> list[float]:
+        for name in [*own, "accuracy", "mine/reward", "rewards/accuracy"]:
+            try:
+                log_metric(name, 0.5)
+            except ValueError as error:
+                refused.extend([name] if f"logs_all/{name}" in str(error) else [])
+        return [0.0] * len(completions)
+
+    outcome = asyncio.run(score(RewardFunction(logs_all), ["ab"]))
+    assert refused == own
+    assert set(outcome.metrics) == {"accuracy", "mine/reward", "rewards/accuracy"}
 
 
 def test_an_async_function_that_swallows_its_cancellation_does_not_outlast_the_time_limit() -> None:

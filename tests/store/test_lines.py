@@ -231,7 +231,15 @@ def test_timings_of_every_turn_and_arguments_failure_and_duration_of_every_call_
     calls = [
         ToolCallRecord(tool_call_id="a", name="add", arguments={"a": 1}, result="2", failed=False, duration_s=0.25),
         ToolCallRecord(tool_call_id="b", name="add", arguments={}, result="no", failed=True, duration_s=0.5),
-        ToolCallRecord(tool_call_id="c", name="find", arguments={"q": ["x"]}, result="y", failed=False, duration_s=2.0),
+        ToolCallRecord(
+            tool_call_id="c",
+            name="find",
+            arguments={"q": ["x"]},
+            result="y",
+            failed=False,
+            duration_s=2.0,
+            returned=["y"],
+        ),
     ]
     turns = [_turn(1.5, 0.75, *calls[:2]), _turn(3.0, 2.25, calls[2])]
     completion = RolloutCompletion(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import signal
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,3 +135,19 @@ def _other_multiply() -> Any:
 
 
 other_multiply = _other_multiply()
+
+
+def alarmed(number: int) -> list[int]:
+    """Doubles, within a time limit of its own, which needs the main thread.
+
+    Args:
+        number: What to double; 0 raises, a negative number hangs.
+    """
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(5)
+    try:
+        if number < 0:
+            time.sleep(60)
+        return [2 * number * number // number]
+    finally:
+        signal.alarm(0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from grpo_async.config.sections import ToolSection
 from grpo_async.errors import ConfigError
-from grpo_async.tools import load_tools
+from grpo_async.tools import ToolError, load_tools
 
 SAMPLES = "tests.tools.sample_tools"
 
@@ -43,3 +44,21 @@ def test_every_problem_of_every_tool_is_in_one_error() -> None:
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start)
+
+
+def test_a_tool_in_a_process_may_use_signals_and_is_killed_when_it_hangs() -> None:
+    async def run() -> list[str]:
+        found = []
+        for number in (3, 0, -1, 4):
+            try:
+                found.append((await tool.call({"number": number})).text)
+            except ToolError as error:
+                found.append(str(error))
+        return found
+
+    (tool,) = load_tools([section("alarmed", run_in="process", timeout_s=2.0)])
+    six, divided, late, eight = asyncio.run(run())
+    tool.close()
+    assert (six, eight) == ("[6]", "[8]")
+    assert divided.startswith("ZeroDivisionError")
+    assert "took longer than 2 s" in late

@@ -17,7 +17,7 @@ def _tool(**arguments: Any) -> Tool:
 
 
 def _answer(code: str, **arguments: Any) -> str:
-    return asyncio.run(_tool(**arguments).call({"code": code}))
+    return asyncio.run(_tool(**arguments).call({"code": code})).text
 
 
 @pytest.mark.parametrize("arguments", [{}, {"wall_s": 2.0, "memory_mb": 256}])

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from grpo_async.tools import Tool, ToolError
-from grpo_async.tools.results import as_text, error_text, truncate
+from grpo_async.tools.results import ToolResult, error_text, truncate
 from tests.tools import sample_tools
 
 
 def called(function: Callable[..., Any], timeout_s: float = 5.0, **arguments: Any) -> str:
-    return asyncio.run(Tool.from_function(function, timeout_s=timeout_s).call(arguments))
+    return asyncio.run(Tool.from_function(function, timeout_s=timeout_s).call(arguments)).text
 
 
 def raising(error: BaseException, *, is_async: bool) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def test_functions_partials_methods_and_objects_sync_and_async_are_called(
 
 def test_fixed_arguments_reach_the_function_and_the_model_cannot_set_them() -> None:
     tool = Tool.from_function(sample_tools.search, arguments={"index": "books", "limit": 1})
-    assert asyncio.run(tool.call({"query": "cats"})) == "cats in books, 1, asc"
+    assert asyncio.run(tool.call({"query": "cats"})).text == "cats in books, 1, asc"
     with pytest.raises(ToolError, match='unknown argument "limit"'):
         asyncio.run(tool.call({"query": "cats", "limit": 9}))
 
@@ -69,7 +69,7 @@ def test_a_tool_runs_in_another_thread_and_an_async_one_always_on_the_same_loop(
         return plain()
 
     tool = Tool.from_function(later)
-    assert [called(plain), *(asyncio.run(tool.call({})) for _ in range(2))] == ["false"] * 3
+    assert [called(plain), *(asyncio.run(tool.call({})).text for _ in range(2))] == ["False"] * 3
     assert loops[0] is loops[1]
 
 
@@ -125,23 +125,28 @@ CIRCLE.append(CIRCLE)
     ("value", "text"),
     [
         ("as it is", "as it is"),
-        (True, "true"),
-        (None, "null"),
-        ({"a": "é", "b": [1, None]}, '{"a": "é", "b": [1, null]}'),
+        (True, "True"),
+        (None, "None"),
+        ({"a": "é", "b": [1, None]}, "{'a': 'é', 'b': [1, None]}"),
+        ([("a", 1)], "[('a', 1)]"),
         (datetime.date(2024, 1, 2), "2024-01-02"),
         (CIRCLE, "[[...]]"),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
-        ([{"type": "fruit", "name": "fig"}], '[{"type": "fruit", "name": "fig"}]'),
+        ([{"type": "fruit", "name": "fig"}], "[{'type': 'fruit', 'name': 'fig'}]"),
         ("half a \ud83d pair", "half a � pair"),
     ],
 )
-def test_values_as_text(value: Any, text: str) -> None:
-    assert as_text(value) == text
+def test_values_are_texts_as_in_trl_and_lists_reach_rewards_as_they_are(value: Any, text: str) -> None:
+    result = ToolResult.of(value)
+    assert result.text == text
+    if value is not CIRCLE:
+        assert result.returned == (value if isinstance(value, list) else None)
+        assert result.returned is None or result.returned is not value
 
 
 def test_an_image_is_refused() -> None:
     with pytest.raises(ToolError, match="part 1 is of type 'image'; only text"):
-        as_text([{"type": "text", "text": "see"}, {"type": "image", "image": object()}])
+        ToolResult.of([{"type": "text", "text": "see"}, {"type": "image", "image": object()}])
 
 
 def test_a_cut_says_how_much_is_missing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,8 @@ class FakeSource:
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def gauges(self) -> dict[str, float]:
         return {}

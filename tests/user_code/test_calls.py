@@ -105,7 +105,7 @@ def test_a_cancelled_error_of_the_functions_own_is_a_value_and_one_of_the_caller
         own = await UserCall(gives_up).attempt_async()
         assert isinstance(own, Raised)
         started = asyncio.Event()
-        task: asyncio.Task[Any] = asyncio.create_task(UserCall(waits, {"started": started}).attempt_async())
+        task: asyncio.Task[Any] = asyncio.create_task(UserCall(waits, live={"started": started}).attempt_async())
         await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
