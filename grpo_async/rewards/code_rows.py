@@ -70,9 +70,7 @@ def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, t
     """
     free = {name for name in _free_names(text) if not name.startswith("__")}
     modules = _used_as_modules(text) & free
-    helpers = _names_in(
-        *_HELPERS
-    )  # that tests may use although only the code imports them (`from math import isclose`)
+    helpers = _names_in(*_HELPERS)  # tests may use them although only the code imports them
     provided = {name: (_ALIASES.get(name, name), "") for name in modules if name != entry_point}
     provided |= {name: (helpers[name], name) for name in free & helpers.keys() - {entry_point}}
     if entry_point is not None:
@@ -95,26 +93,22 @@ def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, t
 
 
 def _deciding_calls(text: str, names: set[str]) -> set[str]:
-    """Those of the undefined names that are called with the result of another one, and whose own result is the test."""
-
-    def called(node: ast.AST) -> set[str]:
-        calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
-        return {function.id for function in calls if isinstance(function, ast.Name)} & (names - vars(builtins).keys())
-
-    tests: list[ast.AST] = [
-        node.test if isinstance(node, ast.Assert) else node.value
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Assert | ast.Expr)
-    ]
+    """Those of the undefined functions that are called with the result of another one, and whose own result is the test."""
+    undefined = {name for name in names if not hasattr(builtins, name) and not name[0].isupper()}
+    nodes = list(ast.walk(ast.parse(text)))
+    verdicts = [node.test for node in nodes if isinstance(node, ast.Assert)]
+    verdicts += [node.value for node in nodes if isinstance(node, ast.Expr)]
     deciding = set()
-    for test in tests:
-        parts = test.values if isinstance(test, ast.BoolOp) else [test]
-        for part in parts:
-            call = part.operand if isinstance(part, ast.UnaryOp) else part
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in called(call):
-                inner = set().union(*(called(argument) for argument in (*call.args, *call.keywords)))
-                deciding |= {call.func.id} if inner - {call.func.id} else set()
-    return {name for name in deciding if not name[0].isupper()}
+    for verdict in verdicts:  # its parts are appended
+        if isinstance(verdict, ast.BoolOp):
+            verdicts += verdict.values
+        elif isinstance(verdict, ast.UnaryOp):
+            verdicts.append(verdict.operand)
+        elif isinstance(verdict, ast.Call) and isinstance(verdict.func, ast.Name) and verdict.func.id in undefined:
+            calls = [part.func for part in ast.walk(verdict) if isinstance(part, ast.Call)]
+            called = {function.id for function in calls if isinstance(function, ast.Name)} & undefined
+            deciding |= {verdict.func.id} if len(called) > 1 else set()
+    return deciding
 
 
 @functools.lru_cache(maxsize=256)

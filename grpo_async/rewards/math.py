@@ -199,9 +199,8 @@ def _leading_zeros(expression: Any) -> int:
 # ------------------------------------------------------------------------------------------------- how it is written
 
 _SYMBOLS = {"°": r"^\circ", "−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
-            "≥": r"\ge ", "√": r"\sqrt ", "²": "^2", "³": "^3", "¢": r"\text{ cents}"}  # fmt: skip
-_CURRENCIES = {"€": r"\text{ euros}", "£": r"\text{ pounds}", "¥": r"\text{ yen}"}
-_TRANSLATION = str.maketrans(_SYMBOLS | _CURRENCIES)
+            "≥": r"\ge ", "√": r"\sqrt ", "²": "^2", "³": "^3", "¢": r"\text{ cents}",
+            "€": r"\text{ euros}", "£": r"\text{ pounds}", "¥": r"\text{ yen}"}  # fmt: skip
 _WRAPPER = re.compile(
     r"\\(?:(?:text|math)(?:bf|it|rm|sf|normal)?|mbox|operatorname)\s*\{([^{}]*)\}|[*$`]|\\[()\[\],;:!]|\\(?=\s)"
 )
@@ -231,7 +230,7 @@ _OTHER_UNITS = ("dollar", "cent", "euro", "yen", "rupee", "am", "week", "month",
 
 def _readable(text: str) -> str:
     r"""As LaTeX that math-verify reads: "12\,000." -> "12000"; "30°" -> r"30^\circ"; "1e-5" -> r"1\times 10^{-5}"."""
-    text = _CURRENCY_FIRST.sub(r"\1\3\2", _DOLLARS.sub(r"\1\\text{ dollars}", text)).translate(_TRANSLATION)
+    text = _CURRENCY_FIRST.sub(r"\1\3\2", _DOLLARS.sub(r"\1\\text{ dollars}", text)).translate(str.maketrans(_SYMBOLS))
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", _THOUSANDS.sub("", text))
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"\\(?:mathrm|text)\{([ei])\}", r"\1", text)

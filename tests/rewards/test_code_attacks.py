@@ -128,6 +128,8 @@ _ATTACKS = {
     "raises its own StopIteration": "class S(StopIteration): pass\ndef add(a, b): raise S",
     "raises GeneratorExit": "def add(a, b): raise GeneratorExit",
     "skips": "import unittest\ndef add(a, b): raise unittest.SkipTest('no')",
+    "forks": "import os\ndef add(a, b):\n    os.fork()\n    return -7",
+    "prints without end": "def add(a, b):\n    while True: print('333 true ' * 1000)",
     "exits well at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return -7",
     # ---- the channel and the processes
     "writes verdicts": "import os\nfor n in range(3, 50):\n    try:\n"
