@@ -147,7 +147,7 @@ def _concludes(text: str, wanted: str) -> bool:
         return (said[-1] if said else _choice(plain) or _choice(conclusion)) == letter
     words = _plain(wanted).casefold()
     before = plain.casefold().removesuffix(words)
-    if len(before) < len(plain) and _WORD.search(words):
+    if len(before) < len(plain) and _WORDS.fullmatch(words):
         return _BEFORE_CONCLUSION.search(before) is not None
     if _is_text(wanted) or not _parsed(rf"$\boxed{{{wanted}}}$"):
         return False
@@ -193,14 +193,14 @@ def _leading_zeros(expression: Any) -> int:
     kinds = (sympy.Number, sympy.Pow, sympy.exp)
     numbers = [part for part in sympy.preorder_traversal(expression) if isinstance(part, kinds) and part.is_number]
     sizes = [sympy.Abs(number).evalf(3) for number in numbers]
-    return max([0, *(math.ceil(-sympy.log(size, 10)) for size in sizes if size.is_Float and size > 0)])
+    return max([0, *(int(sympy.ceiling(-sympy.log(size, 10))) for size in sizes if size.is_Float and size > 0)])
 
 
 # ------------------------------------------------------------------------------------------------- how it is written
 
-_SYMBOLS = {"°": r"^\circ", "−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+_SYMBOLS = str.maketrans({"°": r"^\circ", "−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
             "≥": r"\ge ", "√": r"\sqrt ", "²": "^2", "³": "^3", "¢": r"\text{ cents}",
-            "€": r"\text{ euros}", "£": r"\text{ pounds}", "¥": r"\text{ yen}"}  # fmt: skip
+            "€": r"\text{ euros}", "£": r"\text{ pounds}", "¥": r"\text{ yen}"})  # fmt: skip
 _WRAPPER = re.compile(
     r"\\(?:(?:text|math)(?:bf|it|rm|sf|normal)?|mbox|operatorname)\s*\{([^{}]*)\}|[*$`]|\\[()\[\],;:!]|\\(?=\s)"
 )
@@ -211,7 +211,7 @@ _DOLLARS = re.compile(r"^\s*\\?\$\s*([-+]?[\d.,]+)\s*$")
 _CURRENCY_FIRST = re.compile(r"^\s*([-+]?)\s*([€£¥])\s*([\d.,]+)\s*$")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _SENTENCE_END = re.compile(r"[.!?:]\s+|\n+")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
+_WORDS = re.compile(r"[^\\]*?[A-Za-z]{2}[^\\]*")  # no LaTeX
 _BEFORE_CONCLUSION = re.compile(r"(?:(?<=[a-z])(?<!\bnot)(?<!\bnor)(?<!\bor)(?<!\band)(?<!n't)\s|[,:;.!?=]\s*|\n)\W*$")
 _ALTERNATIVES = re.compile(r"[\d)}]\s*,?\s*\bor\b\W*\d")
 _CHOICE = re.compile(r"\(?([A-Ja-j])[).:]*|(?:\(([A-J])\)|([A-J])[).:]\s)(?!.*\b[A-J]\b).+", re.DOTALL)
@@ -230,7 +230,7 @@ _OTHER_UNITS = ("dollar", "cent", "euro", "yen", "rupee", "am", "week", "month",
 
 def _readable(text: str) -> str:
     r"""As LaTeX that math-verify reads: "12\,000." -> "12000"; "30°" -> r"30^\circ"; "1e-5" -> r"1\times 10^{-5}"."""
-    text = _CURRENCY_FIRST.sub(r"\1\3\2", _DOLLARS.sub(r"\1\\text{ dollars}", text)).translate(str.maketrans(_SYMBOLS))
+    text = _CURRENCY_FIRST.sub(r"\1\3\2", _DOLLARS.sub(r"\1\\text{ dollars}", text)).translate(_SYMBOLS)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", _THOUSANDS.sub("", text))
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"\\(?:mathrm|text)\{([ei])\}", r"\1", text)

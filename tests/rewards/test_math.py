@@ -114,6 +114,8 @@ def test_answers_are_compared_as_text_as_choices_and_as_mathematics(pairs: list[
         ("The answer is 3 or 4.", "4", 0.0),
         ("It is 5 km.", "5 cm", 0.0),
         ("it is 90°", "90", 1.0),
+        (r"It is $2\begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}2\\4\end{pmatrix}", 1.0),
+        (r"It is $I \begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}1\\2\end{pmatrix}", 0.0),
         ("It ends at 3:30.", "3:00", 0.0),
         ("#### 42\nThat took 3 steps.", "42", 1.0),
         ("Wow! Oh! Yes! It is 42!", "42", 1.0),
