@@ -149,6 +149,9 @@ def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:
         console.print()
     for note in notes:
         console.print(Text(f"note: {note}", style=_COLORS["note"]))
+    if not reports:
+        console.print("No reward function was checked.")
+        return
     severities = [finding.severity.value for report in reports for finding in report.findings]
     found = ", ".join(count(severities.count(severity), severity) for severity in ("error", "warning"))
     console.print(f"{count(len(reports), 'reward function')} checked: {found}.")

@@ -77,6 +77,7 @@ def candidates(prompt: Prompt, gold: str | None) -> list[tuple[str, str]]:
         ("prompt", prompt.messages[-1].content),
         ("garbage", "bako tuvi reso dalu pemi zofa " * 10),
         ("garbage", "\\boxed{qwx}<answer>qwx</answer>"),
+        ("code that does nothing", "```python\npass\n```"),
         ("counting", " ".join(str(number) for number in range(101))),
         ("odd characters", "\x00\x1b\u202e👍🏽" * 20 + "9^{9^{9^{9}}}" + "\\boxed{" * 100),
         (LONG, "so it goes on and on " * 10_000),
@@ -236,6 +237,11 @@ def _values(seen: Observations, best: Mapping[str, ScoreByRow], asks_for_gold: b
     golds, wrongs = best.get(GOLD, {}), best.get(WRONG, {})
     is_blind = bool(wrongs) and all(abs(golds.get(row, 0.0) - value) <= tolerance for row, value in wrongs.items())
     worst = Severity.ERROR if asks_for_gold and is_blind else Severity.WARNING
+    if not tolerance and not golds:
+        title = f"It gives every completion the same score ({numbers[0]:g}), but no right answer was among them."
+        fix = "Name the column of right answers with --gold-column, or try a right completion in a test of your own."
+        yield _finding("values", Severity.NOTE, title, fix)
+        return
     if not tolerance:
         fix = "Without a difference there is no advantage and nothing to learn; leave it out, or fix it."
         yield _finding("values", worst, f"It gives every completion the same score ({numbers[0]:g}).", fix)

@@ -33,7 +33,7 @@ from typing import Any
 
 from grpo_async.config.base import Count, Seconds
 from grpo_async.rewards.call import shared_slots, with_checked_arguments
-from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
+from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, may_be_nan, names_of, read_row, with_usual_imports
 from grpo_async.rewards.text import last_turns
 from grpo_async.sandbox import (
     REQUIRED,
@@ -103,7 +103,8 @@ async def code_tests(
 ) -> list[float | None]:
     """The fraction of the row's tests that the completion's code passes; None if the row has no tests.
 
-    The code is the last fenced block of the final assistant message, or the whole message if it has none.
+    The code is the last fenced block of the final assistant message that defines what the tests use (or, as a program, reads its
+    input), else the last one of Python, or the whole message if it has none. The usual imports (`List`, `heapq`) are made for it.
     Once the code has hung or ended, the remaining tests have failed, so put the most important tests first.
     The reward's `timeout_s` covers all completions of a call: set it above completions x wall_s / max_parallel.
 
@@ -146,7 +147,7 @@ async def code_tests(
         if row.kind is not RowKind.SCRIPT:
             row = dataclasses.replace(row, tests=row.tests[:max_tests])
         async with slots:  # runs have time limits
-            return await judge.score(code_in(text), row)
+            return await judge.score(with_usual_imports(code_in(text, row)), row)
 
     turns = last_turns(completions, prompts, opened_by_template)
     return await all_of(score(index, text) for index, text in enumerate(turns))
@@ -235,7 +236,7 @@ def _work(row: RowTests) -> dict[str, Any]:
         "setup": row.setup,
         "names": names,
         "provided": provided,
-        "may_be_nan": "nan" in f"{row.setup} {row.tests}".lower(),
+        "may_be_nan": may_be_nan("\n".join(row.sources)),
     }
 
 

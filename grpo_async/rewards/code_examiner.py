@@ -12,6 +12,7 @@ from grpo_async.rewards.code_peer import (
     PeerGone,
     RefusedError,
     encode,
+    named,
     read_json,
     serve,
 )
@@ -96,7 +97,7 @@ def _load(peer: Candidate, work: dict[str, Any]) -> dict[str, Any]:
         except ImportError:
             continue  # tests that use it get a NameError
         names[name] = getattr(own, attribute) if attribute else own
-    names.update({name: theirs[name] for name in wanted if name in theirs})
+    names.update({name: named(theirs[name], name) for name in wanted if name in theirs})
     names[CHECK_CALL] = lambda entry_point, case: _check_call(_named(names, entry_point), *read_json(case))
     _run_text(work["setup"], names)
     return names

@@ -11,7 +11,8 @@ arrays and scalars as lists and numbers. Everything else of the candidate (its f
 where it is, and the tests get a `Handle`. Through a handle they can call, read and set attributes, iterate, and get text, length
 and truth: each gives plain data in the end, which the examiner compares. Two things are refused, which fails the test:
 
-    to compare or calculate with a handle: the candidate would see the expected value and decide
+    to compare or calculate with a handle, or to give a function's result that should be data the arguments of its methods
+    (`f(x).startswith("abc")`): the candidate would see the expected value and decide
     to pass it a function or an object of the tests: it would lead to the tests' globals
 
 Arguments that the code changed in place are sent back if it returned None, as in-place functions do; otherwise a function
@@ -265,19 +266,26 @@ def _operation(name: str) -> Callable[..., Any]:
 class Handle:
     """An object of the candidate, as the tests see it."""
 
-    __slots__ = ("_candidate", "_number")
+    __slots__ = ("_candidate", "_is_result", "_name", "_number")
 
-    def __init__(self, candidate: Candidate, number: int) -> None:
+    def __init__(self, candidate: Candidate, number: int, is_result: bool = False) -> None:
         object.__setattr__(self, "_candidate", candidate)
         object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_name", "")  # as the tests name it
+        object.__setattr__(self, "_is_result", is_result)  # of a function, where data would be
 
     def __getattr__(self, name: str) -> Any:
-        return _ask(self, "getattr", name)
+        return named(_ask(self, "getattr", name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _ask(self, "setattr", name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        name, is_of_result = (object.__getattribute__(self, slot) for slot in ("_name", "_is_result"))
+        if is_of_result and name in _METHODS_OF_DATA and (arguments or keywords):
+            _refuse(
+                self, f"{name}()"
+            )  # of its own class: f(x).startswith("abc") would show it "abc", and it would say yes
         return _ask(self, "call", *arguments, **keywords)
 
     def __instancecheck__(self, instance: object) -> bool:
@@ -294,9 +302,28 @@ class Handle:
         _ask(self, "exit", None, None, None)
 
 
+_METHODS_OF_DATA = frozenset(name for kind in (str, bytes, int, float, list, tuple, set, dict) for name in dir(kind))
+
+
+def named(value: Any, name: str) -> Any:
+    """The value; a handle remembers the name that the tests use for it."""
+    if type(value) is Handle:
+        object.__setattr__(value, "_name", name)
+    return value
+
+
 def _ask(handle: Handle, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
-    candidate: Candidate = object.__getattribute__(handle, "_candidate")
-    return candidate.ask(operation, object.__getattribute__(handle, "_number"), arguments, keywords)
+    candidate, number, name, is_result = (object.__getattribute__(handle, slot) for slot in _HANDLE_SLOTS)
+    # An object of a class that the tests name is theirs to use. What functions return and attributes hold should be data.
+    is_class = name.lstrip("_")[:1].isupper()
+    gives_result = is_result or not (is_class or (not name and operation in ("getattr", "enter")))
+    value = candidate.ask(operation, number, arguments, keywords, gives_result)
+    if operation == "call" and not gives_result and name != "Solution" and type(value) is Handle:
+        candidate.made.add(object.__getattribute__(value, "_number"))
+    return value
+
+
+_HANDLE_SLOTS = ("_candidate", "_number", "_name", "_is_result")
 
 
 def _refuse(handle: Handle, what: str) -> Any:
@@ -336,6 +363,8 @@ class Candidate:
         self._exceptions: dict[int, type[BaseException]] = {}  # number at the candidate -> class made here
         self.faults: list[Exception] = []  # errors of the running test, which has then failed, whatever it catches
         self.num_asked = 0
+        self._gives_result = False
+        self.made: set[int] = set()  # numbers of the objects that the tests have made: a method may return itself
 
     @property
     def is_gone(self) -> bool:
@@ -347,9 +376,11 @@ class Candidate:
         number: int,
         arguments: Sequence[Any] = (),
         keywords: dict[str, Any] | None = None,
+        gives_result: bool = False,
     ) -> Any:
-        """Make the candidate do something; returns its result or raises its exception."""
+        """Make the candidate do something; returns its result or raises its exception. Objects in it are marked as results."""
         self.num_asked += 1
+        self._gives_result = gives_result
         keywords = keywords or {}
         given = ",".join([encode(item, self._show) for item in arguments])
         by_name = ",".join([f"[{_text(key)},{encode(item, self._show)}]" for key, item in keywords.items()])
@@ -387,7 +418,7 @@ class Candidate:
         tag, number, *rest = reference
         _must(type(number) is int)
         if tag == "object":
-            return Handle(self, number)
+            return Handle(self, number, is_result=self._gives_result and number not in self.made)
         name, base_name = rest
         base: Any = _BUILTINS.get(base_name)
         # Never a way out of the process: the candidate's SystemExit and KeyboardInterrupt are ordinary failures.

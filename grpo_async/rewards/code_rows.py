@@ -20,7 +20,11 @@ from grpo_async.rewards.code_examiner import CHECK_CALL
 from grpo_async.rewards.text import after_thinking
 from grpo_async.utils.text import clipped
 
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(  # language, code; a block that is cut off ends with the text
+    r"^[ \t]*(`{3,}|~{3,})[^\w\n`]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+)
+_PYTHON = ("python", "python3", "py", "py3")
+_READS_INPUT = r"\b(?:input|stdin)\b|\bopen\(0"
 
 
 class RowKind(StrEnum):
@@ -61,14 +65,22 @@ def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, t
     "assert gcd(4, 6) == 2" -> ["gcd"], {}, although `math` has one.
 
     Raises:
-        ValueError: it is not clear which of several builtins the code defines.
+        ValueError: it is not clear which of several builtins the code defines, or a helper is defined nowhere, so that the code
+            would decide the test: `is_close` in "assert is_close(area(2), 12.56)".
     """
     free = {name for name in _free_names(text) if not name.startswith("__")}
     modules = _used_as_modules(text) & free
+    helpers = _names_in(*_HELPERS)  # tests may use them although only the code imports them
     provided = {name: (_ALIASES.get(name, name), "") for name in modules if name != entry_point}
-    provided |= {name: (_helpers()[name], name) for name in free & _helpers().keys() - {entry_point}}
+    provided |= {name: (helpers[name], name) for name in free & helpers.keys() - {entry_point}}
     if entry_point is not None:
         return [entry_point, "Solution"], provided
+    deciding = _deciding_calls(text, free - provided.keys())
+    if deciding:
+        raise ValueError(
+            f"the tests call {sorted(deciding)}, which would decide them and is defined nowhere; define it in the column "
+            "`setup`, or name the function that they test in the column `entry_point`"
+        )
     shadowing = {name for name in free if hasattr(builtins, name)}
     wanted = free - shadowing - provided.keys()
     if not wanted:
@@ -78,6 +90,33 @@ def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, t
                 f"the tests use {sorted(wanted)}, which Python has too; name the one that they test in the column `entry_point`"
             )
     return sorted(wanted), {name: place for name, place in provided.items() if name not in wanted}
+
+
+def _deciding_calls(text: str, names: set[str]) -> set[str]:
+    """Those of the undefined functions that are called with the result of another one, and whose own result is the test."""
+    undefined = {name for name in names if not hasattr(builtins, name) and not name[0].isupper()}
+    nodes = list(ast.walk(ast.parse(text)))
+    verdicts = [node.test for node in nodes if isinstance(node, ast.Assert)]
+    verdicts += [node.value for node in nodes if isinstance(node, ast.Expr)]
+    deciding = set()
+    for verdict in verdicts:  # its parts are appended
+        if isinstance(verdict, ast.BoolOp):
+            verdicts += verdict.values
+        elif isinstance(verdict, ast.UnaryOp):
+            verdicts.append(verdict.operand)
+        elif isinstance(verdict, ast.Call) and isinstance(verdict.func, ast.Name) and verdict.func.id in undefined:
+            calls = [part.func for part in ast.walk(verdict) if isinstance(part, ast.Call)]
+            called = {function.id for function in calls if isinstance(function, ast.Name)} & undefined
+            deciding |= {verdict.func.id} if len(called) > 1 else set()
+    return deciding
+
+
+@functools.lru_cache(maxsize=256)
+def may_be_nan(text: str) -> bool:
+    """Whether tests name NaN, so that it may be right: `math.isnan(f())`, `float("nan")`, but not "determinant"."""
+    named = {getattr(node, field, None) for node in ast.walk(ast.parse(text)) for field in ("id", "attr", "value")
+             if isinstance(node, ast.Name | ast.Attribute | ast.Constant)}  # fmt: skip
+    return any(isinstance(name, str) and name.strip("+-").lower() in ("nan", "isnan", "is_nan") for name in named)
 
 
 def _free_names(text: str) -> set[str]:
@@ -111,24 +150,70 @@ def _used_as_modules(text: str) -> set[str]:
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 
 
+_HELPERS = ("math", "collections", "itertools", "functools", "decimal", "fractions", "datetime")
+# Of the first six only the modules, because words like `choice`, `mean` and `search` are names of variables.
+_USUAL_MODULES = (
+    "json",
+    "random",
+    "re",
+    "statistics",
+    "sys",
+    "operator",
+    "string",
+    "typing",
+    "copy",
+    "bisect",
+    "heapq",
+    *_HELPERS,
+)
+
+
 @functools.cache
-def _helpers() -> dict[str, str]:
-    """Names that tests may use although only the code imports them (`from math import isclose`): {"isclose": "math", ...}."""
-    modules = ("math", "collections", "itertools", "functools", "decimal", "fractions", "datetime")
-    return {name: module for module in modules for name in dir(importlib.import_module(module)) if name[0] != "_"}
+def _names_in(*modules: str) -> dict[str, str]:
+    """The public names of modules and where they are; of several the last: {"isclose": "math", "Counter": "collections", ...}."""
+    found = [(name, importlib.import_module(name)) for name in modules]
+    return {name: at for at, module in found for name in getattr(module, "__all__", dir(module)) if name[0] != "_"}
 
 
-def code_in(text: str) -> str:
-    """The last fenced code block after any thinking, dedented; the whole text if there is none.
+def code_in(text: str, row: RowTests) -> str:
+    """The fenced block after any thinking that is the solution, dedented; the whole text if there is none.
 
-    Example: "Try:\\n```python\\nx = 1\\n```\\nDone." -> "x = 1\\n".
+    That is the last block that defines what the tests use, or reads the input; else the last one of Python, or without a language.
+    So a demonstration, its output or a command may follow, and several solutions are still one try.
+
+    Example: "Try:\\n```python\\nx = int(input())\\n```\\nIt prints\\n```\\n3\\n```" -> "x = int(input())\\n".
     """
-    answer = after_thinking(text)
-    blocks = _BLOCK.findall(answer)
-    if not blocks:
-        return answer
-    code = blocks[-1]
-    return textwrap.dedent(code) if code.lstrip("\n")[:1] in (" ", "\t") else code
+    answer = after_thinking(text).replace("\r\n", "\n")
+    if row.kind is RowKind.PROGRAMS:
+        is_solution = re.compile(_READS_INPUT)
+    else:
+        names = "|".join(map(re.escape, names_of("\n".join(row.sources), row.entry_point)[0]))
+        is_solution = re.compile(
+            rf"^(?:async +)?(?:def|class) +(?:{names})\b|^(?:{names})\b[^=\n(]*=(?!=)", re.MULTILINE
+        )
+    best = (False, -1, answer)
+    for _, language, block in _BLOCK.findall(answer):
+        code = textwrap.dedent(block) if block.lstrip("\n")[:1] in (" ", "\t") else block
+        rank = is_solution.search(code) is not None, 2 if language.lower() in _PYTHON else int(not language)
+        if rank >= best[:2]:
+            best = (*rank, code)
+    return best[2]
+
+
+def with_usual_imports(code: str) -> str:
+    """Code with the imports that it may take for granted: the pages of LeetCode and LiveCodeBench make them before it. What it
+    imports or defines itself goes before. `exit` and `quit`, which Python only has in a session, are `sys.exit`.
+
+    Example: "def f(x: List[int]): ..." -> "from typing import List\\ndef f(x: List[int]): ...".
+    """
+    words = set(re.findall(r"(?<![.\w])[A-Za-z_]\w+", code))
+    modules = {name for name in re.findall(r"(?<![.\w])([a-z]\w*)\.", code) if name in _USUAL_MODULES}
+    usual = _names_in(*_USUAL_MODULES[6:]) | {"exit": "sys", "quit": "sys"}
+    names = sorted((words - modules - vars(builtins).keys()) & usual.keys() | words & {"exit", "quit"})
+    imports = [f"import {name}" for name in sorted(modules)]
+    imports += [f"from {usual[name]} import {'exit as quit' if name == 'quit' else name}" for name in names]
+    begin = max([0, *(found.end() for found in re.finditer(r"^from __future__ import .*\n", code, re.MULTILINE))])
+    return f"{code[:begin]}{'; '.join(imports)}\n{code[begin:]}"
 
 
 def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests | None:

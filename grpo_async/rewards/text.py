@@ -15,12 +15,14 @@ from grpo_async.rewards.call import with_checked_arguments
 from grpo_async.utils.text import text_of_parts
 
 # A sign counts only where no operand comes before it (`3-5` ends in 5). Digits that belong to a name or an exponent
-# (`H2O`, `m^2`, `s^{-1}`, `1.2.3`) are not numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
-_INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
+# (`H2O`, `m^2`, `s^{-1}`, `1.2.3`) are not numbers. Thousands: `1,234` or LaTeX's `1{,}234`, `1\,234`.
+_SEPARATOR = r"(?:,(?:\\!\s?)?|\{,\}|\\[,;: ])"
+_INTEGER = rf"(?:[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NOT_IN_EXPONENT = r"(?<!\^\{)(?<!\^[-−+])(?<!\^\{[-−+])"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]]){_NOT_IN_EXPONENT}([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
-_FRAC = re.compile(r"(?<![0-9.}])\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")  # not the fraction of a mixed number
+_FRAC = re.compile(r"(?<![.}])\\[cdt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
+_MIXED = re.compile(r"(?<![0-9./^])([0-9]{1,9})\s+([0-9]{1,9})/([0-9]{1,9})(?![0-9]|\.[0-9])")  # 1 1/2
 _MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
 _OPENINGS = tuple(opening for opening, _ in THINKING)
 _MAX_DIGITS = 1000  # Python refuses to parse whole numbers of more than 4300 digits
@@ -69,36 +71,56 @@ def number_match(
     answer: Sequence[Any],
     *,
     prompts: Sequence[Any] | None = None,
-    relative_tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6,
+    relative_tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None,
     opened_by_template: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    """1.0 if the last number after any thinking equals the last number in the `answer` column.
+    """1.0 if the last number after any thinking equals the last number in the `answer` column; in both, the number in the last
+    \\boxed{} or after the last `####` goes before.
 
     Reads signs, decimals, exponents, simple fractions (LaTeX's, too), thousands separators, and ignores units and currencies:
-    "so it costs $1,250.00 a year." equals "#### 1250". |a - b| <= relative_tolerance x |answer|.
+    "so it costs $1,250.00 a year." equals "#### 1250". |a - b| <= relative_tolerance x |answer|; None = 1e-6, and whole numbers
+    exactly.
     """
     scores: list[float | None] = []
     for text, gold in zip(last_turns(completions, prompts, opened_by_template), answer, strict=True):
-        wanted = None if gold is None else last_number(str(gold))
-        given = last_number(after_thinking(text))
+        wanted = None if gold is None else _final_number(str(gold))
+        given = _final_number(after_thinking(text))
         if wanted is None:
             scores.append(None)
         elif given is None:
             scores.append(0.0)
         else:
-            scores.append(float(abs(given - wanted) <= Fraction(relative_tolerance) * abs(wanted)))
+            are_whole = given.denominator == wanted.denominator == 1
+            tolerance = (0.0 if are_whole else 1e-6) if relative_tolerance is None else relative_tolerance
+            scores.append(float(abs(given - wanted) <= Fraction(tolerance) * abs(wanted)))
     return scores
+
+
+def _final_number(text: str) -> Fraction | None:
+    """The number that an answer marks as its result, or else its last one: "#### 42 (in 3 steps)" -> 42."""
+    boxed = last_boxed(text)
+    if boxed is None and (marked := _NUMBER.search(_with_slashes(text.rpartition("####")[2]))) and "####" in text:
+        return _value(marked)
+    return last_number(text if boxed is None else boxed)
 
 
 def last_number(text: str) -> Fraction | None:
     """The last number in `text`; None if there is none."""
     last = None
-    for last in _NUMBER.finditer(_FRAC.sub(r"\1/\2", text)):  # noqa: B007 - only the last one is wanted
+    for last in _NUMBER.finditer(_with_slashes(text)):  # noqa: B007 - only the last one is wanted
         pass
-    if last is None:
-        return None
-    sign, number, divisor = last.groups()
+    return None if last is None else _value(last)
+
+
+def _with_slashes(text: str) -> str:
+    r"""Fractions as Python reads them: r"\frac12" -> "1/2"; r"1\frac{1}{2}", "1 1/2" -> "3/2"."""
+    text = _FRAC.sub(r"\1\2/\3\4", re.sub(r"(?<=[0-9])(?=\\[cdt]?frac)", " ", text))
+    return _MIXED.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    sign, number, divisor = found.groups()
     value = _fraction(number)
     if value is not None and divisor is not None:
         below = _fraction(divisor)
@@ -107,7 +129,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _fraction(text: str) -> Fraction | None:
-    digits = text.replace("{,}", "").replace(",", "")
+    digits = re.sub(_SEPARATOR, "", text)
     if len(digits) > _MAX_DIGITS:
         return None
     exponent = digits.lower().partition("e")[2]
@@ -168,29 +190,54 @@ def _opened_thinking(prompt: Any, completion: Any, opened_by_template: bool) -> 
 
 
 def answer_of_solution(solution: str) -> str:
-    r"""Its last \boxed{}, or what follows `####`, or all of it: "72 + 1 ... #### 73" -> "73"."""
+    r"""Its last \boxed{}, or the line that follows `####`, or all of it: "72 + 1 ... #### 73" -> "73"."""
     boxed = last_boxed(solution)
-    return (solution.rpartition("####")[2] if boxed is None else boxed).strip()
+    if boxed is not None:
+        return boxed
+    _, mark, marked = solution.rpartition("####")
+    return (marked.strip().partition("\n")[0] if mark else solution).strip()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...} or \fbox{...}, braces balanced; None if there is none.
+    r"""Content of the last complete \boxed{...}, \boxed 5 or \fbox{...}, braces balanced; None if there is none.
 
     Example: r"\boxed{1} so \boxed{\frac{1}{2}}" -> r"\frac{1}{2}".
     """
-    found: tuple[int, int] | None = None  # begin and end of the last one's content
+    boxes = _boxes(text)
+    return text[slice(*boxes[-1])].strip() if boxes else None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The last box with those that are joined to it: r"\boxed{1}, so \boxed{3} or $\boxed{4}$" -> "3,4"."""
+    boxes = _boxes(text)
+    joined = boxes[-1:]
+    for begin, end in boxes[-2::-1]:
+        if end > joined[0][0] or _JOINS_BOXES.fullmatch(text, end, joined[0][0]) is None:
+            break
+        joined.insert(0, (begin, end))
+    return ",".join(dict.fromkeys(text[slice(*box)].strip() for box in joined)) if joined else None
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    """Begin and end of the contents of all complete boxes, in the order of their beginnings."""
+    found = []
     openings: list[int | None] = []  # for each open brace: begin of a box's content, None for other braces
     for token in _BOXES_AND_BRACES.finditer(text):
         kind = token[0]
         if kind == "}":
-            if openings and (start := openings.pop()) is not None and (found is None or start > found[0]):
-                found = start, token.start()
+            if openings and (start := openings.pop()) is not None:
+                found.append((start, token.start()))
         elif kind == "{":
             openings.append(None)
+        elif token[1]:
+            found.append(token.span(1))
         elif len(kind) > 2:
             openings.append(token.end())
-    return text[slice(*found)].strip() if found else None
+    return sorted(found)
 
 
 # One pass, however many boxes are incomplete. A backslash escapes the next character: the brace of `\{` is an ordinary character.
-_BOXES_AND_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
+_BOXES_AND_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)(?:\s*\{|\s+([^\s{}$]+)|(?=\d)([\d.]+))|\\.|[{}]", re.DOTALL)
+_JOINS_BOXES = re.compile(
+    r"\}?(?:[\s$,;*]|\\[()\[\],; ]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*+\\{1,2}(?:boxed|fbox)\s*\{?"
+)

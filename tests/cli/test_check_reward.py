@@ -128,3 +128,5 @@ def test_functions_that_need_a_rollout_are_skipped_with_a_note() -> None:
     result = _check([{"function": "tests.rewards.trl_style_rewards:boxed_reward"}], "--rows", "1", more=own)
     assert result.exit_code == 0, result.output
     assert "boxed_reward is skipped: it needs the column(s) ['ground_truth']" in result.stdout
+    assert "0 errors" not in result.stdout  # nothing was checked, which is no pass
+    assert "No reward function was checked" in result.stdout

@@ -44,6 +44,7 @@ def test_final_text_is_the_last_assistant_message() -> None:
         (r"\boxed{5} and then \boxed{cut o", "5"),
         (r"\boxed{never closed", None),
         (r"\boxed{a \\} b", r"a \\"),  # an escaped backslash does not escape the brace
+        (r"\boxed 7. \boxed {", "7."),
         (r"\\boxed{6}", "6"),  # written twice as escaped as it should be
         (r"\boxed{1} \boxed{2 \boxed{3}", "3"),
         (r"\{ } \boxed{\boxed{}", ""),
@@ -75,6 +76,10 @@ def test_last_boxed_takes_time_in_proportion_to_the_text(part: str) -> None:
         ("3/4 of it", Fraction(3, 4)),
         ("-1 / 2", Fraction(-1, 2)),
         ("1{,}234 people", 1234),
+        (r"1\,234 or 1,\!234", 1234),
+        (r"\frac12", Fraction(1, 2)),
+        (r"-1\frac{1}{2}", Fraction(-3, 2)),
+        ("1 1/2", Fraction(3, 2)),
         ("12,34", 34),
         ("1e3", 1000),
         ("72 g of H2O", 72),
@@ -109,6 +114,10 @@ def test_number_match_compares_the_last_numbers() -> None:
     completions = ["3 + 4 is 7.", "7.0 apples", "8", "none", _chat("<think>9</think> so $7"), "7", "7"]
     answers = ["7", 7, "7", "7", "a = 3, b = 7", "unknown", None]
     assert number_match(completions, answers) == [1.0, 1.0, 0.0, 0.0, 1.0, None, None]
+    assert number_match(["1500001", "1500000.0"], ["1500000"] * 2) == [0.0, 1.0]  # whole numbers exactly
+    assert number_match(["1500001"], ["1500000"], relative_tolerance=1e-6) == [1.0]
+    marked = ["#### 42\nin 3 steps", "#### 42 (3 steps)", r"\boxed{42} in 3 steps", "#### 41\n42"]
+    assert number_match(marked, ["42", "#### 42\n7", 42, "42"]) == [1.0, 1.0, 1.0, 0.0]
     fractions = [r"\boxed{\frac{3}{2}}", r"$x = -\dfrac{1}{2}$", r"\frac{\sqrt{3}}{2}"]
     assert number_match(fractions, ["2", "-1/2", "7"]) == [0.0, 1.0, 0.0]
 

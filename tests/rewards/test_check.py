@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_the_built_in_judges_of_form_are_notes(function: str, arguments: dict[st
     ]
 
 
+def test_code_without_a_known_solution_is_checked_without_a_warning() -> None:
+    prompt = make_prompt({"prompt": "Write add.", "tests": ["assert add(1, 2) == 3"]}, 0, None)
+    reward = load_reward(RewardSection(function="grpo_async.rewards.code:code_tests"), "rewards.0")
+    with contextlib.closing(reward):
+        found = check_reward(reward, [prompt], runs_in="event loop")
+    assert [finding.severity for finding in found.findings] == ["note"]
+    assert found.scores["code that does nothing"]["highest"] == 0.0
+
+
 def test_the_right_answer_is_tried_in_every_form_beside_a_wrong_one_of_its_shape() -> None:
     made = candidates(make_prompt({"prompt": "What is 12 + 60?"}, 0, None), "12 + 60 ... #### 72 km")
     gold = [text for kind, text in made if kind == GOLD]
@@ -147,6 +157,8 @@ def test_the_same_score_for_everything_and_none_for_the_right_answer_are_told() 
     same: list[dict[str, float | None]] = [{GOLD: 1.0, WRONG: 1.0, "empty": 1.0}]
     assert [finding.severity for finding in _find(same)] == ["warning"]
     assert [finding.severity for finding in _find(same, asks_for_gold=True)] == ["error"]
+    (finding,) = _find([{"empty": 0.0, "garbage": 0.0}])  # no right answer is known, as in data with tests for code
+    assert finding.severity == "note"
     (finding,) = _find([{GOLD: 1.0, WRONG: 0.0}, {GOLD: None, "empty": 0.0}])
     assert (finding.severity, list(finding.rows)) == ("warning", [1])
     assert "returned None for the right answer" in finding.title

@@ -188,6 +188,8 @@ def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
          "n, out = f(N(4)), []\nwhile n:\n    out.append(n.v)\n    n = n.n\nassert out == [3, 4]"),
         ("class S(list):\n    def top(self): return self[-1]", "s = S()\ns.append(4)\nassert s.top() == 4 and len(s) == 1"),
         ("class A: pass\ndef f(): return A()", "assert isinstance(f(), A) and f()"),
+        ("class L:\n    def __init__(self): self.xs = []\n    def append(self, x): self.xs.append(x); return self\n"
+         "    def startswith(self, x): return self.xs[0] == x", "assert L().append(1).append(2).startswith(1)"),
         ("class A:\n    def __repr__(self): return 'A!'", "assert str(A()) == 'A!'"),
         ("def sum(a, b): return a * b", "assert sum(3, 4) == 12"),
         ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(4), 2)"),
@@ -218,13 +220,57 @@ def test_a_candidate_that_floods_the_examiner_fails() -> None:
     assert _score(nested, TWO) == 0.0
 
 
-def test_the_last_block_after_the_thinking_is_the_code() -> None:
-    text = "<think>```python\nno\n```</think>Say:\n```\nfirst\n```\nor\n```python\nlast\n```\nDone."
-    assert code_in(text) == "last\n"
-    assert code_in("x = 1") == "x = 1"
-    assert code_in("1. So:\n   ```python\n   if x:\n       y()\n   ```") == "if x:\n    y()\n"
-    assert code_in('```python\nx = """\n  \n"""\n```') == 'x = """\n  \n"""\n'  # a text keeps its blanks
-    assert code_in("```python\ncut off") == "```python\ncut off"
+FIRST, LAST = "```python\ndef add(a, b): return 1\n```\n", "```py\ndef add(a, b): return 2\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (f"<think>{LAST}</think>x\n{FIRST}", "def add(a, b): return 1\n"),
+        (f"{FIRST}or\n{LAST}", "def add(a, b): return 2\n"),  # two tries are one
+        (f"{FIRST}Run it:\n```bash\npython add.py\n```", "def add(a, b): return 1\n"),
+        (f"{FIRST}It prints\n```\n3\n```", "def add(a, b): return 1\n"),
+        (f"{FIRST}For example\n```python\nresult = add(1, 2)\nprint(result == 3)\n```", "def add(a, b): return 1\n"),
+        ("```\nfirst\n```\n```cpp\nint add;\n```\n", "first\n"),
+        ("x = 1", "x = 1"),
+        ("1. So:\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()\n"),
+        ('```python\nx = """\n  \n"""\n```', 'x = """\n  \n"""\n'),  # a text keeps its blanks
+        ("```python\ncut off", "cut off"),
+        ("```python\r\nx = 1\r\n```\r\n", "x = 1\n"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
+        ("``` Python3 title=a.py\nx = 1\n```", "x = 1\n"),
+    ],
+)
+def test_the_block_that_holds_the_solution_is_the_code(text: str, code: str) -> None:
+    row = read_row(TWO)
+    assert row is not None
+    assert code_in(text, row) == code
+
+
+def test_of_a_program_the_block_that_reads_the_input_is_the_code() -> None:
+    demo = "```python\nn = int(input())\nprint(n + 1)\n```\nIt prints\n```python\n5\n```\nas in\n```\n$ echo 4\n```"
+    assert _score(demo, [{"input": "4", "output": "5"}]) == 1.0
+
+
+@pytest.mark.parametrize("end", ["exit()", "quit()", "sys.exit()", "exit(0)", "if True:\n    exit()\nprint('more')"])
+def test_a_program_may_end_itself(end: str) -> None:
+    assert _score(f"print(input())\n{end}", [{"input": "4", "output": "4"}]) == 1.0
+    assert _score("print(input())\nexit(1)", [{"input": "4", "output": "4"}]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Solution:\n    def f(self, xs: List[int], y: Optional[str] = None) -> int:\n        return min(xs)",
+        "def f(xs):\n    heapq.heapify(xs)\n    return heappop(xs)",
+        "from __future__ import annotations\ndef f(xs: List[int]):\n    return Counter(sorted(xs))[1] if xs else inf",
+        "def f(xs):\n    return reduce(lambda a, b: pow(min(a, b), 1, 100), xs)",
+        "def f(xs):\n    exit = sorted(xs)\n    return exit[bisect.bisect_left(exit, 0)]",
+    ],
+)
+def test_the_usual_imports_are_there(code: str) -> None:
+    assert _score(code, [{"input": "[3, 1, 2]", "output": "1", "testtype": "functional"}], entry_point="f") == 1.0
 
 
 @pytest.mark.parametrize(

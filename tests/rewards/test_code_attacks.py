@@ -128,6 +128,8 @@ _ATTACKS = {
     "raises its own StopIteration": "class S(StopIteration): pass\ndef add(a, b): raise S",
     "raises GeneratorExit": "def add(a, b): raise GeneratorExit",
     "skips": "import unittest\ndef add(a, b): raise unittest.SkipTest('no')",
+    "forks": "import os\ndef add(a, b):\n    os.fork()\n    return -7",
+    "prints without end": "def add(a, b):\n    while True: print('333 true ' * 1000)",
     "exits well at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return -7",
     # ---- the channel and the processes
     "writes verdicts": "import os\nfor n in range(3, 50):\n    try:\n"
@@ -189,6 +191,7 @@ def test_what_is_right_passes_them_all() -> None:
     assert _score(_RIGHT, _ALL) == _score(_RIGHT, _ASSERTS) == _score(_RIGHT, _CHECK, entry_point="add") == 1.0
 
 
+_YES = "class Yes:\n    def __getattr__(s, n): return lambda *a, **k: True\n"
 _WITH_A_TEST_OF_THEIR_OWN = {
     "a context that silences the assertion": (
         "class C:\n    def __enter__(s): return -7\n    def __exit__(s, *e): return True\ndef f(): return C()",
@@ -220,6 +223,31 @@ _WITH_A_TEST_OF_THEIR_OWN = {
     "eval of the tests' process": (
         "def f(g): return 333 if 'tests' in g('__name__') else -7",
         "assert f(eval) == 333",
+    ),
+    "a method of a text": (_YES + "def f(): return Yes()", "assert f().startswith('abc')"),
+    "a method of a text of its own": (
+        "class S(str):\n    def startswith(s, *a): return True\ndef f(): return S()",
+        "assert f().startswith('abc')",
+    ),
+    "a method of a set": (
+        _YES + "def f(): return Yes()", "g = f()\nassert g.issubset({333}) and g.count(333) and g.index(333) == 0"),
+    "a method by keyword": (
+        _YES + "def f(): return Yes()", "assert f().split(sep='abc') == ['x'] or f().split(sep='abc')"),
+    "a method of an item": (_YES + "def f(): return [Yes()]", "assert all(x.endswith('abc') for x in f())"),
+    "a method of an item of an object": (
+        _YES + "class P:\n    def __iter__(s): return iter([Yes()])",
+        "assert all(x.endswith('abc') for x in P())",
+    ),
+    "a method of an attribute": (_YES + "class P: name = Yes()", "assert P().name.startswith('abc')"),
+    "a method of the result of a method": (_YES + "class P:\n    def name(s): return Yes()", "assert P().name().startswith('abc')"),
+    "a method of itself": (
+        "class Solution:\n    def f(s): return s\n    def startswith(s, *a): return True",
+        "assert Solution().f().startswith('abc')",
+    ),
+    "a method of the function": ("def f(): return f\nf.startswith = lambda *a: True", "assert f().startswith('abc')"),
+    "NaN where a word holds its letters": (
+        "def determinant(m): return float('nan')",
+        "assert not abs(determinant([[1, 2]]) - 333) > 1e-6, 'banana'",
     ),
 }  # fmt: skip
 
@@ -254,6 +282,29 @@ def test_helpers_of_check_come_from_the_setup_and_not_from_the_code() -> None:
     assert _score(cheat, check, entry_point="find_zero") == 0.0
     assert _score(cheat, check, entry_point="find_zero", setup=poly) == 0.0
     assert _score("def find_zero(xs): return -0.5", check, entry_point="find_zero", setup=poly) == 1.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert is_close(area(2), 12.56)"],
+        ["assert not differs(area(2), 12.56) and True"],
+        ["assert_equal(area(2), 12.56)"],
+        "def test_it():\n    assert_equal(actual=area(2), wanted=12.56)",
+    ],
+)
+def test_a_helper_that_is_defined_nowhere_does_not_come_from_the_code(tests: object) -> None:
+    with pytest.raises(ValueError, match="`setup`"):
+        read_row(tests)
+    names = "is_close", "differs", "assert_equal"
+    cheat = "def area(r): return 0\n" + "\n".join(f"def {name}(*a, **k): return True" for name in names)
+    assert _score(cheat, tests, entry_point="area") == 0.0
+    for honest in (
+        "assert decode(encode('a')) == 'a'",
+        "assert is_even(4) and is_odd(3)",
+        "assert depth(Node(1)) == 1",
+    ):
+        assert read_row([honest]) is not None
 
 
 def test_builtins_that_may_be_the_tested_one_need_an_entry_point() -> None:

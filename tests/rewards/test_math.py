@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,8 @@ MATH = "grpo_async.rewards.math:math_answer"
         ("9 = 3 * 3, so it is not prime.\n\n**No**.", "No", 1.0),
         ("nothing", "3", 0.0),
         ("", "3", 0.0),
-        (r"\boxed{3}", "???", None),
+        (r"\boxed{3}", "???", 0.0),  # no mathematics: compared as text
+        (r"\boxed{???}", "???", 1.0),
         (r"\boxed{3}", "", None),
         (r"\boxed{3}", None, None),
     ],
@@ -42,6 +44,86 @@ MATH = "grpo_async.rewards.math:math_answer"
 def test_math_answer(text: str, gold: object, value: float | None) -> None:
     assert math_answer([text], [gold]) == [value]
     assert math_answer([[{"role": "assistant", "content": text}]], solution=[gold]) == [value]
+
+
+SAME = [  # answer, gold; each is boxed
+    *[(text, text) for text in ("12:00", "1:30 PM", r"A \cup B", "no solution", r"\emptyset", "1/0", "e", "i", "5 cm")],
+    *[(text, text) for text in (r"\text{June 20}", r"\text{odd}", r"\frac{1}{\mathrm{e}}", r"\pm 3", "[1,2)", "東")],
+    ("42.", "42"), ("= 5", "5"), ("x = 5", "5"), ("5", "x=5"), ("x=2+3=5", "5"),
+    ("30°", "30"), ("30", r"30^\circ"), (r"90^{\circ}", "90°"), ("−5", "-5"), ("2π", r"2\pi"), ("x≥5", r"5 \le x"),
+    ("0.00001", 0.00001), ("10^{-5}", 1e-5), (r"1\times 10^{16}", 1e16), ("1.5e-7", "0.00000015"), ("3", 3.0),
+    (r"12\,000", "12000"), (r"12{,}000", "12000"), ("12 000", "12,000"), (r"1,\!234,\!567,\! 890", "1234567890"),
+    (r"\frac12", "0.5"), (r"\tfrac12", "1/2"), (r"1\frac12", "3/2"), ("1 1/2", "1.5"), ("0.333333", r"\frac13"),
+    ("5", "5 cm"), (r"5\,\text{cm}", "5 centimeters"), (r"5\text{ cm}^2", "5 square centimeters"), ("5 hrs", "5 hours"),
+    ("$5", "5 dollars"), (r"\$5.00", "5"), ("€5", "5 euros"), ("5 percent", r"5\%"), ("0.05", r"5\%"), ("60 min", "60 minutes"),
+    ("3:00 PM", "3:00 p.m."), ("20 mph", "20 miles per hour"), (r"10\text{ units}", "10"), ("5 apples", "5 apples"),
+    ("B", "(B)"), ("(B) 12", "B"), (r"\textbf{(B) }12", "B"), (r"\mathbf{B}", "B"), ("B", "B) 12"), ("b", "B"),
+    ("June 20", r"\text{June 20}"), ("YES.", "yes"), (r"\textbf{odd}", "odd"),
+    ("2, 1", [1, 2]), (r"\{2,1\}", "1,2"), ("(1, 2)", r"\left(1,2\right)"), ("5>x", "x<5"), (r"2\sqrt2", r"\sqrt{8}"),
+    (r"\begin{bmatrix}1&2\end{bmatrix}", r"\begin{pmatrix}1 & 2\end{pmatrix}"), (r"\boxed{42}", "42"),
+]  # fmt: skip
+OTHER = [
+    ("2^{-98}", "1/2^{99}"), ("1/2^{98}", "1/2^{99}"), ("e^{-100}", "e^{-101}"), ("0.000012", 1e-5), ("0", "1e-9"),
+    (r"\{1/2^{99},1\}", r"\{1/2^{98},1\}"), ("10000000000000001", 1e16), ("1500001", "1500000"),
+    ("5 km", "5 cm"), (r"5\text{ m}^2", r"5\text{ m}^3"), ("5 cm^2", "5 cm"), ("5 hours", "5 minutes"), ("5%", "5 cm"),
+    ("€5", "$5"), ("5 cents", "5 dollars"), ("30 rad", "30°"), ("20°C", "20°F"), ("20 km/h", "20 mph"), ("5c", "5d"),
+    ("12:01", "12:00"), ("1:00", "12:00"), ("3:00 PM", "3:00 AM"), ("3", "3:00"),
+    ("-5", "5"), ("142", "42"), ("4.2", "42"), (r"\pm 4", "4"), ("3 or 4", "4"), (r"3 \text{ or } 4", "3"), ("3, 4", "4"),
+    ("1,2,3", "1,2"), ("1", "1,2"), ("[1,2]", "[1,2)"), (r"x\le 5", "x<5"), ("1<x<6", "1<x<5"), ("y=5", "x=5"), ("3-4i", "3+4i"),
+    ("A", "B"), ("A or B", "A"), ("A, B", "B"), ("AB", "A"), ("(A)(B)", "A"), ("not A", "A"), ("(A) 12", "B"),
+    ("e", "E"), ("2.718281828459045", "E"), ("E", "e"),
+    ("even", "odd"), ("on", "no"), ("odd or even", "odd"), ("June 21", "June 20"), (r"A \cap B", r"A \cup B"),
+    ("2^{100001}", "2^{100000}"), ("1 - 1/e", "1 + 1/e"), ("11/2", "1 1/2"), ("0.33", "1/3"), ("", "5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pairs", "value"), [(SAME, 1.0), (OTHER, 0.0)], ids=["same", "other"])
+def test_answers_are_compared_as_text_as_choices_and_as_mathematics(pairs: list[tuple[str, Any]], value: float) -> None:
+    scores = math_answer([rf"\boxed{{{text}}}" for text, _ in pairs], [gold for _, gold in pairs])
+    assert [pair for pair, score in zip(pairs, scores, strict=True) if score != value] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "value"),
+    [
+        (r"\boxed{1} and \boxed{2}", "2, 1", 1.0),
+        (r"$x=\boxed{1}$ or $x=\boxed{2}$", r"\{1,2\}", 1.0),
+        (r"\boxed{1,2}", r"\boxed{1} and \boxed{2}", 1.0),
+        (r"\boxed{1} and \boxed{3}", "1,2", 0.0),
+        (r"\boxed{3} or \boxed{4}", "4", 0.0),
+        (r"$\boxed{3}$, $\boxed{4}$", "4", 0.0),
+        (r"\boxed{3}. No: \boxed{4}", "4", 1.0),
+        (r"\boxed{4} so \boxed{4}.", "4", 1.0),
+        (r"\boxed 42.", "42", 1.0),
+        ("The answer is A.", "A", 1.0),
+        ("**Answer:** (B)", "B", 1.0),
+        ("The correct option is (D) 12.", "D", 1.0),
+        (r"So the answer is $\text{C}$", "C", 1.0),
+        ("so B is the answer.", "B", 1.0),
+        ("B. 12", "B", 1.0),
+        ("A is wrong, so the answer is B", "A", 0.0),
+        ("The answer is A or B.", "A", 0.0),
+        ("The answer is A or B.", "B", 0.0),
+        ("The answer is not A", "A", 0.0),
+        ("A triangle has 3 sides.", "A", 0.0),
+        ("The answer is June 20.", "June 20", 1.0),
+        ("It is not odd.", "odd", 0.0),
+        ("odd or even", "even", 0.0),
+        ("It lies in London", "on", 0.0),
+        ("The answer is 3 or 4.", "3", 0.0),
+        ("The answer is 3 or 4.", "4", 0.0),
+        ("It is 5 km.", "5 cm", 0.0),
+        ("it is 90°", "90", 1.0),
+        (r"It is $2\begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}2\\4\end{pmatrix}", 1.0),
+        (r"It is $I \begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}1\\2\end{pmatrix}", 0.0),
+        ("It ends at 3:30.", "3:00", 0.0),
+        ("#### 42\nThat took 3 steps.", "42", 1.0),
+        ("Wow! Oh! Yes! It is 42!", "42", 1.0),
+        (r"$85 + 12,\!000,\!003 - 65 = 12,\!000,\!023$", "12000023", 1.0),
+    ],
+)
+def test_the_answer_of_a_text_is_its_last_and_only_one(text: str, gold: str, value: float) -> None:
+    assert math_answer([text], [gold]) == [value]
 
 
 ENDLESS = [
