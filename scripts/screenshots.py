@@ -79,9 +79,8 @@ def main() -> None:
             show(page, f"{address.partition('#')[0]}#/{view.format(group=given.group)}")
             page.screenshot(path=IMAGES / f"{name}.png")
         page.set_viewport_size({"width": 860, "height": 900})
-        page.goto((given.runs / "quickstart" / "report.html").resolve().as_uri())
-        page.wait_for_selector("html[data-ready]")
-        first, second = (page.locator(f"#plot-{name}").bounding_box() for name in ("reward", "zero-variance"))
+        show(page, f"{address.partition('#')[0]}#/curves?run=quickstart")
+        first, second = (page.locator(".curves > .panel").nth(place).bounding_box() for place in (0, 1))
         assert first is not None
         assert second is not None
         both = {**first, "width": second["x"] + second["width"] - first["x"]}

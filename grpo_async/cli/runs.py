@@ -69,9 +69,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a report: what happened, whether it learns and if not, why, with curves, rollouts and settings, in one HTML file.
+    """Write a report: the inspector's page of a run in one HTML file: does it learn and if not, why, curves, rollouts.
 
-    The file is self-contained and works offline. It omits what may be secret: arguments of your code, addresses, accounts.
+    The file is self-contained and works offline. It has a sample of the rollouts, token by token: the best, the worst, those of the
+    prompts that changed most. It omits logs and what may be secret: arguments of your code, addresses, accounts.
     `train` writes one at the end of every run (record.report). This also works for a run that is active, failed or was killed.
 
     \b
@@ -79,8 +80,8 @@ def report(
       grpo-async report quickstart
       grpo-async report quickstart higher-lr --out comparison.html
     """
-    from grpo_async.viewer.report.write import write_report
     from grpo_async.viewer.runs import find_run
+    from grpo_async.viewer.web.report import write_report
 
     typer.echo(str(write_report(list(map(find_run, runs)), out)))
 

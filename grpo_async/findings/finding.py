@@ -33,7 +33,7 @@ class Finding:
         setting: dotted path of the setting to change, with its value (`current`) and a better one (`suggested`).
         numbers: the evidence, by name.
         query: selects the rollouts that show it, for inspect-rollouts, in the order `sort`; None: no rollouts show it.
-        plot: the plot of the report that shows it.
+        plot: the plot of the run's page that shows it.
         inputs, rows: kinds of completions and 0-based rows that the check of a reward function found fault with.
     """
 

@@ -5,33 +5,31 @@ That of a run which is stopped: test_failures.
 
 from __future__ import annotations
 
-import re
-from html import unescape
-
 import pytest
 
 from grpo_async.findings import Evidence, judge
 from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
 from tests.e2e.conftest import GoldenRun
+from tests.viewer.support import answers_by_view
 
-CHARTS = (
+PLOTS = {
     "reward", "entropy", "ratio", "ess", "staleness", "staleness-ages", "throughput", "trainer-time", "push", "held-out",
-)  # fmt: skip
+}  # fmt: skip
 
 
 def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:
     report = golden_run.run.folder / "report.html"
     assert str(report) in golden_run.quiet
-    page = report.read_text(encoding="utf-8")
-    body = page[page.index("<main>") : page.index("</main>")]
-    text = " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
-    assert "6 of 6 steps" in text
-    assert f"{golden_run.run.summary()['ledger']['groups']['trained']} trained" in text
-    assert "Bottleneck:" in text
-    assert "the trainer waited for samples" in text  # the timeline's
-    assert "Best rollouts" in text
-    assert [name for name in CHARTS if f'id="chart-{name}"' not in page] == []
+    found = answers_by_view(report)
+    statistics = {name: note for name, _, note in found["run"]["statistics"]}
+    assert "6 of 6 steps" in found["run"]["outcome"]
+    assert f"{golden_run.run.summary()['ledger']['groups']['trained']} trained" in statistics["groups"]
+    assert "Bottleneck:" in found["run"]["advice"]
+    assert "the trainer waited for samples" in [row[0] for row in found["waits"]["rows"]]
+    assert found["extremes"]["best"]
+    assert found["rollout"]["tokens"]["texts"]
+    assert {plot["name"] for chapter in found["curves"]["chapters"] for plot in chapter["plots"]} >= PLOTS
 
 
 def test_every_view_tells_the_same_reward_of_a_step_and_the_same_verdict(golden_run: GoldenRun) -> None:

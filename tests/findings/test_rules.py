@@ -12,8 +12,8 @@ from grpo_async.findings import Evidence, Finding, Severity, find
 from grpo_async.findings.rules import RULES
 from grpo_async.store.query import parse_query
 from grpo_async.tracking.evaluation_record import EvaluationRecord
-from grpo_async.viewer.report.layout import CHAPTERS
-from tests.viewer.report.support import steps, wiggle
+from grpo_async.viewer.web.layout import CHAPTERS
+from tests.viewer.support import steps, wiggle
 
 ERROR, WARNING, GOOD, NOTE = Severity
 RATIO = "sampling__importance_sampling_ratio"

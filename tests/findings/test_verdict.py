@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 import math
@@ -26,8 +25,9 @@ from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards.call import RewardError
 from grpo_async.rollout.worker import why_no_signal
 from grpo_async.run_directory import RunDir
-from grpo_async.viewer.report.write import write_report
+from grpo_async.viewer.web.report import write_report
 from tests.support.records import make_completion, make_prompt
+from tests.viewer.support import answers_by_view
 
 ROLLOUTS = 64  # of a step
 # a launcher that has just written, however late the test comes
@@ -252,9 +252,9 @@ def test_status_report_and_advisor_give_the_same_verdict(tmp_path: Path, name: s
     _, verdict = _judged(name, tmp_path)
     run_dir = RunDir(tmp_path / "run")
     assert read_status(run_dir).as_json()["learning"] == verdict.as_dict()
-    page = write_report([run_dir]).read_text()
-    assert f'data-verdict="{verdict.key}"' in page
-    assert verdict.text in html.unescape(page)
+    shown = answers_by_view(write_report([run_dir]))["run"]["verdict"]
+    assert shown["key"] == verdict.key
+    assert verdict.text in shown["text"]
     told: list[Verdict] = []
     advisor = Advisor(Mock(learning=told.append), setup=Mock(), every_steps=0, run_dir=run_dir)
     advisor.show("evaluation", {})

@@ -20,7 +20,7 @@ from grpo_async.launcher.lifecycle import end_with_report
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from tests.launcher.support import make_config
-from tests.viewer.report.support import steps, write_run
+from tests.viewer.support import steps, write_run
 
 FINISHED = RunOutcome(exit_code=0, summary={"status": "finished"})
 

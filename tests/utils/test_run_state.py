@@ -17,7 +17,7 @@ from grpo_async.display.status import read_status
 from grpo_async.findings import Evidence
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import LEVELS, SILENT_S, state_of
-from grpo_async.viewer.report.run_data import read_run
+from grpo_async.viewer.web.run_data import read_run
 
 NOW = 1_000_000.0
 

@@ -1,6 +1,7 @@
 """The inspector as a web page: `serve.serve` answers on loopback, `guard` asks for the token, the page is in viewer/static/web.
 
-    browser  <--JSON-->  api  --threads-->  sources: each run's store.RolloutTable and its metrics
+    browser  <--JSON-->  api  --threads-->  views  ->  sources: each run's store.RolloutTable and its metrics
+    report.html: the page with the answers of views inside, which `report` writes
 
 Nothing here imports torch, and nothing is written to a run.
 """

@@ -5,8 +5,7 @@
   for it. The page itself and its static files hold no data and need none, so a link that is followed from another program or site
   opens, and its own requests then carry the cookie (SameSite=Strict would keep it from the first one).
 - A request that the browser marks as coming from another site or port is refused even with the cookie.
-- Every answer carries a Content-Security-Policy that lets nothing run or load but files of ours; that of a report, which
-  contains its scripts, gives them no access to the network.
+- Every answer carries a Content-Security-Policy that lets nothing run or load but files of ours.
 """
 
 from __future__ import annotations
@@ -23,28 +22,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from grpo_async.inference.token import has_bearer
 from grpo_async.utils.network import is_loopback
 
-REPORT_PATH = "/api/report"
 _MAX_COOKIE_BYTES = 16_384
 
-_DENIED = ("default-src 'none'", "form-action 'none'", "base-uri 'none'", "frame-ancestors 'none'")
 CONTENT_SECURITY_POLICY = "; ".join(
     (
-        *_DENIED,
+        "default-src 'none'",
+        "form-action 'none'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
         "script-src 'self'",
         "style-src 'self'",
         "img-src 'self' data:",
         "connect-src 'self'",
         "require-trusted-types-for 'script'",  # assigning markup from text is an error, wherever it is tried
         "trusted-types 'none'",
-    )
-)
-REPORT_POLICY = "; ".join(
-    (
-        "sandbox allow-scripts",  # an origin of its own: its scripts, which stand in the page, can ask nobody, us included
-        *_DENIED,
-        "script-src 'unsafe-inline'",  # the page's own policy names each by its hash
-        "style-src 'unsafe-inline'",
-        "img-src data:",
     )
 )
 _HEADERS = {
@@ -152,8 +143,6 @@ def _with_headers(send: Send, path: str) -> Send:
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers[name] = value
-            if path == REPORT_PATH:
-                headers["content-security-policy"] = REPORT_POLICY
             headers["cache-control"] = "no-cache" if _is_open(path) else "no-store"
         await send(message)
 

@@ -1,6 +1,4 @@
-"""What the page shows of whole runs: a line in the list of runs, a run's own page, its curves, settings, logs, and its held-out
-prompts before and after training. It comes from the same data and code as the report.
-"""
+"""What the page shows of whole runs: a line in the list of runs, a run's own page, its curves, settings and logs."""
 
 from __future__ import annotations
 
@@ -13,31 +11,27 @@ from typing import Any
 from grpo_async.config.diff import flat
 from grpo_async.errors import RunError
 from grpo_async.findings import MetricRow
-from grpo_async.findings.finding import sentence
 from grpo_async.run_directory import RunDir
+from grpo_async.store.query import parse_query
+from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import tail
-from grpo_async.utils.text import count
-from grpo_async.viewer.format import conversation, prompt_of
-from grpo_async.viewer.report.headline import Headline, headline
-from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
-from grpo_async.viewer.report.plots import Drawing, curve, draw_all
-from grpo_async.viewer.report.rollouts import (
-    RolloutExample,
-    RolloutOverview,
-    before_and_after,
-    change_of,
-    store_evidence,
-)
-from grpo_async.viewer.report.run_data import RunData, changed_settings
-from grpo_async.viewer.report.sections import LEVELS, Learning, advice, learning
+from grpo_async.utils.text import both_ends
 from grpo_async.viewer.runs import modified_at
+from grpo_async.viewer.web.headline import Headline, headline
+from grpo_async.viewer.web.layout import CHAPTERS, Line, Plot
+from grpo_async.viewer.web.plots import Drawing, curve, draw_all
+from grpo_async.viewer.web.run_data import RunData, changed_settings
+from grpo_async.viewer.web.sections import LEVELS, Learning, advice, evaluation_tables, inspect_command, learning
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
 _CARD_POINTS = 80  # of the small curve
 _MAIN_PLOTS = ("held-out", "reward", "lengths", "entropy", "zero-variance", "ratio")
 _MAX_MAIN_PLOTS = 4  # the first of them that there are
 _LOG_LINES = 1500
+_SAMPLED = "step>=0 and length>0 and not failed"
+_MAX_LISTED = 12  # messages of errors
+_MAX_ERROR = 160
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
 
 AXES: Mapping[str, tuple[str, str]] = {
@@ -76,25 +70,49 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dic
 
 
 def page(source: Source) -> dict[str, Any]:
-    """The run page: the report's header and the main plots."""
+    """The run page: what happened, whether it learns and why not, and the main plots."""
     run, _ = source.run_and_verdict()
     try:
-        known = store_evidence(source.table())
+        table = source.table()
+        run = replace(run, problems=[*run.problems, *table.notes], **_counted(table))
     except RunError as error:  # all else is there
-        known = dict.fromkeys(("num_rollouts", "num_groups", "num_sampled", "num_unscored"), 0) | {"errors": []}
         run = replace(run, problems=[*run.problems, str(error)])
-    counted = {name: known[name] for name in ("num_sampled", "num_unscored", "errors")}
-    run = replace(run, rollouts=RolloutOverview(**known), **counted)
-    learns, speed, top = learning(run), advice(run), headline(run)
-    findings = [{**asdict(each), "level": LEVELS[each.severity]} for each in learns.findings]
+    learns, top = learning(run), headline(run)
+    plots = {plot.name: plot for chapter in CHAPTERS for plot in chapter.plots}
+    findings = [
+        {
+            **asdict(each),
+            "level": LEVELS[each.severity],
+            "plot": plots[each.plot].title if each.plot and draw_all([plots[each.plot]], [run]) else None,
+            "command": None if each.query is None else inspect_command(run, each.query, each.sort),
+        }
+        for each in learns.findings
+    ]
     return {
         **_card(source.run, run, learns, top),
         "statistics": top.statistics,
         "plots": list(map(_plot, _main_plots(run))),
         "findings": findings,
-        "advice": sentence(speed.finding.text) if speed.finding else speed.why_not,
+        "evaluations": list(evaluation_tables(run)),
+        "advice": advice(run),
         "error": run.error,
         "problems": run.problems,
+    }
+
+
+def _counted(table: RolloutTable) -> dict[str, Any]:
+    """What the findings and the headline need of a store."""
+    counts = table.count()
+    errors: dict[str, int] = {}
+    for message, number in table.facets("error", parse_query("status = 'failed'"), limit=_MAX_LISTED):
+        short = both_ends(" ".join(message.split()), _MAX_ERROR)  # two long messages may begin and end alike
+        errors[short] = errors.get(short, 0) + number
+    return {
+        "num_rollouts": counts.rollouts,
+        "num_groups": counts.groups,
+        "num_sampled": table.count(parse_query(_SAMPLED)).rollouts,
+        "num_unscored": table.count(parse_query(f"{_SAMPLED} and unscored")).rollouts,
+        "errors": sorted(errors.items(), key=lambda item: -item[1]),
     }
 
 
@@ -108,7 +126,7 @@ def _main_plots(run: RunData) -> list[Drawing]:
 
 
 def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
-    """The plots of the report, chapter by chapter, and one of each metric that none of them shows.
+    """All plots, chapter by chapter, and one of each metric that none of them shows.
 
     Args:
         axis: step, time or tokens.
@@ -193,54 +211,3 @@ def logs(run: RunDir, attempt: str, file: str) -> dict[str, Any]:
 
 def _log_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.log") if path.is_file() and not path.is_symlink())
-
-
-# -- held-out prompts before and after
-
-
-def before_after(source: Source, first: int, last: int, offset: int, limit: int) -> dict[str, Any]:
-    """The same held-out prompts in two evaluations, what changed most first.
-
-    Args:
-        first, last: steps; -1: the first evaluation, and the last.
-
-    Raises:
-        NotFoundError: there is no evaluation of that step.
-    """
-    steps = source.run.evaluation_steps()
-    if len(steps) < 2:
-        return {"steps": steps, "rows": []}
-    asked = (steps[0] if first < 0 else first, steps[-1] if last < 0 else last)
-    names = [f"{source.name}@{step}" for step in asked]
-    before, after = (source.find(name).table() for name in names)
-    found = before_and_after(before, after, *asked)
-    shown = [change_of(before, after, each) for each in found.changes[offset : offset + limit]]
-    return {
-        "steps": steps,
-        "asked": asked,
-        "total": len(found.changes),
-        "outcome": f"{count(len(found.changes), 'held-out prompt')}: {found.outcome}",
-        "order": found.order,
-        "rows": [
-            {
-                "prompt": conversation(prompt_of(each.last.group, each.last.rollout)),
-                "columns": each.last.group.columns,
-                "sides": [_side(*side) for side in zip(names, asked, (each.first, each.last), strict=True)],
-            }
-            for each in shown
-        ],
-    }
-
-
-def _side(name: str, step: int, example: RolloutExample) -> dict[str, Any]:
-    rollout = example.rollout
-    return {
-        "run": name,
-        "step": step,
-        "seq": example.group.seq,
-        "id": rollout.rollout_id,
-        "reward": rollout.reward,
-        "status": rollout.status,
-        "num_tokens": rollout.num_tokens,
-        "text": example.completion,
-    }

@@ -23,11 +23,10 @@ from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.files import file_stamp, read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
-from grpo_async.viewer.report.rollouts import RolloutOverview
-from grpo_async.viewer.report.run_data import RunData, labels_of, read_run
-from grpo_async.viewer.report.sections import Learning, learning
 from grpo_async.viewer.runs import EvaluationDir, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
+from grpo_async.viewer.web.run_data import RunData, labels_of, read_run
+from grpo_async.viewer.web.sections import Learning, learning
 
 DEADLINE_S = 30.0  # of one request
 _MAX_THREADS = 4
@@ -89,7 +88,7 @@ class Source:
         with self._lock:
             if self._run_and_verdict is None or self._run_and_verdict[0] != now:
                 rows = list(self.metrics.rows().values())
-                run = read_run(self.run, self.name, metrics=rows, rollouts=RolloutOverview())
+                run = read_run(self.run, self.name, metrics=rows)
                 if self.metrics.problem is not None:  # shown, but not kept: the next request looks again
                     run = replace(run, problems=[*run.problems, self.metrics.problem])
                     return run, learning(run)

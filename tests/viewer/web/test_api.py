@@ -33,7 +33,7 @@ from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, li
 from grpo_async.viewer.web.sources import RunRegistry
 from tests.store.builders import build_branched_rollout, build_group, build_rollout
 from tests.support.stored import LineStore
-from tests.viewer.report.support import steps, write_run
+from tests.viewer.support import steps, write_run
 from tests.viewer.web.serving import (
     HOSTILE,
     LIMIT_S,
@@ -316,13 +316,13 @@ def test_logs_are_those_of_the_run_and_settings_hide_what_may_be_secret(tmp_path
         assert not {"10.9.8.7", "sk-1"} & set(settings.values())
 
 
-def test_a_report_is_shut_into_an_origin_of_its_own(tmp_path: Path) -> None:
+def test_a_report_is_a_file_to_keep_which_nothing_opens_with_the_rights_of_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(8))
     with serving(run.root) as inspector:
         found = inspector.get("api/report")
-        policy = found.headers["content-security-policy"].split("; ")
-        assert {"sandbox allow-scripts", "default-src 'none'", "frame-ancestors 'none'"} <= set(policy)
         assert found.headers["content-type"].startswith("text/html")
+        assert found.headers["content-disposition"] == "attachment"
+        assert "script-src 'self'" in found.headers["content-security-policy"]
         assert inspector.get("api/report", headers={}).status_code == 401
     assert not run.report.exists()  # nothing is written to a run
 

@@ -1,4 +1,4 @@
-/* Requests to the server, and addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
+/* Requests to the server, or in a report to the answers that stand in the page, and addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
    the mistake. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
 
 export const DEFAULT_VIEW = "home";
@@ -24,7 +24,36 @@ function queryString(parameters) {
   return query.size ? `?${query}` : "";
 }
 
+const written = document.getElementById("report");
+
+/** What a report has instead of a server: {made, folders, answers: [[view, parameters, answer, why not]]}; null: there is a server. A
+    list has one answer, which is all that the report has of it. */
+export const report = written && JSON.parse(written.textContent);
+
+const question = (name, { offset, limit, k, ...parameters }) => {
+  const query = new URLSearchParams(queryString(parameters));
+  query.sort();
+  return `${name}?${query}`;
+};
+const answers = new Map((report?.answers ?? []).map(([name, parameters, answer, why]) => [question(name, parameters), { why, answer }]));
+
+/** Whether there is an answer: a report has a sample. */
+export function isKnown(name, { run, id, seq, hash } = {}) {
+  return !report || answers.has(question(name, { run, id, seq, hash }));
+}
+
+function answerInPage(name, parameters) {
+  const { why, answer } = answers.get(question(name, parameters)) || { why: "The report does not have this. Where the run is: grpo-async inspect" };
+  if (why) {
+    throw new ApiError(404, { error: why });
+  }
+  return answer;
+}
+
 export async function get(name, parameters = {}, signal = undefined) {
+  if (report) {
+    return answerInPage(name, parameters);
+  }
   let answer;
   let body;
   try {

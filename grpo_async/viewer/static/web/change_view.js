@@ -1,6 +1,6 @@
 /* The same held-out prompts before and after training, side by side. */
 
-import { address, get, go } from "./api.js";
+import { address, get, go, report } from "./api.js";
 import { badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, plural, select, spacer, text, textOf } from "./dom.js";
 import { longText } from "./messages.js";
 
@@ -18,6 +18,7 @@ export async function changeView({ main, parameters, signal }) {
   }
   const [from, to] = found.asked;
   const steps = found.steps.map((step) => [String(step), `step ${step}`]);
+  const part = report ? `; ${plural(found.rows.length, "prompt")} shown` : "";
   const choose = (name, value) => select({ "aria-label": name }, steps, String(value), (step) => go("change", { ...parameters, first: from, last: to, [name]: step }));
   const list = h("div", { class: "pairs" }, found.rows.map(pair));
   const more = button("Show more", async () => {
@@ -27,7 +28,7 @@ export async function changeView({ main, parameters, signal }) {
   more.hidden = found.rows.length >= found.total;
   fill(
     main,
-    heading(title, choose("first", from), "vs.", choose("last", to), hint(`${found.outcome} (${found.order})`), spacer(), copyLink()),
+    heading(title, report ? `step ${from} vs. step ${to}` : [choose("first", from), "vs.", choose("last", to)], hint(`${found.outcome} (${found.order}${part})`), spacer(), copyLink()),
     list,
     more,
   );

@@ -1,6 +1,6 @@
 /* The plots of one run, or of several laid over each other; all share the cursor. */
 
-import { get, go, joined, memory, note, split } from "./api.js";
+import { get, go, joined, memory, note, report, split } from "./api.js";
 import { Plots } from "./plots.js";
 import { arrange, button, checkbox, compared, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, plural, select, spacer } from "./dom.js";
 
@@ -11,7 +11,7 @@ export async function curvesView({ app, main, parameters, signal }) {
   const { run } = parameters;
   const title = "Curves";
   const others = split(parameters.with).filter((name) => name !== run);
-  const settings = Object.fromEntries(["x", "smooth", "log"].map((name) => [name, parameters[name] ?? memory.get(name)]));
+  const settings = Object.fromEntries((report ? ["smooth", "log"] : ["x", "smooth", "log"]).map((name) => [name, parameters[name] ?? memory.get(name)]));
   const addressed = () => ({ run, with: joined(others), find: filter.value, ...settings });
   const place = h("div", {});
   const plots = new Plots("curves");
@@ -48,10 +48,10 @@ export async function curvesView({ app, main, parameters, signal }) {
       "div",
       { class: "row heading" },
       filter,
-      select({ "aria-label": "Horizontal axis" }, AXES, settings.x || "step", (x) => change("x", x === "step" ? "" : x)),
+      report ? null : select({ "aria-label": "Horizontal axis" }, AXES, settings.x || "step", (x) => change("x", x === "step" ? "" : x)),
       h("label", { class: "check" }, "smooth ", smooth),
       checkbox("logarithmic", settings.log === "1", (isOn) => change("log", isOn ? "1" : "")),
-      near.length + others.length <= FEW ? [near.length + others.length ? hint("overlay") : null, boxes([...others, ...near])] : beside,
+      report ? null : near.length + others.length <= FEW ? [near.length + others.length ? hint("overlay") : null, boxes([...others, ...near])] : beside,
       compared(others.length + 1),
       spacer(),
       copyLink(),

@@ -1,4 +1,4 @@
-/* Elements, text and numbers. Text of models, data and tools only ever goes through `text` or `visible`, never through markup. */
+/* Elements, text and numbers. Text of models, data and tools only ever becomes text nodes, never markup. */
 
 /** An element: h("a", {href, class, on: {click}}, "text", child, [children]). null and false children are left out. */
 export function h(tag, props = {}, ...children) {
@@ -23,7 +23,7 @@ export function h(tag, props = {}, ...children) {
 export function append(element, children) {
   for (const child of children.flat(Infinity)) {
     if (child !== null && child !== undefined && child !== false) {
-      element.append(child instanceof Node ? child : String(child));
+      element.append(child instanceof Node ? child : visible(child));
     }
   }
   return element;

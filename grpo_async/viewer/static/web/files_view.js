@@ -1,6 +1,6 @@
 /* The logs and the settings of a run. */
 
-import { get, go, joined, split } from "./api.js";
+import { get, go, joined, report, split } from "./api.js";
 import { compared, copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
 
 const LEVELS = [[/\b(ERROR|CRITICAL|Traceback|Error:)/, "bad"], [/\bWARN(ING)?\b/, "warning"]];
@@ -55,7 +55,7 @@ export async function configView({ app, main, parameters, signal }) {
   fill(
     main,
     hiddenHeading(title),
-    h("div", { class: "row heading" }, filter, others.length ? against : null, hint(path), spacer(), copyLink()),
+    h("div", { class: "row heading" }, filter, others.length && !report ? against : null, hint(path), spacer(), copyLink()),
     parameters.with ? panel(h("h2", {}, "Settings that differ", compared(new Set([run, ...split(parameters.with)]).size)), table(["setting", ...runs], different.map(code), { className: "settings" })) : null,
     place,
     h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),

@@ -1,7 +1,7 @@
 /* The frame of the page: asks for the token, draws the bar of runs and views, handles keys, and shows the view in the address. */
 
-import { ApiError, DEFAULT_VIEW, address, current, get, go, openSession } from "./api.js";
-import { announce, button, empty, fill, h, link, select, spacer } from "./dom.js";
+import { ApiError, DEFAULT_VIEW, address, current, get, go, isKnown, openSession, report } from "./api.js";
+import { announce, button, empty, fill, h, link, oneLine, select, spacer } from "./dom.js";
 import { StatusPoll } from "./status.js";
 import { changeView } from "./change_view.js";
 import { curvesView } from "./curves_view.js";
@@ -30,7 +30,7 @@ const VIEWS = {
   config: configView,
   help: helpView,
 };
-const TABS = {
+const ALL_TABS = {
   run: "Overview",
   curves: "Curves",
   change: "Before and after",
@@ -40,6 +40,8 @@ const TABS = {
   logs: "Logs",
   config: "Settings",
 };
+const REPORTED = ["run", "curves", "change", "prompts", "config"]; // views that every report has
+const TABS = Object.fromEntries(Object.entries(ALL_TABS).filter(([tab]) => !report || REPORTED.includes(tab)));
 const TAB_OF = { group: "groups", rollout: "rollouts", prompt: "prompts" }; // of views about one thing
 
 const app = { runs: [], names: [], run: null, list: null };
@@ -75,9 +77,10 @@ async function start() {
     const { view: opening, query, sort } = found.opening;
     history.replaceState(null, "", address(opening, { q: query, sort }));
   }
-  poll = new StatusPoll(askForToken);
+  poll = report ? { element: null, watch: () => {} } : new StatusPoll(askForToken); // a report does not change
   const tabKeys = Object.keys(TABS).map((tab, index) => [index + 1, () => (location.hash = tabAddress(tab))]);
-  keys = { h: () => go("home"), "?": () => go("help", { run: app.run }), "/": focusQuery, Escape: up, ...Object.fromEntries(tabKeys) };
+  const more = report ? {} : { h: () => go("home"), "?": () => go("help", { run: app.run }), "/": focusQuery };
+  keys = { ...more, Escape: up, ...Object.fromEntries(tabKeys) };
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", show);
   await show();
@@ -126,6 +129,7 @@ async function show(event = null) {
       return;
     }
     view = drawn;
+    main.querySelectorAll("a[href^='#/']").forEach((each) => isThere(each.hash) || each.removeAttribute("href"));
     document.title = name === DEFAULT_VIEW ? "grpo-async" : `${drawn.title} · ${app.run}`;
     announce(drawn.title);
     poll.watch((name !== DEFAULT_VIEW && app.run) || null, (found) => drawn.onStatus?.(found));
@@ -140,28 +144,44 @@ async function show(event = null) {
   }
 }
 
+/** Whether the address leads to something. */
+function isThere(hash) {
+  const { view: name, parameters } = current(hash);
+  return [...REPORTED, DEFAULT_VIEW].includes(name) || isKnown(name, parameters);
+}
+
+/** All runs, or the one that a report is about. */
+function firstPage() {
+  return report && app.runs.length === 1 ? address("run", { run: app.runs[0].name }) : address(DEFAULT_VIEW);
+}
+
+/** The run whose evaluation it is, or the run itself. */
+function ownerOf(name) {
+  return app.runs.find(({ evaluations }) => evaluations.some((each) => each.name === name))?.name ?? name;
+}
+
 /** The tables keep what is looked for, and so do the prompts. */
 function tabAddress(tab) {
   const { view: from, parameters } = current();
   const keeps = ["groups", "rollouts", "prompts"];
   const { q } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
-  const isEvaluated = ({ evaluations }) => evaluations.some(({ name }) => name === app.run);
-  const run = ["run", "change"].includes(tab) ? app.runs.find(isEvaluated)?.name : null;
-  return address(tab, { run: run ?? app.run, q });
+  return address(tab, { run: report || ["run", "change"].includes(tab) ? ownerOf(app.run) : app.run, q });
 }
 
 function drawBar(name) {
   const active = TAB_OF[name] || name;
   const tab = ([each, label]) => h("a", { href: tabAddress(each), "aria-current": each === active ? "page" : null }, label);
-  const evaluations = (run) => run.evaluations.map((each) => [each.name, `${run.name}, evaluation at step ${each.step}`]);
+  const evaluations = (run) => (report ? [] : run.evaluations.map((each) => [each.name, `${run.name}, evaluation at step ${each.step}`]));
   const runs = app.runs.flatMap((run) => [[run.name, run.name], ...evaluations(run)]);
-  const choose = (run) => (name in TAB_OF ? go("groups", { run }) : go(name, { run, q: current().parameters.q }));
+  const choose = (run) => (report ? go("run", { run }) : name in TAB_OF ? go("groups", { run }) : go(name, { run, q: current().parameters.q }));
   const isHome = name === DEFAULT_VIEW;
-  const help = h("a", { href: address("help", { run: app.run }), title: "Queries and keys (?)", "aria-current": name === "help" ? "page" : null }, "Help");
+  const isAlone = report && app.runs.length === 1;
+  const chosen = isAlone ? h("strong", {}, oneLine(app.runs[0].name, 60)) : select({ id: "run", "aria-label": "Run" }, runs, report ? ownerOf(app.run) : app.run, choose);
+  const help = report ? null : h("a", { href: address("help", { run: app.run }), title: "Queries and keys (?)", "aria-current": name === "help" ? "page" : null }, "Help");
   fill(
     bar,
-    h("a", { class: "home", href: address(DEFAULT_VIEW), "aria-current": isHome ? "page" : null, title: "All runs (h)" }, "Runs"),
-    isHome ? spacer() : h("div", { class: "row" }, select({ id: "run", "aria-label": "Run" }, runs, app.run, choose), poll.element),
+    isAlone ? null : h("a", { class: "home", href: address(DEFAULT_VIEW), "aria-current": isHome ? "page" : null, title: "All runs (h)" }, "Runs"),
+    isHome ? spacer() : h("div", { class: "row" }, chosen, poll.element),
     isHome ? help : h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab), help),
   );
   bar.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone the tabs scroll
@@ -180,11 +200,9 @@ function focusQuery() {
 /** From a rollout to its group, from a group to the list that one came from. */
 function up() {
   const { view: name } = current();
-  if (view && view.up) {
-    location.hash = view.up();
-  } else {
-    location.hash = name in TABS || !app.list ? address(DEFAULT_VIEW) : app.list;
-  }
+  const before = name in TABS || !app.list ? firstPage() : app.list;
+  const above = view?.up?.() ?? before;
+  location.hash = isThere(above) ? above : before;
 }
 
 function showError(error) {
@@ -197,7 +215,7 @@ function showError(error) {
   }
   const message = error instanceof ApiError ? error.message : `an error in this page: ${error.message}`;
   const title = error.status === 404 ? "Not found" : "Something went wrong";
-  const again = button("Try again", () => (poll ? show() : location.reload()));
+  const again = report ? null : button("Try again", () => (poll ? show() : location.reload()));
   fill(main, h("div", { role: "alert" }, empty(title, h("span", { class: "said" }, message), h("br"), again)));
 }
 

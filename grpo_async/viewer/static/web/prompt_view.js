@@ -1,12 +1,12 @@
 /* How the reward of one prompt moved over the steps of the runs on this page. */
 
-import { address, get } from "./api.js";
+import { address, get, isKnown } from "./api.js";
 import { badge, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";
 import { message } from "./messages.js";
 
 export async function promptView({ app, main, parameters, signal }) {
   const { run, hash } = parameters;
-  const names = [...new Set([run, ...app.runs.map((each) => each.name)])].slice(0, Charts.COLORS); // the newest are searched
+  const names = [...new Set([run, ...app.runs.map((each) => each.name)])].filter((name) => isKnown("prompt", { run: name, hash })).slice(0, Charts.COLORS); // the newest are searched
   const problems = []; // of other runs
   const groupsOf = async (name) => {
     try {

@@ -1,6 +1,6 @@
 /* Where to look first: the best and worst rollouts, and the prompts whose reward moved most between steps. */
 
-import { address, get, go } from "./api.js";
+import { address, get, go, report } from "./api.js";
 import { badge, empty, fill, h, hiddenHeading, hint, link, number, oneLine, panel, plural, signed, table, wrongQuery } from "./dom.js";
 import { QueryBox } from "./query_box.js";
 
@@ -9,7 +9,7 @@ export async function promptsView({ app, main, parameters, signal }) {
   const title = "Prompts";
   const box = new QueryBox({ app, names: [], value: q || "", onChange: (text) => go("prompts", { run, q: text }) });
   const place = h("div", { class: "tiles extremes" });
-  fill(main, hiddenHeading(title), box.element, place);
+  fill(main, hiddenHeading(title), report ? null : box.element, place);
   let found;
   try {
     found = await get("extremes", { run, q, k: 12 }, signal);

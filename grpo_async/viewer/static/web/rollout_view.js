@@ -1,6 +1,6 @@
 /* One rollout, turn by turn: its tokens in colors, its tool calls folded, its statistics at the side. */
 
-import { address, get, memory, note } from "./api.js";
+import { address, get, isKnown, memory, note } from "./api.js";
 import {
   badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
   spacer, span, statistics, text, visible,
@@ -113,8 +113,9 @@ export async function rolloutView({ main, parameters, signal }) {
     );
   }
 
+  const beside = (by) => (isKnown("rollout", { run, id: summaries[at + by]?.rollout_id, seq: group.seq }) ? summaries[at + by] : undefined);
   const goTo = (by) => {
-    const neighbor = summaries[at + by];
+    const neighbor = beside(by);
     if (neighbor) {
       location.hash = address("rollout", { run, id: neighbor.rollout_id, seq: group.seq, color });
     }
@@ -133,9 +134,9 @@ export async function rolloutView({ main, parameters, signal }) {
       rollout.parent ? hint("a branch of ", link(address("rollout", { run, id: root, seq: group.seq }), oneLine(root)), ", ") : null,
       hint("of ", link(groupAddress, `group ${group.group_id}`), " ", badge(group.status)),
       spacer(),
-      button("‹", () => goTo(-1), { disabled: at <= 0, title: "previous rollout of its group ([)" }),
+      button("‹", () => goTo(-1), { disabled: !beside(-1), title: "previous rollout of its group ([)" }),
       `${at + 1} of ${summaries.length}`,
-      button("›", () => goTo(1), { disabled: at >= summaries.length - 1, title: "next rollout of its group (])" }),
+      button("›", () => goTo(1), { disabled: !beside(1), title: "next rollout of its group (])" }),
       copyLink(),
     ),
     rollout.error ? h("div", { class: "level bad" }, longText(rollout.error)) : null,
@@ -196,7 +197,7 @@ function aside({ run, group, rollout, summary, ids }) {
     section(`Time${of}`, named(times, String)),
     section("Extra data from rewards", named(rollout.extra)),
     section("Dataset columns", named(group.columns)),
-    h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash }), "Same prompt in other steps")),
+    isKnown("prompt", { run, hash: summary.prompt_hash }) ? h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash }), "Same prompt in other steps")) : null,
     copyButton("ids", () => JSON.stringify(ids)),
   );
 }

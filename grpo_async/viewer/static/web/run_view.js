@@ -1,7 +1,7 @@
 /* One run as a whole: whether it learns and why not, its main curves, a held-out prompt before and after. It follows a running run. */
 
-import { address, get, reportAddress, traceAddress } from "./api.js";
-import { arrange, badge, copyLink, h, heading, hint, link, panel, part, spacer, statistics } from "./dom.js";
+import { address, get, report, reportAddress, traceAddress } from "./api.js";
+import { arrange, badge, copyLink, h, heading, hint, link, number, panel, part, percent, spacer, statistics, table } from "./dom.js";
 import { pair } from "./change_view.js";
 import { Plots } from "./plots.js";
 
@@ -14,8 +14,10 @@ export async function runView({ main, parameters, signal }) {
       badge(status, level),
       hint(outcome),
       spacer(),
-      h("a", { class: "button", href: reportAddress(run), target: "_blank", rel: "noopener" }, "Report"),
-      h("a", { class: "button", href: traceAddress(run), download: `${run}.trace.json.gz`, title: "Open the file at ui.perfetto.dev" }, "Timeline"),
+      report ? null : [
+        h("a", { class: "button", href: reportAddress(run), download: `${run}.html`, title: "This page as a file, with its data" }, "Report"),
+        h("a", { class: "button", href: traceAddress(run), download: `${run}.trace.json.gz`, title: "Open the file at ui.perfetto.dev" }, "Timeline"),
+      ],
       copyLink(),
     ),
     h("p", { class: `verdict lined filled said ${verdict.level}`, "data-verdict": verdict.key }, verdict.text),
@@ -24,7 +26,7 @@ export async function runView({ main, parameters, signal }) {
   const place = h("div", { class: "tiles overview" });
   const example = part(({ rows, outcome }) =>
     rows.length
-      ? [h("div", { class: "row heading" }, h("h2", {}, "The same held-out prompt before and after"), link(address("change", { run }), outcome)), rows.map(pair)]
+      ? [h("div", { class: "row heading" }, h("h2", {}, "The same held-out prompt before and after"), link(address("change", { run }), outcome)), rows.slice(0, 1).map(pair)]
       : null,
   );
   const findings = part((all) => [h("h2", {}, "What the numbers say"), h("ul", { class: "findings bare" }, all.map((each) => finding(each, run)))]);
@@ -33,6 +35,15 @@ export async function runView({ main, parameters, signal }) {
     panel(statistics(numbers)),
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
+  const evaluations = part((tables) => tables.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
+  const waits = part(({ why_not: why, steps, notes, rows }) =>
+    panel(
+      h("h3", {}, "Who waited for whom"),
+      [why || `${steps}. All of it: grpo-async trace ${run}`, ...notes].map((each) => h("p", { class: "hint said" }, each)),
+      rows.length ? table(["", "#seconds", "#of the time"], rows.map(([what, seconds, fraction]) => [what, number(seconds, 2), percent(fraction)]), { isNamed: true }) : null,
+    ),
+  );
+  const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folders.join(", ")}.`);
   let found = null;
   let state = null; // of the last poll
 
@@ -43,7 +54,8 @@ export async function runView({ main, parameters, signal }) {
     head.show({ status, level, outcome, verdict, error });
     findings.show(found.findings);
     foot.show({ advice, statistics: found.statistics, problems });
-    arrange(main, [head.element, place, example.element, findings.element, foot.element]);
+    evaluations.show(found.evaluations);
+    arrange(main, [head.element, place, example.element, findings.element, foot.element, evaluations.element, waits.element, made]);
     plots.show(place, found.plots);
     if (found.num_evaluations !== before?.num_evaluations) {
       example.show(await get("change", { run, limit: 1 }, signal).catch(() => ({ rows: [] })));
@@ -51,6 +63,7 @@ export async function runView({ main, parameters, signal }) {
   }
 
   await draw();
+  get("waits", { run }, signal).then(waits.show, () => {}); // it reads a long file: once
   return {
     title: "Overview",
     leave: () => plots.leave(),
@@ -65,11 +78,13 @@ export async function runView({ main, parameters, signal }) {
 }
 
 function finding(each, run) {
-  const rollouts = each.query === null ? null : link(address("groups", { run, q: each.query, sort: each.sort }), "See the rollouts");
+  const rollouts = each.query === null || report ? null : link(address("groups", { run, q: each.query, sort: each.sort }), "See the rollouts");
+  const plot = each.plot === null ? null : link(address("curves", { run, find: each.plot }), "See the plot");
   return h(
     "li",
     { class: `panel lined ${each.level}` },
     h("p", {}, h("span", { class: "badge" }, each.severity), " ", h("strong", {}, each.title)),
-    h("p", { class: "said" }, `${each.text} ${each.fix} `, rollouts),
+    h("p", { class: "said" }, `${each.text} ${each.fix} `, plot, " ", rollouts),
+    report && each.command ? h("p", { class: "said" }, h("code", {}, each.command)) : null,
   );
 }

@@ -1,4 +1,4 @@
-"""What the sections of the report say, as plain records and tables: `report.html` makes HTML of them."""
+"""What the page of a run says beside its curves: verdict, findings, advice, evaluations, who waited for whom."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Finding, Severity, Verdict, find, judge
+from grpo_async.findings.finding import sentence
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
-from grpo_async.utils.text import format_number, percent
-from grpo_async.viewer.report.run_data import RunData
+from grpo_async.run_directory import RunDir
+from grpo_async.utils.text import format_number
 from grpo_async.viewer.timeline import load_events, usage
+from grpo_async.viewer.web.run_data import RunData
 
 LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
 _VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
@@ -25,10 +27,9 @@ _TIMELINE_STEPS = 20
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 
 
-def inspect_command(run: RunData, query: str | None, sort: str | None = None) -> str:
-    """The line to paste into a shell, from the folder where the report was asked for. `sort`: a field, "-" before it for the
-    highest first."""
-    words = ["grpo-async", "inspect-rollouts", str(run.run_dir.root), *([query] if query else [])]
+def inspect_command(run: RunData, query: str, sort: str | None = None) -> str:
+    """The line to paste into a shell, from the folder of this process. `sort`: a field, "-" before it for the highest first."""
+    words = ["grpo-async", "inspect-rollouts", str(run.run_dir.root), query]
     order = None if sort is None else sort.removeprefix("-") if sort.startswith("-") else f"{sort}:asc"
     return shlex.join([*words, *(["--sort", order] if order else [])])
 
@@ -56,27 +57,18 @@ def learning(run: RunData) -> Learning:
 # -- advice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What bounds a run's speed, from its last `num_steps` steps; `why_not` where that cannot be told."""
-
-    finding: Finding | None = None
-    num_steps: int = 0
-    why_not: str = ""
-
-
-def advice(run: RunData) -> Advice:
+def advice(run: RunData) -> str:
+    """What bounds a run's speed, in its last steps; or why that cannot be told."""
     if not run.metrics:
-        return Advice(why_not="No optimizer step was finished, so nothing was measured.")
+        return "No optimizer step was finished, so nothing was measured."
     try:
         config = load_config(run.run_dir.config)
     except ConfigError:
-        why_not = "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
-        return Advice(why_not=why_not)
+        return "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
     rows = list(run.metrics[_WARM_UP:] if len(run.metrics) > 2 * _WARM_UP else run.metrics)[-_ADVICE_STEPS:]
     setup = PipelineSetup(config=config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
     found = advise(pipeline_metrics(rows), setup)
-    return Advice(finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
+    return sentence(found.text) if found else "Too little was measured to say."
 
 
 # -- evaluations
@@ -91,28 +83,25 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
-    """Every evaluation of every run, and the newest one by value of `evaluation.group_by`."""
-    for run in runs:
-        if not run.evaluations:
-            continue
-        names = _evaluation_names(run)
-        head = ["", *(name.replace("_", " ") for name in names)]
-        rows = []
-        for each in run.evaluations:
-            when = "" if each.when == "during" else f", {each.when} training"
-            values = _values(each.metrics, names)
-            if each.why_not:
-                values = [f"none: {each.why_not}", *[""] * (len(names) - 1)]
-            rows.append([f"step {each.step}{when}", *values])
-        yield Table(caption="Evaluations" + (f" of {run.label}" if len(runs) > 1 else ""), head=head, rows=rows)
-        newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
-        if newest is not None:
-            parts = [*newest.by_group.items(), ("all prompts", newest.metrics)]
-            rows = [[part, *_values(values, names)] for part, values in parts]
-            yield Table(
-                caption=f"By value of evaluation.group_by, at step {newest.step} of {run.label}", head=head, rows=rows
-            )
+def evaluation_tables(run: RunData) -> Iterator[Table]:
+    """Every evaluation of a run, and the newest one by value of `evaluation.group_by`."""
+    if not run.evaluations:
+        return
+    names = _evaluation_names(run)
+    head = ["", *(name.replace("_", " ") for name in names)]
+    rows = []
+    for each in run.evaluations:
+        when = "" if each.when == "during" else f", {each.when} training"
+        values = _values(each.metrics, names)
+        if each.why_not:
+            values = [f"none: {each.why_not}", *[""] * (len(names) - 1)]
+        rows.append([f"step {each.step}{when}", *values])
+    yield Table(caption="Evaluations", head=head, rows=rows)
+    newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
+    if newest is not None:
+        parts = [*newest.by_group.items(), ("all prompts", newest.metrics)]
+        rows = [[part, *_values(values, names)] for part, values in parts]
+        yield Table(caption=f"By value of evaluation.group_by, at step {newest.step}", head=head, rows=rows)
 
 
 def _evaluation_names(run: RunData) -> list[str]:
@@ -131,28 +120,28 @@ def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """Who waited for whom in the last steps of a run; `steps` names them. `why_not` where that is not known."""
+    """Who waited for whom in the last steps of a run, (what, seconds, fraction); `steps` names them. `why_not` where that is not
+    known."""
 
     why_not: str = ""
     steps: str = ""
     notes: Sequence[str] = ()
-    table: Table | None = None
+    rows: Sequence[tuple[str, float, float]] = ()
 
 
-def waits(run: RunData) -> Waits:
-    if not run.run_dir.events.is_file():
+def waits(run_dir: RunDir) -> Waits:
+    if not run_dir.events.is_file():
         return Waits(why_not="There is no timeline (events.jsonl).")
     try:
-        found = load_events(run.run_dir.events, newest_steps=_TIMELINE_STEPS)
+        found = load_events(run_dir.events, newest_steps=_TIMELINE_STEPS)
     except ConfigError as error:
         return Waits(why_not=str(error))
     used = usage(found.events)
     if used is None:
         return Waits(why_not="The timeline has no events.")
     steps = sorted(found.steps)[-_TIMELINE_STEPS:]
-    rows = [[what, f"{seconds:.2f}", percent(seconds / used.wall_s)] for what, seconds in used.rows]
     return Waits(
         steps=f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is",
         notes=found.notes,
-        table=Table(caption="", head=["who waited for whom", "seconds", "fraction"], rows=rows),
+        rows=[(what, seconds, seconds / used.wall_s) for what, seconds in used.rows],
     )

@@ -16,12 +16,12 @@ from grpo_async.config.public import shown_config
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
-from grpo_async.viewer.report.headline import headline
-from grpo_async.viewer.report.layout import CHAPTERS, Plot
-from grpo_async.viewer.report.plots import Curve, curve, draw_all
-from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of
+from grpo_async.viewer.web.headline import headline
+from grpo_async.viewer.web.layout import CHAPTERS, Plot
 from grpo_async.viewer.web.overview import on_axis
-from tests.viewer.report.support import steps
+from grpo_async.viewer.web.plots import Curve, curve, draw_all
+from grpo_async.viewer.web.run_data import RunData, changed_settings, labels_of
+from tests.viewer.support import steps
 
 
 def _rows(name: str, *values: float | None) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The top of the report: what happened, in one sentence and in numbers. Pure."""
+"""The top of a run's page: what happened, in one sentence and in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_async.findings.statistics import mean_over_time
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, UNFINISHED
 from grpo_async.utils.text import count, duration, finite, format_bytes, format_number, percent
-from grpo_async.viewer.report.run_data import RunData
+from grpo_async.viewer.web.run_data import RunData
 
 Number = tuple[str, str]
 """A value, and a note about it."""
@@ -19,7 +19,7 @@ Number = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """The top of the report for one run: its status (a level for the color, and a word), one sentence, and its numbers."""
+    """The top of the page of one run: its status (a level for the color, and a word), one sentence, and its numbers."""
 
     level: str
     status: str
@@ -139,7 +139,4 @@ def _groups(run: RunData) -> Number | None:
 
 
 def _stored(run: RunData) -> Number | None:
-    overview = run.rollouts
-    return (
-        (f"{overview.num_rollouts:,}", f"in {count(overview.num_groups, 'group')}") if overview.num_rollouts else None
-    )
+    return (f"{run.num_rollouts:,}", f"in {count(run.num_groups, 'group')}") if run.num_rollouts else None

@@ -13,8 +13,9 @@ from typing import Any
 
 from grpo_async.findings import MetricRow
 from grpo_async.tracking.catalog import Reduction, describe
-from grpo_async.viewer.report.layout import Line, Plot
-from grpo_async.viewer.report.run_data import RunData
+from grpo_async.utils.safe_text import visible
+from grpo_async.viewer.web.layout import Line, Plot
+from grpo_async.viewer.web.run_data import RunData
 
 MAX_POINTS = 500
 """Maximum number of points of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's
@@ -128,7 +129,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
     if not series:
         return None
     data = {
-        "title": plot.title,
+        "title": visible(plot.title),
         "unit": plot.unit + (f"; {len(left_out)} more are not drawn" if left_out else ""),
         "format": plot.format,
         "include": list(plot.include),
@@ -181,7 +182,7 @@ def _series(line: Line, rows: Sequence[MetricRow]) -> dict[str, Any] | None:
         return None
     band = _band(line, middle, rows)
     return {
-        "label": line.label,
+        "label": visible(line.label),
         "x": middle.steps,
         "values": middle.values,
         **({} if band is None else {"band": band}),

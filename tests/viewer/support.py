@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,3 +137,16 @@ def write_run(
     if summary is not None:
         run_dir.summary.write_text(json.dumps(summary))
     return run_dir
+
+
+def answers_of(report: Path) -> list[tuple[str, dict[str, Any], Any, str]]:
+    """What a report has inside: views, what they are asked with, their answers, and where there is none, why."""
+    page = report.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return [tuple(each) for each in json.loads(found[1])["answers"]]
+
+
+def answers_by_view(report: Path) -> dict[str, Any]:
+    """The first answer of each view in the report of one run."""
+    return {view: answer for view, _, answer, _ in reversed(answers_of(report))}

@@ -1,4 +1,4 @@
-"""Which plots the report has, chapter by chapter, and which metrics each shows."""
+"""Which plots the page has, chapter by chapter, and which metrics each shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE = (0.0, 1.0)  # an axis that shows all of a fraction
 @dataclass(frozen=True, slots=True)
 class Line:
     """One metric of a plot. `around`: a metric that is drawn as a band of its width around this one (a standard deviation);
-    `between`: two metrics that bound the band. `single_run`: shown where the report has one run only, so that several
+    `between`: two metrics that bound the band. `single_run`: shown where there is one run only, so that several
     stay readable."""
 
     metric: str
@@ -45,16 +45,14 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """Plots under one heading. `why_not`: why none of them may be there."""
+    """Plots under one heading."""
 
-    name: str
     title: str
     plots: tuple[Plot, ...]
-    why_not: str = "No optimizer step was finished."
 
 
 CHAPTERS: tuple[Chapter, ...] = (
-    Chapter("rewards", "Rewards", (
+    Chapter("Rewards", (
         Plot("reward", "Reward", "mean over a step's rollouts, band ± one standard deviation",
              (Line("reward", "mean", around="reward_std"),
               Line("reward_min", "lowest", single_run=True),
@@ -67,8 +65,8 @@ CHAPTERS: tuple[Chapter, ...] = (
              format="percent", include=_WHOLE),
         Plot("advantage", "Size of the advantages", "mean |advantage| of trained samples",
              (Line("advantage/abs_mean", "mean size"),)),
-    ), why_not="No step has a reward: no optimizer step was finished, or every reward was None."),
-    Chapter("held-out", "Held-out prompts", (
+    )),
+    Chapter("Held-out prompts", (
         Plot("held-out", "Held-out reward", "mean over the prompts, band ± one standard error",
              (Line("eval/reward", "reward", around="eval/reward_stderr"),
               Line("eval/majority_baseline", "always the most frequent answer", single_run=True)),
@@ -79,8 +77,8 @@ CHAPTERS: tuple[Chapter, ...] = (
              pattern=("eval/reward/", ""), of_evaluations=True, single_run=True),
         Plot("held-out-length", "Held-out length", "sampled tokens of a completion",
              (Line("eval/mean_length", "mean length"),), of_evaluations=True),
-    ), why_not="There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."),
-    Chapter("completions", "Completions", (
+    )),
+    Chapter("Completions", (
         Plot("lengths", "Length", "sampled tokens of a completion, band: 10% to 90%",
              (Line("completions/mean_length", "mean", between=("completions/p10_length", "completions/p90_length")),
               Line("completions/min_length", "shortest", single_run=True),
@@ -100,8 +98,8 @@ CHAPTERS: tuple[Chapter, ...] = (
               Line("tools/duration_s/per_rollout", "tools")),
              format="seconds"),
         Plot("failures", "Failures by kind", "since the run began", pattern=("failures/", "")),
-    ), why_not="No step has metrics of its completions."),
-    Chapter("update", "The update", (
+    )),
+    Chapter("The update", (
         Plot("entropy", "Entropy", "nats, mean over the trained tokens", (Line("entropy", "entropy"),)),
         Plot("kl", "KL from the reference", "nats, k3 estimator", (Line("kl", "KL"),)),
         Plot("loss", "Loss", "the minimized objective",
@@ -116,7 +114,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              format="percent"),
         Plot("masked", "Tokens left out of the loss", "fraction, by reason", pattern=("masked/", ""), format="percent"),
     )),
-    Chapter("async", "On and off policy", (
+    Chapter("On and off policy", (
         Plot("ratio", "Importance ratio", "trainer / sampler probability of a token; 1 is on policy; logarithmic",
              (Line(f"{_RATIO}/mean", "mean"),
               Line(f"{_RATIO}/min", "smallest", single_run=True),
@@ -134,7 +132,7 @@ CHAPTERS: tuple[Chapter, ...] = (
         Plot("staleness-ages", "Trained tokens by their staleness", "fraction of the step's tokens, by steps",
              pattern=("async/staleness/", ""), format="percent", include=_WHOLE),
     )),
-    Chapter("pipeline", "The pipeline", (
+    Chapter("The pipeline", (
         Plot("throughput", "Throughput", "tokens per second",
              (Line("perf/generated_tokens_per_s", "generated"), Line("perf/trained_tokens_per_s", "trained"))),
         Plot("idle", "Waiting", "fraction of the step's wall time",

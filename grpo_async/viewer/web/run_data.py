@@ -15,21 +15,21 @@ from grpo_async.config.public import shown_config
 from grpo_async.findings import Evidence, MetricRow
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import read_object
-from grpo_async.viewer.report.rollouts import RolloutOverview, read_rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData(Evidence):
-    """One run: what the findings are made of, and what the report shows with it. `config` is the part that may be shown, empty
-    where it cannot be read."""
+    """One run: what the findings are made of, and what the page shows with it. `config` is the part that may be shown, empty
+    where it cannot be read. `num_rollouts`, `num_groups`: in the store, if it was read."""
 
-    label: str  # unique among the runs of a report
+    label: str  # unique among the runs of a page
     run_dir: RunDir
     engine: str | None = None  # the one that was chosen; None: not known
     on_gpu: bool | None = None  # whether the trainer had a GPU; None: not known
     num_gpus: int | None = None  # of the machine with the first trainer ranks; None: not known
     summary: Mapping[str, Any] = field(default_factory=dict)
-    rollouts: RolloutOverview = field(default_factory=RolloutOverview)
+    num_rollouts: int = 0
+    num_groups: int = 0
 
     @property
     def max_steps(self) -> int | None:
@@ -43,21 +43,15 @@ class RunData(Evidence):
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
 
-def read_run(
-    run_dir: RunDir, label: str, *, metrics: Sequence[MetricRow] | None = None, rollouts: RolloutOverview | None = None
-) -> RunData:
-    """Everything of one run that the report shows. `metrics`, `rollouts`: where they are known already, or not wanted."""
+def read_run(run_dir: RunDir, label: str, *, metrics: Sequence[MetricRow] | None = None) -> RunData:
+    """Everything of one run that its page shows, without its store. `metrics`: where they are known already."""
     evidence = Evidence.read(run_dir, metrics)
     summary, status = read_object(run_dir.summary, []), read_object(run_dir.status, [])
-    rollouts = read_rollouts(run_dir) if rollouts is None else rollouts
     no_metrics = [] if evidence.metrics else ["There are no metrics: no optimizer step was finished."]
     num_gpus = status.get("num_gpus")
     shown: dict[str, Any] = {
         "config": shown_config(evidence.config),
-        "num_sampled": rollouts.num_sampled,
-        "num_unscored": rollouts.num_unscored,
-        "errors": rollouts.errors,
-        "problems": [*evidence.problems, *no_metrics, *rollouts.notes],
+        "problems": [*evidence.problems, *no_metrics],
     }
 
     def known(name: str, kind: type) -> Any:
@@ -71,7 +65,6 @@ def read_run(
         on_gpu=known("on_gpu", bool),
         num_gpus=num_gpus if isinstance(num_gpus, int) else None,
         summary=summary,
-        rollouts=rollouts,
         **{each.name: getattr(evidence, each.name) for each in fields(evidence)} | shown,
     )
 

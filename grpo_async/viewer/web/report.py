@@ -1,0 +1,210 @@
+"""The report: the page of a run, or of several, as one HTML file that needs neither a server nor the network.
+
+    run directories -> what the page asks for (`views`) -> index.html with its scripts, its styles and these answers inside
+
+The answers are those of the run as a whole and of a sample of its rollouts. What the file lacks (tables of all rollouts, logs) the
+page does not offer; `grpo-async inspect` has it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import orjson
+
+from grpo_async import __version__
+from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.run_directory import RunDir
+from grpo_async.utils.files import write_atomically
+from grpo_async.viewer.web.plots import MAX_SERIES
+from grpo_async.viewer.web.run_data import labels_of
+from grpo_async.viewer.web.sources import RunRegistry
+from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json
+
+STATIC = Path(__file__).parents[1] / "static"
+
+_MAX_SAMPLE_BYTES = 4_000_000  # of rollouts, groups and prompts, over all runs of a report
+_NUM_SHOWN = 6  # of the best, the worst and so on
+_POLICY = "default-src 'none'; form-action 'none'; base-uri 'none'; img-src data:; trusted-types 'none'; "
+_POLICY += "require-trusted-types-for 'script'"
+
+Answer = tuple[str, dict[str, Any], Any, str]
+"""A view, what it is asked with (as the page does), its answer, and where there is none, why."""
+
+
+def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
+    """Write the report of these runs and return where it is.
+
+    Args:
+        out: the file; None: `report.html` in the run's directory, for several runs `report-A-B.html` beside that of the first.
+
+    Raises:
+        ConfigError: a run is named twice, there are too many to tell apart, or the file cannot be written.
+    """
+    page = render_report(run_dirs)
+    out = out or _default_out(run_dirs)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, page, mode=0o600)  # it quotes rollouts, which are as private
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
+    return out
+
+
+def render_report(run_dirs: Sequence[RunDir]) -> str:
+    """The page of that file. Raises ConfigError: a run is named twice, or there are too many."""
+    if len({run_dir.root.resolve() for run_dir in run_dirs}) < len(run_dirs):
+        raise ConfigError("a run is named twice; name each once")
+    if len(run_dirs) > MAX_SERIES:  # each has its color
+        raise ConfigError(f"{len(run_dirs)} runs are too many for one report, at most {MAX_SERIES} can be told apart")
+    registry = RunRegistry(run_dirs)
+    try:
+        answers = [(*each, orjson.Fragment(to_json(answer)), why) for *each, answer, why in _answers(registry)]
+    finally:
+        registry.close()
+    made = f"{time.strftime('%Y-%m-%d %H:%M %Z')} by grpo-async {__version__}"
+    return _page(to_json({"made": made, "folders": [str(each.root) for each in run_dirs], "answers": answers}).decode())
+
+
+def _default_out(run_dirs: Sequence[RunDir]) -> Path:
+    first = run_dirs[0]
+    if len(run_dirs) == 1:
+        return first.report
+    names = "-".join(label.replace("/", "-") for label in labels_of(run_dirs))
+    return first.root.parent / f"report-{names}.html"
+
+
+# -- answers
+
+
+def _answers(registry: RunRegistry) -> Iterator[Answer]:
+    """All that the page of these runs asks for."""
+    names = registry.names
+    view = "run" if len(names) == 1 else "home"
+    runs = [run_entry(registry.source(name)) for name in names]
+    yield "runs", {}, {"runs": runs, "folder": None, "opening": {"view": view}, "names": []}, ""
+    for name in names:
+        for view in ("card", "run", "waits", "config"):
+            yield _answer(registry, view, {"run": name})
+        yield _answer(registry, "curves", {"run": name, "axis": "step"})
+        yield from _sampled(registry, name, _MAX_SAMPLE_BYTES // len(names))
+    if len(names) > 1:
+        others = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in names[1:])
+        yield _answer(registry, "curves", {"run": names[0], "compare_with": others, "axis": "step"})
+        yield _answer(registry, "config", {"run": names[0], "compare_with": others})
+
+
+def _answer(registry: RunRegistry, view: str, asked: dict[str, Any]) -> Answer:
+    """What cannot be read is said where it would stand, and breaks nothing else."""
+    try:
+        return view, asked, VIEWS[view](registry.source(asked["run"]), RequestParameters.model_validate(asked)), ""
+    except (GrpoAsyncError, OSError, duckdb.Error) as error:
+        return view, asked, None, str(error)
+
+
+def _sampled(registry: RunRegistry, run: str, max_bytes: int) -> Iterator[Answer]:
+    """Where to look first, and what is opened from there, while there is room: the best and worst rollouts, the prompts
+    that changed most, held-out prompts before and after."""
+    extremes = _answer(registry, "extremes", {"run": run, "k": _NUM_SHOWN})
+    change = _answer(registry, "change", {"run": run, "limit": _NUM_SHOWN})
+    pairs = change[2] or {"rows": []}
+    if pairs["rows"]:  # the page offers neither other evaluations nor further pairs
+        pairs |= {"steps": pairs["asked"], "total": len(pairs["rows"])}
+    yield extremes
+    yield change
+    known: list[tuple[str, dict[str, Any]]] = []
+    wanted = list(chain.from_iterable(_by_rank(run, extremes[2], pairs["rows"])))
+    for view, asked in wanted:  # which grows
+        if (view, asked) in known:
+            continue
+        known.append((view, asked))
+        *_, answer, why = _answer(registry, view, asked)
+        size = len(to_json(answer))
+        if why or size > max_bytes:
+            continue
+        max_bytes -= size
+        yield view, asked, answer, ""
+        if view == "group" and answer["summaries"]:
+            wanted.append(("rollout", {**asked, "id": answer["summaries"][0].rollout_id}))
+
+
+def _by_rank(run: str, extremes: Any, pairs: Sequence[Any]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """What the page asks for where a row of these is opened: the first of each kind, then the second."""
+
+    def rollout(each: Any) -> list[tuple[str, dict[str, Any]]]:
+        return [("rollout", {"run": run, "id": each.rollout_id, "seq": each.seq})]
+
+    def prompt(each: Any) -> list[tuple[str, dict[str, Any]]]:
+        groups = [("group", {"run": run, "id": str(of.group_id), "seq": of.seq}) for of in (each.first, each.last)]
+        return [("prompt", {"run": run, "hash": each.prompt_hash}), *groups]
+
+    def pair(row: Any) -> list[tuple[str, dict[str, Any]]]:
+        return [("rollout", {name: side[name] for name in ("run", "id", "seq")}) for side in row["sides"]]
+
+    kinds: list[list[Any]] = [list(map(pair, pairs))]
+    if extremes is not None:
+        kinds += [list(map(rollout, found)) for found in (extremes.best, extremes.worst)]
+        kinds += [list(map(prompt, found)) for found in (extremes.improved, extremes.worsened)]
+    for rank in zip_longest(*kinds, fillvalue=[]):
+        yield from rank
+
+
+# -- the file
+
+
+def _page(data: str) -> str:
+    """index.html with all that it links inside. Its policy names each script and style by its hash: no other runs, and nothing is
+    loaded."""
+    page, hashes = (STATIC / "web" / "index.html").read_text(encoding="utf-8"), dict[str, list[str]]()
+
+    def inline(tag: str, attributes: str, read: Callable[[str], str]) -> Callable[[re.Match[str]], str]:
+        def replaced(found: re.Match[str]) -> str:
+            content = read(found[1])
+            digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+            hashes.setdefault(tag, []).append(f"'sha256-{digest}'")
+            return f"<{tag}{attributes}>{content}</{tag}>"
+
+        return replaced
+
+    page = re.sub(r'<link rel="icon".*\n', "", page)
+    page = re.sub(r'<link rel="stylesheet" href="static/([^"]+)">', inline("style", "", _asset), page)
+    page = re.sub(r'<script src="static/([^"]+)" defer></script>', inline("script", "", _asset), page)
+    module = r'<script type="module" src="static/web/([^"]+)"></script>'
+    page = re.sub(module, inline("script", ' type="module"', lambda name: "\n".join(_modules(name, {}).values())), page)
+    policy = f"{_POLICY}; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}"
+    page = page.replace(
+        '<meta charset="utf-8">',
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">',
+    )
+    data = data.replace("<", "\\u003c")  # only texts have one: none of them ends the script
+    return page.replace("</body>", f'<script type="application/json" id="report">{data}</script>\n</body>')
+
+
+def _asset(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8").replace("\r\n", "\n")
+
+
+def _modules(name: str, done: dict[str, str]) -> dict[str, str]:
+    """A module of ours after those that it imports, a function each that gives its exports: modules in one file cannot import."""
+    source = _asset(f"web/{name}")
+    imports = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";$', flags=re.MULTILINE)
+    exports = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", flags=re.MULTILINE)
+    for _, other in imports.findall(source):
+        if other not in done:
+            _modules(other, done)
+    names = ", ".join(exports.findall(source))
+    source = imports.sub(lambda found: f"const {found[1]} = {_variable(found[2])};", exports.sub("", source))
+    done[name] = f"const {_variable(name)} = (() => {{\n{source}\nreturn {{ {names} }};\n}})();"
+    return done
+
+
+def _variable(module: str) -> str:
+    return f"module_{module.removesuffix('.js')}"

@@ -1,0 +1,516 @@
+"""Run directories in, one file out: what it has of runs that are whole, killed, old, long, or hostile; and the file in a real
+Chromium, without a server and without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_async.cli.app import app
+from grpo_async.errors import ConfigError
+from grpo_async.records import GroupStatus
+from grpo_async.run_directory import RunDir
+from grpo_async.store.files import Metadata, write_metadata
+from grpo_async.viewer.web.report import write_report
+from grpo_async.viewer.web.sections import waits
+from tests.support.browser import SIZES, WatchedPage, watched_page
+from tests.viewer.support import Group, answers_by_view, answers_of, evaluation, steps, write_run, write_store
+from tests.viewer.web.pages import go, ready
+from tests.viewer.web.serving import write_hostile_run, write_stored_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Route
+
+HOSTILE = "</script><!--<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
+
+
+def _answers(run: RunDir) -> dict[str, Any]:
+    return answers_by_view(write_report([run]))
+
+
+# -- what it has
+
+
+def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path,
+        metrics=steps(20),
+        evaluations=[evaluation(0, 0.1), evaluation(20, 0.9, majority_baseline=0.2, mean_length=12345.6)],
+        groups=[
+            Group(rewards=[0.0, 1.0], prompt="first prompt", text="an answer", step=1),
+            Group(rewards=[1.0, 1.0], prompt="first prompt", text="a better answer", step=9),
+        ],
+        summary={"status": "finished", "wall_s": 125.0, "engine": "embedded"},
+    )
+    found = _answers(run)
+    top = found["run"]
+    assert top["outcome"] == "The run finished after 20 of 20 steps in 2:05."
+    assert ["held-out reward", "0.1 → 0.9", "always the most frequent answer: 0.2"] in top["statistics"]
+    assert ["stored rollouts", "4", "in 2 groups"] in top["statistics"]
+    assert "from 0.1 to 0.9: +0.800" in top["verdict"]["text"]
+    (table,) = top["evaluations"]
+    assert [row[0] for row in table["rows"]] == ["step 0, before training", "step 20"]
+    assert table["rows"][1][1:] == ["0.9", "0.02", "100", "0.9", "12,346", "0.2"]
+    (improved,) = found["extremes"]["improved"]
+    assert (improved["first"]["reward_mean"], improved["last"]["reward_mean"]) == (0.5, 1.0)
+    drawn = {plot["name"] for chapter in found["curves"]["chapters"] for plot in chapter["plots"]}
+    assert {"reward", "held-out", "staleness-ages", "ledger"} <= drawn
+
+
+def test_the_same_held_out_prompts_are_compared_and_what_went_as_the_whole_did_comes_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(20), groups=[Group(rewards=[0.0, 1.0])])
+    assert _answers(run)["change"]["rows"] == []
+
+    def evaluate(step: int, why: float, other: float, *more: Group, text: str = "x") -> None:
+        asked = Group(rewards=[why], prompt="why?", text=text, step=step, columns={"answer": "so", "tests": "x" * 9000})
+        write_store(run.evaluation(step), [asked, Group(rewards=[other], prompt="else?", text=text, step=step), *more])
+
+    evaluate(0, 0.0, 1.0, text="I guess")
+    evaluate(10, 0.5, 0.5)
+    evaluate(20, 1.0, 0.0, Group(rewards=[1.0], step=20), text="because")  # the third is in one of them only
+    found = _answers(run)["change"]
+    assert found["outcome"] == "2 held-out prompts: 1 better, 1 worse, 0 unchanged"
+    assert found["steps"] == found["asked"] == [0, 20], "no other is offered"
+    first, second = found["rows"]
+    assert (first["prompt"], first["columns"]["answer"]) == ("why?", "so")
+    assert len(first["columns"]["tests"]) < 300
+    assert [(side["reward"], side["text"]) for side in first["sides"]] == [(0.0, "I guess"), (1.0, "because")]
+    assert [side["reward"] for side in second["sides"]] == [1.0, 0.0]
+    evaluate(30, 0.0, 1.0)
+    assert "0 better, 0 worse, 1 right both times, 1 wrong both times" in _answers(run)["change"]["outcome"]
+    evaluate(40, 0.5, 0.0)
+    found = _answers(run)["change"]  # it fell: what was lost comes first
+    assert [side["reward"] for side in found["rows"][0]["sides"]] == [1.0, 0.0]
+
+
+def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tmp_path: Path) -> None:
+    metrics = steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0)
+    run = write_run(tmp_path, metrics=metrics, groups=[Group(rewards=[0.0, 0.0])])
+    top = _answers(run)["run"]
+    assert top["verdict"]["text"].startswith("Does it learn? No. All rewards are 0.")
+    commands = [each["command"] for each in top["findings"]]
+    assert f"grpo-async inspect-rollouts {run.root} group_std=0 --sort step" in commands
+
+
+def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
+    slow = write_run(tmp_path, "slow", metrics=steps(20))
+    config = {"run": {"name": "x"}, "optimizer": {"lr": 1e-3}, "training": {"max_steps": 20}}
+    fast = write_run(tmp_path, "fast,er", metrics=steps(12), state="stopped", config=config)
+    out = write_report([slow, fast])
+    assert out == tmp_path / "runs" / "report-slow-fast,er.html"
+    together = {view: answer for view, asked, answer, _ in answers_of(out) if "compare_with" in asked}
+    (reward,) = (plot for plot in together["curves"]["chapters"][0]["plots"] if plot["name"] == "reward")
+    assert [series["label"] for series in reward["options"]["series"]] == ["slow", "fast,er"]
+    assert together["config"]["runs"] == ["slow", "fast,er"]
+    assert together["config"]["different"] == [["optimizer.lr", "1e-06", "0.001"]]
+
+
+def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> None:
+    run = write_run(tmp_path, state="failed", error="the server of rank 0 ended: CUDA out of memory\n  see logs")
+    found = _answers(run)
+    top = found["run"]
+    assert top["outcome"] == "The run failed after 0 of 5 steps."
+    assert "CUDA out of memory" in top["error"]
+    assert "Cannot say. No optimizer step was finished." in top["verdict"]["text"]
+    assert any("There are no metrics" in each for each in top["problems"])
+    assert "There is no timeline" in found["waits"]["why_not"]
+
+
+def test_a_value_of_group_by_may_have_any_name(tmp_path: Path) -> None:
+    parts = {"by_group": {"all": {"reward": 0.125}}}
+    run = write_run(tmp_path, evaluations=[{**evaluation(0, 0.5), **parts}])
+    _, table = _answers(run)["run"]["evaluations"]
+    assert [row[:2] for row in table["rows"]] == [["all", "0.125"], ["all prompts", "0.5"]]
+
+
+def test_an_evaluation_that_failed_says_why_it_has_no_result(tmp_path: Path) -> None:
+    run = write_run(tmp_path, evaluations=[{"step": 0, "when": "before", "error": "the scorer died"}])
+    (table,) = _answers(run)["run"]["evaluations"]
+    assert table["rows"][0][1] == "none: the scorer died"
+
+
+def test_failed_rollouts_and_those_that_no_step_saw_are_not_called_unscored(tmp_path: Path) -> None:
+    groups = [
+        Group(rewards=[1.0, None]),
+        Group(rewards=[None, None], is_failed=True, status=GroupStatus.FAILED),
+        Group(rewards=[None], step=None, status=GroupStatus.CANCELLED),
+    ]
+    found = _answers(write_run(tmp_path, metrics=steps(3), groups=groups))["run"]["findings"]
+    assert ["(1 of 2)" in each["text"] for each in found if each["key"] == "unscored"] == [True]
+
+
+def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(8), groups=[Group(rewards=[0.0, 1.0])], state=None)
+    status = {"version": 1, "state": "running", "host": platform.node(), "pid": 2**22 + 1, "pid_started_at": 1.0}
+    run.status.write_text(json.dumps(status))
+    with run.metrics.open("a") as file:
+        file.write('{"step": 9, "rew')
+    block = next(run.rollouts.glob("block-*.jsonl"))
+    with block.open("a") as file:
+        file.write('{"schema": 3, "seq"')
+    os.utime(block, (1.0, 1.0))  # what was written just now may still be going on
+    top = _answers(run)["run"]
+    assert "The run was killed after 8 of 8 steps" in top["outcome"]
+    assert any("torn" in each for each in top["problems"])
+    assert ["stored rollouts", "2", "in 1 group"] in top["statistics"]
+
+
+def test_a_run_that_was_stopped_after_its_last_step_says_what_is_left(tmp_path: Path) -> None:
+    """The export and the last evaluation come after it."""
+    outcome = _answers(write_run(tmp_path, metrics=steps(20), state="stopped"))["run"]["outcome"]
+    assert outcome == "The run was stopped after 20 of 20 steps in 40 s, before its end; --resume does the rest."
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_the_time_of_an_attempt_before_is_not_told_of_this_one(tmp_path: Path, state: str) -> None:
+    left = {"status": "stopped", "steps": 3, "wall_s": 32.0}
+    run = write_run(tmp_path, metrics=steps(120), state=state, error="it broke", summary=left)
+    assert "120 of 120 steps in 4:00" in _answers(run)["run"]["outcome"]  # 120 x 2 s
+
+
+def _trainer_bound(**more: float) -> list[dict[str, float]]:
+    """The trainer works all the time, the servers wait for it 70% of it."""
+    return steps(20, pipeline__trainer_idle_ratio=0.05, pipeline__generator_idle_ratio=0.7, **more)
+
+
+def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path) -> None:
+    """As status.json has it, which is of the last attempt: the summary may be older."""
+    for name, on_gpu in (("gpu", True), ("cpu", False)):
+        run = write_run(tmp_path, name, metrics=_trainer_bound(), summary={"status": "stopped", "on_gpu": not on_gpu})
+        run.status.write_text(json.dumps({"version": 1, "state": "failed", "on_gpu": on_gpu, "engine": "vllm"}))
+        advice = _answers(run)["run"]["advice"]
+        assert "Servers idle 70%: training takes" in advice or "servers idle 70%: training takes" in advice
+        assert ("launch.num_trainer_ranks" in advice) is on_gpu
+        assert ("a faster trainer would help" in advice) is not on_gpu
+
+
+def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
+    generate = [("generate", "rollout/0", place / 20, place / 20 + 0.04, {"turn": 0}) for place in range(20)]
+    with run.events.open("w") as file:
+        for step in range(1, 1001):
+            for name, track, start, end, details in [*generate, ("step", "trainer", 0.0, 1.0, {"step": step})]:
+                at = 1000.0 + step
+                event = {"name": name, "track": track, "start": at + start, "end": at + end, "details": details}
+                file.write(json.dumps(event, separators=(",", ":")) + "\n")
+    tracemalloc.start()
+    try:
+        found = waits(run)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.rows
+    assert found.steps == "Steps 981 to 1000"
+    assert peak < 3e6, "21,000 events take 12 MB and more"
+
+
+def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(8), state=None, summary={"status": "finished", "steps": 8})
+    run.config.write_text("model: {path: m}\nan_old_section: {x: 1}\n")
+    (run.rollouts / "store.json").write_text("{]}\n")
+    found = _answers(run)
+    assert "The run finished after 8 steps" in found["run"]["outcome"]
+    assert "config.yaml is of another version" in found["run"]["advice"]
+    assert ["an_old_section.x", "1"] in found["config"]["settings"]
+    assert any("store.json" in each for each in found["run"]["problems"])
+    assert found["extremes"] is None
+
+
+def test_a_damaged_store_of_an_evaluation_hides_nothing_of_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3), groups=[Group(rewards=[0.0, 1.0])])
+    write_metadata(run.rollouts, Metadata(sample_rate=0.5))
+    for step in (0, 3):
+        write_store(run.evaluation(step), [Group(rewards=[1.0], step=step)])
+    (run.evaluation(3) / "store.json").write_text("{]}\n")
+    found = answers_of(write_report([run]))
+    answers = {view: answer for view, _, answer, _ in found}
+    assert len(answers["extremes"]["best"]) == 2
+    assert any("sample_rate = 0.5" in each for each in answers["run"]["problems"])
+    assert [why for view, *_, why in found if view == "change" and "store.json" in why]
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", '[1, 2]\n"x"\n', '{"step": "a"}\n', "\x00\xff\n"])
+def test_files_that_hold_something_else_do_not_break_the_report(tmp_path: Path, content: str) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
+    for path in (run.metrics, run.evaluation_log, run.summary, run.status, run.config, run.events):
+        path.write_text(content, encoding="utf-8")
+    assert "No optimizer step was finished" in _answers(run)["run"]["verdict"]["text"]
+
+
+def test_the_file_has_no_secrets_names_no_other_address_and_stays_small(tmp_path: Path) -> None:
+    reward = {"function": "grpo_async.rewards.text:exact_match", "arguments": {"api_key": "sk-secret"}}
+    config = {"rewards": [reward], "tracking": [{"type": "wandb", "project": "hidden-project"}]}
+    long = Group(rewards=[0.0, 1.0], text="x" * 1_500_000)
+    run = write_run(tmp_path, metrics=steps(10_000), config=config, groups=[long] * 4)
+    (run.logs / "attempt_1").mkdir(parents=True)
+    (run.logs / "attempt_1" / "trainer.log").write_text("listening on 10.9.8.7\n")
+    page = write_report([run]).read_text(encoding="utf-8")
+    for secret in ("sk-secret", "hidden-project", "10.9.8.7"):
+        assert secret not in page
+    assert not re.findall(r"<(?:link|img|iframe|object|embed|base|form)\b", page[: page.index('id="report"')])
+    assert not re.findall(r"<script[^>]*\ssrc=", page)
+    assert not re.findall(r"@import|url\(", page)
+    answers = answers_of(run.report)
+    assert "rollout" in {view for view, *_ in answers}
+    assert len(page) < 6_000_000, "of rollouts at most 4 MB; eight of them have 1.5 MB each"
+    assert len(page) - sum(len(json.dumps(a)) for view, _, a, _ in answers if view == "rollout") < 2_000_000
+    curves = next(answer for view, _, answer, _ in answers if view == "curves")
+    (reward_plot,) = (plot for plot in curves["chapters"][0]["plots"] if plot["name"] == "reward")
+    assert len(reward_plot["options"]["x"]) == 500
+    assert reward_plot["options"]["x"][-1] == 10_000
+
+
+def test_wrong_runs_and_places_are_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
+    with pytest.raises(ConfigError, match="named twice"):
+        write_report([run, RunDir(run.root / ".." / "run")])
+    with pytest.raises(ConfigError, match="9 runs are too many"):
+        write_report([RunDir(tmp_path / str(number)) for number in range(9)])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--out .*file/x.html: "):
+        write_report([run], tmp_path / "file" / "x.html")
+
+
+def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path, "a"), tmp_path / "new" / "x.html"
+    done = CliRunner().invoke(app, ["report", str(run.root), "--out", str(out)])
+    assert (done.exit_code, done.output.strip()) == (0, str(out))
+    assert list(tmp_path.glob("**/*.html")) == [out]
+    assert out.stat().st_mode & 0o777 == 0o600, "it quotes rollouts, which are as private"
+
+
+# -- in the browser
+
+_OVER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+_HAS_COLOR = """(canvas, wanted) => {
+    const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    for (let i = 0; i < data.length; i += 4)
+        if (data[i + 3] > 250 && Math.hypot(...wanted.map((value, k) => value - data[i + k])) < 12) return true;
+    return false;
+}"""
+LIGHT_BLUE, DARK_BLUE = [0x00, 0x69, 0xB4], [0x5F, 0xB0, 0xF5]  # --series-1
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with everything, among it text that would like to be more than text."""
+    folder = tmp_path_factory.mktemp("report")
+    metrics = [{**row, f"rewards/{HOSTILE}/mean": 0.5, "rewards/b/mean": 0.01 * row["step"]} for row in steps(40)]
+    run = write_run(
+        folder,
+        "<img src=x onerror=alert(3)>",
+        metrics=metrics,
+        evaluations=[{**evaluation(0, 0.1), "by_group": {HOSTILE: {"reward": 0.1}}}, evaluation(40, 0.9)],
+        error=HOSTILE,
+        state="failed",
+        config={
+            "run": {"name": "x"},
+            "data": {"train": {"type": "jsonl", "path": "a.jsonl", "system_prompt": HOSTILE}},
+        },
+    )
+    write_hostile_run(run.root)
+    for step, reward in ((0, 0.0), (20, 0.5), (40, 1.0)):
+        asked = [Group(rewards=[reward], prompt=HOSTILE, text=HOSTILE, step=step, columns={HOSTILE: HOSTILE})]
+        write_store(run.evaluation(step), asked)
+    spans = [("step", "trainer", 0.0, 1.0), ("generate", "rollout/0", 0.0, 0.5)]
+    events = [
+        {"name": name, "track": track, "start": step + start, "end": step + end, "details": {"step": step}}
+        for step in (1, 2)
+        for name, track, start, end in spans
+    ]
+    run.events.write_text("".join(json.dumps(each) + "\n" for each in events))
+    return write_report([run])
+
+
+@contextmanager
+def _opened(
+    browser: Browser,
+    file: Path,
+    *,
+    size: tuple[int, int] = SIZES["wide"],
+    scheme: Literal["light", "dark"] = "light",
+    left: list[str] | None = None,
+) -> Iterator[WatchedPage]:
+    """The file, with no way out: a request for anything else that would leave the browser is refused, and noted in `left`. At the
+    end nothing may have gone wrong."""
+    with watched_page(browser, size=size, color_scheme=scheme) as watched:
+
+        def only_this(route: Route) -> None:
+            if route.request.url.partition("#")[0] == file.as_uri():
+                route.continue_()
+            else:
+                (watched.outside if left is None else left).append(route.request.url)
+                route.abort()
+
+        watched.page.route("**/*", only_this)
+        watched.page.goto(file.as_uri())
+        ready(watched.page)
+        yield watched
+        watched.assert_quiet()
+
+
+def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(browser: Browser, tmp_path: Path) -> None:
+    run = RunDir(write_stored_run(tmp_path / "good"))
+    write_run(tmp_path / "other", "good", metrics=steps(20), evaluations=[evaluation(0, 0.1), evaluation(20, 0.9)])
+    for name in ("metrics.jsonl", "evaluations.jsonl", "status.json", "config.yaml"):
+        (tmp_path / "other" / "runs" / "good" / name).rename(run.root / name)
+    with _opened(browser, write_report([run])) as watched:
+        page = watched.page
+        assert page.get_attribute(".verdict", "data-verdict") == "learns"
+        assert page.locator(".overview .chart-plot canvas").first.evaluate(_HAS_COLOR, LIGHT_BLUE)
+        assert "Evaluations" in page.locator("h3").all_inner_texts()
+        assert page.locator("#bar nav a").all_inner_texts() == [
+            "Overview",
+            "Curves",
+            "Before and after",
+            "Prompts",
+            "Settings",
+        ]
+        for gone in ("a.button:has-text('Report')", "a.button:has-text('Timeline')", "#run", ".run-status"):
+            assert page.locator(gone).count() == 0, gone
+        page.click(".findings li:has-text('The held-out reward rose') >> text=See the plot")
+        page.wait_for_selector(".curves .uplot")
+        assert page.locator(".curves .chart h3").all_inner_texts() == ["Held-out reward"]
+        page.click("#bar nav >> text=Curves")
+        page.wait_for_selector("h2:has-text('The pipeline')")
+        assert page.locator(".curves .chart-plot canvas").count() >= 15
+        page.fill("[aria-label='Find a plot']", "entropy")
+        page.locator(".curves .chart-plot").first.focus()
+        page.keyboard.press("Home")
+        assert page.locator(".curves .chart-at").first.inner_text() == "step 1"
+        page.click("#bar nav >> text=Settings")
+        page.wait_for_selector("td:has-text('training.max_steps')")
+        page.click("#bar nav >> text=Prompts")
+        page.locator("section:has-text('Best rollouts') tbody a").first.click()
+        page.wait_for_selector("h1:has-text('Rollout')")
+        page.click("button:has-text('Tokens')")
+        page.locator("[data-token='0']").hover()
+        assert "sampler logprob" in page.locator(".tip").inner_text()
+        page.keyboard.press("Escape")
+        page.wait_for_selector("h2:has-text('Best rollouts')")
+        page.locator("section:has-text('Most improved prompts') tbody a").first.click()
+        page.wait_for_selector("h1:has-text('Same prompt')")
+        ready(page)
+        assert page.locator(".chart canvas").count() == 1
+        known = page.locator("tbody a[href]")
+        assert 0 < known.count() < page.locator("tbody tr").count(), "what the file lacks has no link"
+        known.first.click()
+        page.wait_for_selector("h1:has-text('Group')")
+        ready(page)
+        assert page.locator("article a[href]").count() == 1
+        go(page, "#/rollouts?q=reward=1")
+        assert "grpo-async inspect" in page.inner_text("main")
+
+
+def test_text_of_models_data_and_settings_stays_text_and_every_view_fits_its_window(
+    browser: Browser, report: Path
+) -> None:
+    name = "%3Cimg+src%3Dx+onerror%3Dalert(3)%3E"
+    page = report.read_text(encoding="utf-8")
+    assert page.count("</script>") == 4  # uPlot, charts.js, our modules, the data
+    assert "<!--" not in page
+    views = [f"#/{view}?run={name}" for view in ("run", "curves", "change", "prompts", "config")]
+    for view, asked, *_ in answers_of(report):
+        if view in ("rollout", "group", "prompt"):
+            parameters = "&".join(f"{key}={value}" for key, value in asked.items() if key != "run")
+            run = name + str(asked["run"]).removeprefix("<img src=x onerror=alert(3)>").replace("@", "%40")
+            views.append(f"#/{view}?run={run}&{parameters}")
+    assert {view.partition("?")[0] for view in views} >= {"#/rollout", "#/run"}
+    with _opened(browser, report) as watched:
+        for view in views:
+            go(watched.page, view)
+            assert "Not found" not in watched.page.inner_text("main"), view
+            watched.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+            for tag in ("main img", "main script", "[onerror]", "[onload]", "main iframe"):
+                assert watched.page.locator(tag).count() == 0, f"{view}: {tag}"
+            assert not {"\u202e", "\x1b"} & set(watched.page.inner_text("main")), view
+            for width, height in SIZES.values():
+                watched.page.set_viewport_size({"width": width, "height": height})
+                assert watched.page.evaluate(_OVER) <= 0, f"{view} is too wide for {width}"
+
+
+def test_a_script_that_somebody_puts_into_the_file_does_not_run(browser: Browser, report: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.html"
+    added = (
+        "<script>alert(1)</script><img src='https://example.com/x'><link rel=stylesheet href='https://example.com/y'>"
+    )
+    changed.write_text(report.read_text(encoding="utf-8").replace("<noscript>", f"{added}<noscript>"))
+    left: list[str] = []
+    with _opened(browser, changed, left=left) as watched:
+        assert (watched.dialogs, left) == ([], [])  # the policy stops it inside the browser
+        assert sum("Content Security Policy" in error for error in watched.errors) == 3
+        for notes in (watched.errors, watched.outside):
+            notes.clear()
+
+
+def _becomes_true(page: Page, condition: Callable[[], Any]) -> bool:
+    """What the page does in its next frame, which comes when the machine has time for it."""
+    for _ in range(500):
+        if condition():
+            return True
+        page.wait_for_timeout(20)
+    return False
+
+
+def test_plots_have_the_colors_of_the_scheme_and_paper_shows_all_of_a_page(browser: Browser, report: Path) -> None:
+    with _opened(browser, report, size=SIZES["narrow"], scheme="dark") as watched:
+        page = watched.page
+        canvas = page.locator(".overview .chart-plot canvas").first
+        assert canvas.evaluate(_HAS_COLOR, DARK_BLUE)
+        page.emulate_media(color_scheme="light")
+        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOR, LIGHT_BLUE))
+        page.emulate_media(media="print", color_scheme="dark")
+        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOR, LIGHT_BLUE))
+        assert not page.locator("#bar").is_visible()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert page.evaluate("(each => each.scrollHeight - each.clientHeight)(document.getElementById('main'))") <= 0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "state", "said"),
+    [
+        ([], "failed", "No optimizer step was finished."),
+        (steps(1), "stopped", "The run was stopped after 1 of 1 steps"),
+        (steps(8), "running", "The run is in progress"),
+    ],
+)
+def test_a_run_of_few_steps_without_evaluations_has_every_view(
+    browser: Browser, tmp_path: Path, metrics: list[dict[str, float]], state: str, said: str
+) -> None:
+    run = write_run(tmp_path, metrics=metrics, state=state, error="CUDA out of memory" if state == "failed" else None)
+    if state == "running":
+        mine = {"host": "another", "updated_at": 4e9}
+        run.status.write_text(json.dumps({"version": 1, "state": state, **mine}))
+    with _opened(browser, write_report([run])) as watched:
+        assert said in watched.page.inner_text("main")
+        assert ("CUDA out of memory" in watched.page.inner_text("main")) is (state == "failed")
+        for view in ("curves", "change", "prompts", "config"):
+            go(watched.page, f"#/{view}?run=run")
+            assert "Something went wrong" not in watched.page.inner_text("main"), view
+
+
+def test_a_report_of_several_runs_begins_with_all_and_lays_them_over_each_other(
+    browser: Browser, tmp_path: Path
+) -> None:
+    names = ("slow", "50%,x")
+    runs = [write_run(tmp_path, name, metrics=steps(8), config={"run": {"name": "x"}}) for name in names]
+    with _opened(browser, write_report(runs)) as watched:
+        page = watched.page
+        assert page.locator("article .verdict").count() == 2
+        page.click("text=Curves of 2 runs")
+        page.wait_for_selector(".curves .chart-legend:has-text('slow'):has-text('50%,x')")
+        page.select_option("#run", "50%,x")
+        page.wait_for_selector("h1:has-text('50%,x')")
+        page.click("#bar >> text=Runs")
+        page.click("text=Settings that differ")
+        page.wait_for_selector("h2:has-text('Settings that differ')")
