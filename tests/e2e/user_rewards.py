@@ -25,6 +25,11 @@ async def by_place_in_no_hurry(completions: list[Any], **_: Any) -> list[float]:
     return by_place(completions)
 
 
+async def by_place_and_slow_by_length(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    await asyncio.sleep(0.05 * max(map(len, completion_ids)))
+    return by_place(completions)
+
+
 def always_raises(completions: list[Any], **_: Any) -> list[float]:
     raise RuntimeError("this reward never works")
 
