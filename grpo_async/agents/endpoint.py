@@ -191,11 +191,7 @@ def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
 
 
 async def _body(request: web.BaseRequest, session: AgentSession) -> Mapping[str, Any]:
-    """The JSON object of a request. One that no context can hold is refused here: to read it would hold up all other rollouts.
-
-    Raises:
-        ApiError: the body is not a JSON object, or too large.
-    """
+    """The JSON object of a request. One that no context can hold is refused here: to read it would hold up all other rollouts."""
     most = min(_MAX_REQUEST_BYTES, session.max_body_bytes)
     try:
         content = await request.read()  # ends when the connection does

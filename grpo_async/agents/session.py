@@ -380,9 +380,6 @@ def _schema(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The JSON schema of a format; None for text. Chat Completions nest the schema, Responses and Messages do not.
 
     {"type": "json_object"} -> {"type": "object"}; {"type": "json_schema", "json_schema": {"schema": S}} -> S
-
-    Raises:
-        ApiError: the format is unsupported.
     """
     given = response_format if isinstance(response_format, Mapping) else {"type": response_format or "text"}
     kind = given.get("type", "text")

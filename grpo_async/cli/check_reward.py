@@ -86,11 +86,7 @@ def check_reward(
 def _what_to_check(
     functions: Sequence[RewardFunction], config: ExperimentConfig, prompts: Sequence[Prompt], gold_column: str | None
 ) -> tuple[list[int], list[str]]:
-    """Indices of the functions that can be called with what the data has, and notes on what is not checked.
-
-    Raises:
-        ConfigError: a column is missing that nothing but the data could give.
-    """
+    """Indices of the functions that can be called with what the data has, and notes on what is not checked."""
     from grpo_async.errors import Problems
     from grpo_async.rewards.check import GOLD_COLUMNS, gold_of
 

@@ -136,9 +136,6 @@ class _Loading:
 
         Args:
             inside: the files that led here, outermost first; meeting one of them again is a cycle.
-
-        Raises:
-            ConfigError: one of the files cannot be read.
         """
         if path in self.known:
             return self.known[path]
@@ -197,11 +194,7 @@ def _new_name(old: KeyPath, location: Location) -> KeyPath:
 
 
 def _base(name: Node, path: Path, chain: Sequence[Path]) -> Path:
-    """The file that `extends` names in the last file of `chain`, `path`.
-
-    Raises:
-        ConfigError: there is no such file, or it is one of `chain`.
-    """
+    """The file that `extends` names in the last file of `chain`, `path`."""
     base = Path(os.path.normpath(path.parent / os.path.expanduser(str(name.value))))
     fault = name.fault
     try:

@@ -229,9 +229,6 @@ def _filled_in(text: str, path: KeyPath, *, is_plain: bool) -> Any:
     A plain (unquoted) scalar that is nothing but one reference is read as YAML after that: with LR=1e-6 in the environment
     `lr: ${LR}` is a number, while `name: "${RUN}"` stays text whatever RUN holds. What a variable holds is not interpolated again.
     The lines that `launch slurm` writes into its script are left to the job, so that no secret of this environment gets into it.
-
-    Raises:
-        ValueError: it cannot be used.
     """
     if path[:3] in _SHELL_LINE_KEYS:
         return _usable(text.replace("$${", "${"))

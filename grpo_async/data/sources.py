@@ -194,12 +194,7 @@ CountTokens = Callable[[Prompt], int]
 
 
 def _drop_long_prompts(rows: Rows, source: Source, count_tokens: CountTokens | None) -> Rows:
-    """The rows within `max_prompt_tokens`, with a note of how many were left out: "max_prompt_tokens: 3 left out 1 of 2 rows".
-
-    Raises:
-        ConfigError: no row is left.
-        ValueError: `max_prompt_tokens` is set and there is nothing to count with.
-    """
+    """The rows within `max_prompt_tokens`, with a note of how many were left out: "max_prompt_tokens: 3 left out 1 of 2 rows"."""
     limit = source.max_prompt_tokens
     if limit is None:
         return rows

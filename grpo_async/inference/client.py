@@ -283,10 +283,6 @@ class InferenceClient:
     async def _post(self, url: str, body: bytes) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
         """Send a generation request; the caller reads the lines of the answer, and reschedules the limit of silence whenever one
         brings tokens: bytes alone are no sign of life.
-
-        Raises:
-            ServerUnavailableError: the connection failed, broke or was silent, also within the `with` block.
-            BadResponseError: the answer breaks HTTP, or a line of it is far too long.
         """
         session = self._session = self._session or self._open_session()
         url = url.rstrip("/") + "/rollout/generate"

@@ -221,12 +221,7 @@ class ServerControl:
 
 
 def _content(response: httpx.Response, ends_at: float) -> bytes:
-    """The body. A timeout of httpx begins anew with each byte, and a body has no limit of its own.
-
-    Raises:
-        httpx.ReadTimeout: it is not whole at `ends_at`, on the monotonic clock.
-        BadResponseError: it is far too long.
-    """
+    """The body. A timeout of httpx begins anew with each byte, and a body has no limit of its own."""
     content = bytearray()
     for part in response.iter_bytes():
         content += part

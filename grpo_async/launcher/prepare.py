@@ -115,11 +115,7 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
 
 
 def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
-    """Begin in the directory of a run without a checkpoint.
-
-    Raises:
-        ConfigError: it is not a run directory, or the run has trained steps.
-    """
+    """Begin in the directory of a run without a checkpoint."""
     _check_removable(run_dir, config)
     if run_dir.has_steps():
         raise ConfigError(
@@ -198,11 +194,7 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
 
 
 def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
-    """Begin at the checkpoint that `resume` names, or at the newest that is whole.
-
-    Raises:
-        ConfigError: see `check_start`; the run has finished; or what a checkpoint means has changed.
-    """
+    """Begin at the checkpoint that `resume` names, or at the newest that is whole."""
     broken: dict[int, str] = {}
     latest = reversed(run_dir.checkpoint_steps())
     for step in latest if resume == "latest" else [find_checkpoint(run_dir, resume, option="--resume")]:

@@ -451,9 +451,6 @@ def _remove_tree(path: str) -> None:
 
     Each folder is moved up before it is emptied, so no path is longer than two levels: a chain of 4000 folders, which `rm -rf`
     and shutil.rmtree take minutes for or give up on, takes no longer than as many side by side.
-
-    Raises:
-        SandboxError: the directory cannot be removed.
     """
     try:
         aside, waiting, number = tempfile.mkdtemp(prefix="grpo-async-sandbox-", dir=os.path.dirname(path)), [path], 0

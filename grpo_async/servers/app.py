@@ -281,11 +281,7 @@ class RolloutApp:
         return JSONResponse({"is_paused": True})
 
     async def _drained(self, number: int, timeout_s: float) -> None:
-        """Return when the engine has ended all requests. If this raises, the server is not paused. `number`: that of the /pause.
-
-        Raises:
-            HTTPException: NOT_DRAINED within `timeout_s`; OUT_OF_ORDER: another /pause or /resume came.
-        """
+        """Return when the engine has ended all requests. If this raises, the server is not paused. `number`: that of the /pause."""
         async with self._lock:
             if not self._is_whole:  # no request can run to its end
                 return

@@ -223,11 +223,7 @@ def _parse(cursor: DuckDBPyConnection, text: str) -> dict[str, Any]:
 
 
 def _check_nodes(condition: dict[str, Any], text: str) -> set[str]:
-    """The names of columns in the tree.
-
-    Raises:
-        QueryError: it holds a subquery, a parameter, a function or a type that queries do not have.
-    """
+    """The names of columns in the tree."""
     names = set()
     for node in _nodes(condition):
         kind = node.get("class", "OPERATOR")

@@ -247,12 +247,7 @@ def _is_known(hint: Any) -> bool:
 
 
 def _pydantic_schema(hint: Any) -> dict[str, Any]:
-    """The schema of pydantic, with its definitions in their places: chat templates do not look them up.
-
-    Raises:
-        PydanticUserError: JSON cannot hold the type.
-        ValueError: it contains itself.
-    """
+    """The schema of pydantic, with its definitions in their places: chat templates do not look them up."""
     schema = TypeAdapter(hint).json_schema()
     return _inlined(schema, schema.pop("$defs", {}), ())
 

@@ -24,11 +24,7 @@ class Reduction(StrEnum):
     LAST = "last"  # a running total, or a state
 
     def __call__(self, values: Sequence[float]) -> float:
-        """[1.0, 3.0] -> mean 2.0, min 1.0, max 3.0, sum 4.0, last 3.0.
-
-        Raises:
-            ValueError: there is no value.
-        """
+        """[1.0, 3.0] -> mean 2.0, min 1.0, max 3.0, sum 4.0, last 3.0."""
         if not values:
             raise ValueError(f"there is no value to take the {self.value} of")
         return _REDUCE[self](values)

@@ -313,12 +313,7 @@ class Leader:
         guard.check()
 
     def _push_first(self) -> bool:
-        """Push until one server serves: the first may die between its readiness and the push. False when the run is to stop.
-
-        Raises:
-            DeadlineError: no server serves within inference.startup_timeout_s.
-            RunError: all servers were given up.
-        """
+        """Push until one server serves: the first may die between its readiness and the push. False when the run is to stop."""
         ends_at = time.monotonic() + self._config.inference.startup_timeout_s
         while True:
             self.push(self._start)
@@ -335,11 +330,7 @@ class Leader:
                 return False
 
     def _check_before_training(self, preflight: Callable[[Sequence[Server]], list[Check]]) -> None:
-        """Check everything that would spoil the run; repeat this if a server died meanwhile.
-
-        Raises:
-            RunError: a check failed.
-        """
+        """Check everything that would spoil the run; repeat this if a server died meanwhile."""
         with _phase("checking trainer and servers against each other", self._control, self._timeline):
             for attempt in range(1, _PREFLIGHTS + 1):
                 while not (servers := self._fleet.serving()):  # the server has died since the push

@@ -151,11 +151,7 @@ class FleetSync:
             self._on_serving(server)
 
     def _fence(self, servers: Sequence[Server], error: PushFailedError) -> bool:
-        """Fence the servers that failed; returns whether there were any.
-
-        Raises:
-            WeightPushError: a server refused the update, as it would do again; or requests in flight did not end in time.
-        """
+        """Fence the servers that failed; returns whether there were any."""
         is_drain = error.phase == "pause" and self._config.weights.mode == "drain"
         if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
             raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
@@ -201,11 +197,7 @@ class FleetSync:
         return fit
 
     def _is_fit(self, server: Server, info: ServerInfo) -> bool:
-        """Whether a server can serve this run; False when it is gone again.
-
-        Raises:
-            ConfigError: its settings do not fit this run, it takes no weights, or it serves another model than this run trains.
-        """
+        """Whether a server can serve this run; False when it is gone again."""
         check_server(info, self._config)
         wire = self._config.inference.resolved_dtype
         if info.dtype != wire:

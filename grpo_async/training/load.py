@@ -141,11 +141,7 @@ def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
 
 
 def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
-    """Read the model's tensors as transformers loads them, buffers included, and how it converted those of the files.
-
-    Raises:
-        ConfigError: see `load_weights`.
-    """
+    """Read the model's tensors as transformers loads them, buffers included, and how it converted those of the files."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

@@ -206,11 +206,7 @@ class UserLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Compute the loss of each token. Errors of the function propagate unchanged: the traceback shows the user's own line.
-
-        Raises:
-            RunError: it returned something other than an (N,) tensor of floating point numbers with a gradient.
-        """
+        """Compute the loss of each token. Errors of the function propagate unchanged: the traceback shows the user's own line."""
         loss = self._function(inputs, **self._arguments)
         expected = tuple(inputs.logprobs.shape)
         wanted = f"it has to return a floating-point tensor of shape {expected}, the loss of each token"

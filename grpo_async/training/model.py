@@ -66,10 +66,6 @@ class Policy(nn.Module):
             chunk_tokens: logits are computed for this many tokens at a time.
             attention: see `attention.choose_attention`.
             head_in_float32: compute logits in float32 (`model.head_dtype`).
-
-        Raises:
-            ConfigError: the model's attention cannot be replaced, or the model has no states before a head, or its head is not one
-                linear layer.
         """
         super().__init__()
         if model.base_model is model:

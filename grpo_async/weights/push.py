@@ -324,9 +324,6 @@ def _transfer(
     spent waiting until a bucket is sent.
 
         gather+pack 0 | start sending 0 | gather+pack 1 | wait for 0 | start sending 1 | gather+pack 2 | ...
-
-    Raises:
-        PushFailedError: phase "transfer".
     """
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering

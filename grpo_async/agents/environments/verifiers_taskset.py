@@ -151,9 +151,6 @@ class _SessionKeys(Interception):
 def _with_our_defaults(config: vf.EnvConfig, name: str) -> vf.EnvConfig:
     """The config with our chat loop for every agent that would get the library's default harness, and with its runtime on this
     machine if the agent names none: the library's default is a cloud sandbox.
-
-    Raises:
-        ConfigError: an agent wants a cloud sandbox, and there is no key for it.
     """
     chats = default_agent_harness(name).id == _THEIR_DEFAULT
     agents = {}

@@ -184,11 +184,7 @@ class EmbeddedEngine(Engine):
         return future
 
     async def _command(self, command: Callable[[], Result]) -> Result:
-        """Run `command` and wait for it.
-
-        Raises:
-            DeadlineError: the engine did not run it in time.
-        """
+        """Run `command` and wait for it."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(self._call(command))
