@@ -66,7 +66,7 @@ class RunDir:
     adapter = _Entry("adapter")
     """With LoRA: the adapter alone, as peft loads it."""
     logs = _Entry("logs")
-    """attempt_N/: config.yaml, trainer.log, server.log, slurm_job."""
+    """attempt_N/: config.yaml, trainer.log, server.log."""
     latest_logs = _Entry("logs/latest")
     """A link to the logs of the newest attempt."""
 

@@ -21,7 +21,6 @@ from grpo_async.cli.configs import explain, schema, validate
 from grpo_async.cli.eval import evaluate
 from grpo_async.cli.export import export, export_model
 from grpo_async.cli.inspect import InspectCommand, inspect, inspect_rollouts
-from grpo_async.cli.launch import launch_app
 from grpo_async.cli.runs import report, status, trace
 from grpo_async.cli.serve import serve_embedded, serve_vllm
 from grpo_async.cli.start import init, prepare_quickstart
@@ -93,7 +92,6 @@ def _root(
 app.command("init", short_help="Write a config, a reward, data and a test to start from.")(init)
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
-app.add_typer(launch_app, name="launch", short_help="Run on several machines through a scheduler.")
 app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
 app.command("preflight", short_help="Start everything, compare trainer and servers, shut down.")(preflight)
 app.command("doctor", short_help="Check this machine: versions, GPUs, limits, disk.")(doctor)

@@ -90,8 +90,8 @@ def train(
     With several machines in launch.nodes, run this same command on every one of them; run.dir has to be on a file system that
     they share. The scheduler says which machine this is and where node 0 is: Slurm (a task of srun), a Kubernetes Indexed
     Job, or whatever sets $NODE_RANK (or $GROUP_RANK), $NNODES, $MASTER_ADDR and $MASTER_PORT as torchrun does. Without one, give
-    --node-rank, and launch.rdzv or --master-addr. `grpo-async launch` writes the files for the schedulers. Node 0 decides about
-    --resume and --clean. When a training machine ends, so does the run on all of them.
+    --node-rank, and launch.rdzv or --master-addr. Node 0 decides about --resume and --clean. When a training machine ends, so
+    does the run on all of them.
 
     On a terminal a dashboard shows the run; elsewhere, or with --quiet, it prints lines. `grpo-async status` shows the run's
     state from any other terminal.

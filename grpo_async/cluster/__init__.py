@@ -1,1 +1,1 @@
-"""Several machines: how their launchers find each other, and the files for Slurm and Kubernetes."""
+"""Several machines: how their launchers find each other."""

@@ -97,7 +97,7 @@ def _rank(config: ExperimentConfig, name: str, given: str | int | None) -> int:
     if given is None:
         raise ConfigError(
             f"launch.nodes: {_described(config)}, and this machine's rank is not set; add --node-rank K (0 leads, those "
-            "that train come first), or start it by Slurm, Kubernetes (grpo-async launch) or with $NODE_RANK"
+            "that train come first), or start it by Slurm, Kubernetes or with $NODE_RANK"
         )
     if not text.isdecimal() or int(text) >= count:
         raise ConfigError(

@@ -233,8 +233,6 @@ RENAMED: dict[KeyPath, KeyPath] = {
     ("evaluation", "pass_reward"): ("evaluation", "pass_threshold"),
     ("evaluation", "samples"): ("evaluation", "samples_per_prompt"),
     ("launch", "nodes"): ("launch", "nodes", "train"),  # the number alone
-    ("launch", "slurm", "server_nodes"): ("launch", "nodes", "infer"),
-    ("launch", "slurm", "server_port"): ("launch", "server_port"),
     ("model", "chat_template_arguments"): ("model", "chat_template_kwargs"),
     ("optimizer", "schedule_arguments"): ("optimizer", "schedule_kwargs"),
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
@@ -246,6 +244,8 @@ REMOVED: dict[KeyPath, str] = {
         "inference",
         "tls",
     ): "is gone: a reverse proxy in front of a server adds TLS; inference.urls takes https addresses",
+    ("launch", "slurm"): "is gone: docs/howto/slurm.md has a batch script, whose options stand in its head",
+    ("launch", "kubernetes"): "is gone: docs/howto/kubernetes.md has a manifest",
     ("tracking", "mlflow"): "is gone: docs/howto/inspect.md shows how to send metrics.jsonl to MLflow",
 }
 """Path, or list and type of its entries -> what to do instead. Each is told for one version."""

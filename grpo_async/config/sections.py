@@ -43,9 +43,6 @@ from grpo_async.config.base import (
 from grpo_async.utils.network import WILDCARDS, host_and_port
 from grpo_async.utils.text import duplicates
 
-_Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
-_Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
-_Line = Annotated[str, StringConstraints(pattern=r"^[^\n]*$")]
 _DEFAULT_STEPS = 100
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -993,36 +990,6 @@ TrackerSection = Annotated[TensorboardTracker | WandbTracker | TrackioTracker, F
 # ---- processes ----
 
 
-class SlurmSection(StrictModel):
-    """What `grpo-async launch slurm` writes into the batch script; everything is optional."""
-
-    partition: _Word | None = None
-    """`--partition`."""
-    account: _Word | None = None
-    """`--account`."""
-    time: _Word | None = None
-    """`--time`, such as 12:00:00. The run is signaled ahead of it, saves a checkpoint, and is requeued to continue."""
-    gpus_per_node: int | None = Field(default=None, ge=0, le=1024)
-    """`--gpus-per-node`; null = what a training or a serving machine needs, whichever is more. 0: none are requested here
-    (`options` may: --gres)."""
-    options: list[_Option] = Field(default_factory=list)
-    """Further `#SBATCH` options as they are, such as `--constraint=a100`; variables (${NAME}) are not replaced in them."""
-    setup: list[_Line] = Field(default_factory=list)
-    """Shell lines before anything is started, such as `module load cuda`. ${NAME} in them is a variable of the job, which its shell
-    reads; it is not filled in when the script is written."""
-
-
-class KubernetesSection(StrictModel):
-    """What `grpo-async launch kubernetes` writes into the manifest."""
-
-    image: str | None = Field(default=None, min_length=1)
-    """Image with this package; required."""
-    volume_claim: str | None = Field(default=None, min_length=1)
-    """PersistentVolumeClaim (ReadWriteMany) that all machines mount, for `run.dir`, model and data; required."""
-    mount_path: FilePath = Path("/workspace")
-    """Where it is mounted; also the run's working directory."""
-
-
 class NodesSection(StrictModel):
     """The machines of a run. On each of them the same command is started, `grpo-async train CONFIG`, with `run.dir` on a file
     system that they share. The scheduler, or --node-rank, says which machine it is: 0 leads, those that train come first."""
@@ -1070,10 +1037,6 @@ class LaunchSection(StrictModel):
     heartbeat_timeout_s: float = Field(default=300.0, gt=0.0)
     """Longest time without a sign of life from a trainer process; none comes while it is stopped, or some code holds the GIL. Then
     its stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
-    slurm: SlurmSection = SlurmSection()
-    """For `grpo-async launch slurm`."""
-    kubernetes: KubernetesSection = KubernetesSection()
-    """For `grpo-async launch kubernetes`."""
 
     @field_validator("rdzv")
     @classmethod

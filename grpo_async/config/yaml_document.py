@@ -41,7 +41,6 @@ YAML_1_2_RULES: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 """Tag, how a plain scalar with it is written, and the characters it may begin with."""
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<body>[^}]*)(?P<end>\}?)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SHELL_LINE_KEYS = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
 
 
 class Location(NamedTuple):
@@ -197,7 +196,7 @@ class _Reader:
             return Node([self.convert(each, (*path, str(i)), self._location(each)) for i, each in entries], location)
         try:
             is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
-            return Node(_filled_in(node.value, path, is_plain=is_plain), location)
+            return Node(_filled_in(node.value, is_plain=is_plain), location)
         except ValueError as error:
             return Node(None, location, str(error))
 
@@ -223,15 +222,12 @@ class _Reader:
         return Location(self.root.source, node.start_mark.line + 1) if self.has_lines else self.root
 
 
-def _filled_in(text: str, path: KeyPath, *, is_plain: bool) -> Any:
+def _filled_in(text: str, *, is_plain: bool) -> Any:
     """The scalar with every `${NAME}` replaced, and `${NAME:-default}` (when unset or empty); `$${` is a literal `${`.
 
     A plain (unquoted) scalar that is nothing but one reference is read as YAML after that: with LR=1e-6 in the environment
     `lr: ${LR}` is a number, while `name: "${RUN}"` stays text whatever RUN holds. What a variable holds is not interpolated again.
-    The lines that `launch slurm` writes into its script are left to the job, so that no secret of this environment gets into it.
     """
-    if path[:3] in _SHELL_LINE_KEYS:
-        return _usable(text.replace("$${", "${"))
     found = _VARIABLE.fullmatch(text)
     is_reference = found is not None and found["body"] is not None
     filled = _VARIABLE.sub(_variable, text)

@@ -101,9 +101,8 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
 
 
 def assumed_gpus(config: ExperimentConfig, engine: EngineChoice) -> tuple[str, ...]:
-    """GPUs of each machine of a cluster that cannot be inspected: `launch.slurm.gpus_per_node`, else as many as it needs."""
-    number = config.launch.slurm.gpus_per_node or gpus_needed(config, engine)
-    return tuple(map(str, range(number)))
+    """GPUs of each machine of a cluster that cannot be inspected: as many as it needs."""
+    return tuple(map(str, range(gpus_needed(config, engine))))
 
 
 def gpus_needed(config: ExperimentConfig, engine: EngineChoice) -> int:

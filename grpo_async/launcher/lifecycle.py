@@ -30,7 +30,7 @@ from grpo_async.utils.text import clipped, last_line
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
-"""After a signal: a scheduler's SIGKILL follows soon (cluster.schedulers plans with a minute more than the stop)."""
+"""After a signal: a scheduler's SIGKILL follows soon (docs/howto/slurm.md plans with a minute more than the stop)."""
 _MAX_PROBLEM = 400  # characters of what the child said
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.cluster.nodes import find_node, leading_node
 from grpo_async.cluster.rendezvous import NodeInfo, gather, hosting
-from grpo_async.cluster.schedulers import job_note
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.display.output import Output
@@ -179,8 +178,6 @@ def lead_run(
     with writing(run_dir):
         run_dir.create(dump_config(config))
         attempt = run_dir.new_attempt()
-        if (job := os.environ.get("SLURM_JOB_ID")) is not None:  # for the job's script, should it be queued again
-            write_atomically(job_note(attempt), f"{job}\n")
     with exit_on_signals(), ExitStack() as stack:
         token = token_from_environment()  # that of running servers, which need not ask for one
         if not config.inference.urls or not node.is_alone:

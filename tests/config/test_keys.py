@@ -130,7 +130,11 @@ def test_values_of_arguments_are_hidden_and_servers_launch_and_trackers_left_out
 
 @pytest.mark.parametrize(
     ("setting", "instead"),
-    [("inference.tls.key=k.pem", "reverse proxy"), ("tracking=[{type: mlflow, experiment: e}]", "metrics.jsonl")],
+    [
+        ("inference.tls.key=k.pem", "reverse proxy"),
+        ("launch.slurm.time=1:00", "howto/slurm.md"),
+        ("tracking=[{type: mlflow, experiment: e}]", "metrics.jsonl"),
+    ],
 )
 def test_a_setting_that_is_gone_says_what_to_do_instead(setting: str, instead: str) -> None:
     result = CliRunner().invoke(app, ["validate", "configs/quickstart.yaml", "--set", setting])

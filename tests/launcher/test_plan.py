@@ -242,9 +242,8 @@ def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
     assert [spec.gpus for spec in other.servers] == [(gpu,) for gpu in "01234567"]
     assert other.trainer is None
     # six GPUs on each machine are too few for eight ranks
-    small = load_config(Path("configs/cluster.yaml"), ["launch.slurm.gpus_per_node=6"])
     with pytest.raises(ConfigError, match=r"this machine has 6 GPUs .* it needs 8 for the trainer's ranks"):
-        plan_dry(small, machine=Machine())
+        plan_dry(config, machine=Machine(num_cpus=2, gpus=tuple("012345")))
 
 
 def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_variable_alone(tmp_path: Path) -> None:
