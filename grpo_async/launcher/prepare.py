@@ -227,6 +227,11 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         old, new = last.training, config.training
         is_longer = (new.epochs or 0) > (old.epochs or 0) or (new.max_steps or math.inf) > (old.max_steps or math.inf)
         is_over, setting = not is_longer, "epochs"
+    elif config.num_steps < step:
+        raise ConfigError(
+            f"--resume: the checkpoint has {count(step, 'step')}, and training.max_steps is {config.num_steps}; raise it to "
+            f"{step} or more, or resume from an earlier checkpoint with `--resume N`"
+        )
     problems: list[str] = []
     summary = read_object(run_dir.summary, problems)
     # where it has fewer steps, evaluation or export are still to be done
