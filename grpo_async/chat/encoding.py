@@ -71,8 +71,9 @@ class Encoder:
 
     def plain(self, text: str, *, as_document: bool = False) -> list[int]:
         """Ids of a text; the text of a control token becomes that token. `as_document` adds the tokens that the tokenizer puts
-        around a text (bos); chat templates write theirs themselves."""
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=as_document)["input_ids"]]
+        around a text (bos, unless the text begins with it); chat templates write theirs themselves."""
+        ids = [int(token) for token in self._tokenizer(text, add_special_tokens=as_document)["input_ids"]]
+        return ids[1:] if as_document and ids[:2] == [self._tokenizer.bos_token_id] * 2 else ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of ids with its control tokens, for people to read."""
