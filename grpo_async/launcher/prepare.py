@@ -229,8 +229,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         is_over, setting = not is_longer, "epochs"
     elif config.num_steps < step:
         raise ConfigError(
-            f"--resume: the checkpoint has {count(step, 'step')}, and training.max_steps is {config.num_steps}; raise it to "
-            f"{step} or more, or resume from an earlier checkpoint with `--resume N`"
+            f"--resume: step {step} of the checkpoint is beyond training.max_steps = {config.num_steps}; raise it, or `--resume N`"
         )
     problems: list[str] = []
     summary = read_object(run_dir.summary, problems)

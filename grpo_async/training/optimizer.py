@@ -78,11 +78,7 @@ def _decay_groups(parameters: Mapping[str, nn.Parameter], section: OptimizerSect
 def _make_muon(policy: Policy, trained: Mapping[str, nn.Parameter], section: OptimizerSection) -> Muon:
     """Muon for the matrices of the layers, and for fused experts, which are stacks of matrices; AdamW for the rest."""
     in_layers = {id(parameter) for layer in decoder_layers(policy.model) for parameter in layer.parameters()}
-    matrices = [
-        parameter
-        for name, parameter in trained.items()
-        if _is_matrix(name, parameter) and parameter.ndim <= 3 and id(parameter) in in_layers
-    ]
+    matrices = [each for name, each in trained.items() if _is_matrix(name, each) and id(each) in in_layers]
     chosen = {id(parameter) for parameter in matrices}
     if not matrices:
         raise ConfigError("optimizer.type: muon updates matrices of the layers, and none of them is trained; set adamw")

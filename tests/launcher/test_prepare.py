@@ -238,7 +238,7 @@ def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epoc
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
     _refused(config(), "has finished its 2 steps; raise training.max_steps", resume="latest")
     assert check_start(config(max_steps=5), resume="latest", clean=False).resume_step == 2
-    _refused(config(max_steps=1), "2 steps", "max_steps is 1", resume="latest")
+    _refused(config(max_steps=1), "step 2", "max_steps = 1", resume="latest")
     run_dir.config.write_text(dump_config(config(max_steps=None, epochs=2.0)))
     for others in ({}, {"epochs": 1.0}, {"queue_timeout_s": 9.0}):
         again = config(**{"max_steps": None, "epochs": 2.0, **others})
