@@ -6,6 +6,7 @@ denominator, are known before the first forward.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,30 +55,35 @@ def token_weights(
 ) -> list[float]:
     """Weight of each trained token of each sample of a minibatch. [num_samples]
 
-    grpo (arXiv 2402.03300): 1 / (S x tokens of the sample), the mean over samples of their token means.
+    grpo (arXiv 2402.03300): 1 / (S x tokens of the completion), the mean over completions of their token means.
     dapo (arXiv 2503.14476): 1 / trained tokens of the minibatch.
     dr_grpo (arXiv 2503.20783): 1 / (S x max_completion_tokens).
     bnpo (arXiv 2506.02864): 1 / (B x tokens of the sample's micro-batch), the mean over micro-batches of their token means, as TRL
     has it for its local batches. It depends on how samples are packed: with all in one micro-batch it is dapo.
 
-    S also counts the `num_masked` samples that were masked whole (rollout.overlong: mask): as in TRL they add 0 to the sum and 1 to
-    the number. So does a sample without trained tokens. B counts the micro-batches of all ranks that have a trained token: an
+    S counts completions: one of an agent is one, however many branches (samples) it has. It also counts the `num_masked` that were
+    masked whole (rollout.overlong: mask): as in TRL they add 0 to the sum and 1 to the number. So does a completion without trained
+    tokens. B counts the micro-batches of all ranks that have a trained token: an
     empty one is there because ranks run in lockstep, not because of the data.
 
     Worked example, samples of 1 and 3 trained tokens: dapo [1/4, 1/4]; grpo [1/2, 1/6]; dr_grpo with 10: [1/20, 1/20]; bnpo with
-    each in a separate micro-batch [1/2, 1/6], with both in one [1/4, 1/4]. With one more, masked, sample: grpo [1/3, 1/9].
+    each in a separate micro-batch [1/2, 1/6], with both in one [1/4, 1/4]. With one more, masked, completion: grpo [1/3, 1/9]. If
+    both are branches of one completion: grpo [1/4, 1/4], dr_grpo [1/10, 1/10].
 
     Args:
         plan: plan of these samples; only bnpo depends on it.
-        num_masked: samples of the same groups that are not among `samples`.
+        num_masked: completions of the same groups that are not among `samples`.
     """
     counts = [sample.num_trained_tokens for sample in samples]
-    num_samples = len(samples) + num_masked
+    tokens: Counter[str] = Counter()  # of each completion
+    for sample, count in zip(samples, counts, strict=True):
+        tokens[sample.root_id] += count
+    num_completions = len(tokens) + num_masked
     match reduction:
         case "grpo":
-            return [1.0 / (num_samples * max(count, 1)) for count in counts]
+            return [1.0 / (num_completions * max(tokens[sample.root_id], 1)) for sample in samples]
         case "dr_grpo":
-            return [1.0 / (num_samples * max_completion_tokens)] * len(samples)
+            return [1.0 / (num_completions * max_completion_tokens)] * len(samples)
         case "dapo":
             return [1.0 / max(sum(counts), 1)] * len(samples)
         case "bnpo":

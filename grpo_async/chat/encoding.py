@@ -73,8 +73,9 @@ class Encoder:
 
     def plain(self, text: str, *, as_document: bool = False) -> list[int]:
         """Ids of a text; the text of a control token becomes that token. `as_document` adds the tokens that the tokenizer puts
-        around a text (bos); chat templates write theirs themselves."""
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=as_document)["input_ids"]]
+        around a text (bos, unless the text begins with it); chat templates write theirs themselves."""
+        ids = [int(token) for token in self._tokenizer(text, add_special_tokens=as_document)["input_ids"]]
+        return ids[1:] if as_document and ids[:2] == [self._tokenizer.bos_token_id] * 2 else ids
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Whether a text has surely more than `num_tokens` tokens: more characters than so many of the longest token. It takes a

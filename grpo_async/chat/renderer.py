@@ -41,7 +41,7 @@ class ChatRenderer:
         chat_template: Jinja text that replaces the tokenizer's own template, or None.
         template_arguments: further variables of the template (`model.chat_template_kwargs`).
         end_of_turn_tokens: tokens that end a turn in addition to the tokenizer's eos (`model.end_of_turn_tokens`).
-        end_of_turn_ids: the same as ids; `load` takes them from generation_config.json.
+        end_of_turn_ids: the same as ids; `load` takes them from generation_config.json or config.json.
         parser: how tool calls are read (`tool_calling.parser`).
 
     Raises:
@@ -78,7 +78,7 @@ class ChatRenderer:
 
     @classmethod
     def load(cls, model: ModelSection, *, parser: str = "auto") -> ChatRenderer:
-        """Load the tokenizer of a model folder (or hub name), and the end-of-turn tokens of its generation_config.json.
+        """Load the tokenizer of a model folder (or hub name), and the end-of-turn tokens of its configuration.
 
         Raises:
             ConfigError: no tokenizer there, or the template file cannot be read.
@@ -102,7 +102,7 @@ class ChatRenderer:
             chat_template=template,
             template_arguments=model.chat_template_kwargs,
             end_of_turn_tokens=model.end_of_turn_tokens,
-            end_of_turn_ids=_generation_config_ends(model.path, model.revision),
+            end_of_turn_ids=_configured_ends(model.path, model.revision),
             parser=parser,
         )
 
@@ -427,23 +427,21 @@ def _token_id(tokenizer: Any, token: str) -> int:
     return int(vocabulary[token])
 
 
-def _generation_config_ends(model_path: str, revision: str | None) -> list[int]:
-    """The end-of-turn tokens of generation_config.json; a model need not have that file."""
-    folder = Path(model_path)
-    if folder.is_dir():
-        file = folder / "generation_config.json"
-        if not file.exists():
-            return []
-        try:
-            return eos_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"model.path: cannot read {file}: {error}") from error
-    from transformers import GenerationConfig
+def _configured_ends(model_path: str, revision: str | None) -> list[int]:
+    """The end-of-turn tokens of generation_config.json, or where a model has no such file of config.json, as servers read them."""
+    from transformers.utils import cached_file
 
-    try:
-        return eos_ids(GenerationConfig.from_pretrained(model_path, revision=revision).eos_token_id)
-    except OSError:  # the hub has none for this model
-        return []
+    for name in ("generation_config.json", "config.json"):
+        try:
+            file = cached_file(model_path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # the hub has none for this model
+            continue
+        if file is not None:
+            try:
+                return eos_ids(json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id"))
+            except (OSError, ValueError, AttributeError, RecursionError) as error:
+                raise ConfigError(f"model.path: cannot read {file}: {error}") from error
+    return []
 
 
 def eos_ids(eos_token_id: int | Sequence[int] | None) -> list[int]:

@@ -568,10 +568,10 @@ class BaseLoss(StrictModel):
     own_reduction: ClassVar[Reduction] = "dapo"
     type: str
     reduction: Reduction | None = None
-    """How tokens are averaged; null = as the type says. grpo: mean over samples of the token mean. bnpo: token mean of each
-    micro-batch (depends on how samples are packed). dr_grpo: sum / (samples x max_completion_tokens). dapo: sum / trained tokens of
-    the whole optimizer update. Samples that are masked whole (rollout.overlong) count as samples, in groups
-    that have others."""
+    """How tokens are averaged; null = as the type says. grpo: mean over completions of the token mean. bnpo: token mean of each
+    micro-batch (depends on how samples are packed). dr_grpo: sum / (completions x max_completion_tokens). dapo: sum / trained
+    tokens of the whole optimizer update. Completions that are masked whole (rollout.overlong) count, in groups that have others;
+    one of an agent counts once, with all of its branches."""
     proximal: Literal["sampler", "recomputed", "log_linear"] = "sampler"
     """The policy that the ratio is taken against. sampler: the one that sampled, by its own logprobs. recomputed: the trainer's, at
     the start of the step; costs a forward pass where a step has several updates (training.minibatches, num_iterations). log_linear:

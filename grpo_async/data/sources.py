@@ -115,6 +115,13 @@ def _read(source: Source, needs_prompt: bool) -> Rows:
     notes = _fill(rows, locations)
     if unused:
         notes.append(f"messages of `prompt` have the keys {backticked(sorted(unused))}, which nothing uses")
+    prompts = [row["prompt"] for row in rows]
+    own = [i for i, each in enumerate(prompts) if not isinstance(each, str) and each[0]["role"] == "system"]
+    if own and source.system_prompt is not None:
+        notes.append(
+            f"{len(own)} of {len(rows)} prompts begin with a system message of their own, and get that of `system_prompt` "
+            f"before it (the first: {locations[own[0]]}); leave one of the two out"
+        )
     return Rows(rows, locations=locations, notes=notes)
 
 

@@ -219,6 +219,10 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         old, new = last.training, config.training
         is_longer = (new.epochs or 0) > (old.epochs or 0) or (new.max_steps or math.inf) > (old.max_steps or math.inf)
         is_over, setting = not is_longer, "epochs"
+    elif config.num_steps < step:
+        raise ConfigError(
+            f"--resume: step {step} of the checkpoint is beyond training.max_steps = {config.num_steps}; raise it, or `--resume N`"
+        )
     problems: list[str] = []
     summary = read_object(run_dir.summary, problems)
     # where it has fewer steps, evaluation or export are still to be done

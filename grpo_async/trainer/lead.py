@@ -495,7 +495,7 @@ class Leader:
             if step % config.checkpoint.every_steps == 0 and step < config.num_steps:
                 self.save(step)
         self._is_complete = True
-        return config.num_steps
+        return max(self._start, config.num_steps)  # epochs may have become fewer since the checkpoint
 
     def _report(self, step: int, metrics: dict[str, float], groups: Sequence[ScoredGroup]) -> None:
         """A step is done: report it to log, trackers and launcher."""

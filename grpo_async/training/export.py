@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S
+from grpo_async.chat.renderer import eos_ids, load_renderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_values
 from grpo_async.config.public import public_config
@@ -51,6 +52,7 @@ def export_model(
     tokenizer: Any,
     *,
     dtype: str,
+    end_tokens: Sequence[str] = (),
     adapter: Path | None = None,
     card: str | None = None,
     heartbeat: Callable[[], None] = lambda: None,
@@ -59,6 +61,7 @@ def export_model(
 
     Args:
         dtype: dtype of the files: the one in which the model is served (`inference.dtype`).
+        end_tokens: end turns beside the tokenizer's eos and those of the base (`model.end_of_turn_tokens`).
         adapter: where the adapter goes, if the policy has one.
         card: the model card (`model_card`); None: none is written. Only rank 0 needs it.
         heartbeat: called regularly on rank 0 while it writes, which may take longer than others wait for it.
@@ -72,6 +75,9 @@ def export_model(
         return
 
     def write() -> None:
+        generation, own = policy.model.generation_config, tokenizer.convert_tokens_to_ids(list(end_tokens))
+        ends = sorted({*eos_ids(generation.eos_token_id), tokenizer.eos_token_id, *own} - {None})
+        generation.eos_token_id = ends if len(ends) != 1 else ends[0]  # where the rollouts ended
         with _replacing(folder, "model") as partial:
             policy.model.save_pretrained(partial, state_dict=weights)
             config = copy.deepcopy(policy.model.config)  # a copy, since the config has the dtype of the master weights
@@ -101,7 +107,6 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         CheckpointError: the checkpoint is damaged, or the folder cannot be written.
         ConfigError: the base model cannot be loaded, or is not the one that was trained.
     """
-    from grpo_async.chat.renderer import load_renderer
     from grpo_async.training.load import load_policy
 
     checkpoint = run_dir.checkpoint(step)
@@ -124,7 +129,8 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         set_model_state_dict(policy, state["model"], options=TRAINED)
     card, renderer = model_card(config, step=step), load_renderer(config)
     check_fingerprints(load_state(run_dir, step).fingerprints, model_fingerprints(config.model, renderer), step=step)
-    export_model(folder, policy, renderer.tokenizer, dtype=config.inference.resolved_dtype, card=card)
+    ends, dtype = config.model.end_of_turn_tokens, config.inference.resolved_dtype
+    export_model(folder, policy, renderer.tokenizer, dtype=dtype, end_tokens=ends, card=card)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ with AdamW: therefore we have our own.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Opt
     Raises:
         ConfigError: there is no matrix for Muon to update.
     """
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer: torch.optim.Optimizer
     if section.type == "muon":
         optimizer = _make_muon(policy, trained, section)
@@ -61,9 +61,13 @@ def _begin_state(optimizer: torch.optim.Optimizer) -> None:
             state["step"].zero_()  # that was not a real step: bias correction begins with the first gradient
 
 
-def _decay_groups(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
-    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("bias")  # the biases of fused experts have two dimensions
+
+
+def _decay_groups(parameters: Mapping[str, nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
+    decayed = [parameter for name, parameter in parameters.items() if _is_matrix(name, parameter)]
+    others = [parameter for name, parameter in parameters.items() if not _is_matrix(name, parameter)]
     groups = [
         {"params": decayed, "weight_decay": section.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -71,15 +75,15 @@ def _decay_groups(parameters: Sequence[nn.Parameter], section: OptimizerSection)
     return [group for group in groups if group["params"]]
 
 
-def _make_muon(policy: Policy, trained: Sequence[nn.Parameter], section: OptimizerSection) -> Muon:
+def _make_muon(policy: Policy, trained: Mapping[str, nn.Parameter], section: OptimizerSection) -> Muon:
     """Muon for the matrices of the layers, and for fused experts, which are stacks of matrices; AdamW for the rest."""
     in_layers = {id(parameter) for layer in decoder_layers(policy.model) for parameter in layer.parameters()}
-    matrices = [parameter for parameter in trained if parameter.ndim in (2, 3) and id(parameter) in in_layers]
+    matrices = [each for name, each in trained.items() if _is_matrix(name, each) and id(each) in in_layers]
     chosen = {id(parameter) for parameter in matrices}
     if not matrices:
         raise ConfigError("optimizer.type: muon updates matrices of the layers, and none of them is trained; set adamw")
     muon = {"params": matrices, "weight_decay": section.weight_decay, "is_muon": True}
-    rest = [parameter for parameter in trained if id(parameter) not in chosen]
+    rest = {name: parameter for name, parameter in trained.items() if id(parameter) not in chosen}
     adamw = [{**group, "is_muon": False} for group in _decay_groups(rest, section)]
     return Muon([muon, *adamw], lr=section.lr, momentum=section.momentum, betas=section.betas, eps=section.eps)
 

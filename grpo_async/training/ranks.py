@@ -219,6 +219,7 @@ class TrainerContext:
             self.policy,
             self.tokenizer,
             dtype=self.config.inference.resolved_dtype,
+            end_tokens=self.config.model.end_of_turn_tokens,
             adapter=self.run_dir.adapter,
             card=card,
             heartbeat=heartbeat,

@@ -84,6 +84,20 @@ def test_a_sample_without_trained_tokens_counts_like_one_that_was_masked() -> No
     assert weights[:2] == pytest.approx([1 / 3, 1 / 9])
 
 
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("grpo", [1 / 8, 1 / 8, 1 / 6]), ("dr_grpo", [1 / 20, 1 / 20, 1 / 20]), ("dapo", [1 / 7, 1 / 7, 1 / 7])],
+)
+def test_an_agents_completion_counts_once_however_many_branches_it_has(
+    reduction: Reduction, expected: list[float]
+) -> None:
+    """Branches of 1 and 3 trained tokens, beside a completion of 3: 1 / (2 x 4), 1 / (2 x 3)."""
+    main, other = _SAMPLES
+    samples = [main, replace(other, rollout_id=f"{main.rollout_id}.b1"), other]
+    plan = _plan([[[0, 1, 2]]])
+    assert token_weights(samples, plan, reduction=reduction, max_completion_tokens=10) == pytest.approx(expected)
+
+
 def test_bnpo_is_the_mean_of_the_token_means_of_the_micro_batches_that_have_tokens() -> None:
     """Three micro-batches of 1, 3 and 1 + 3 tokens on two ranks, and an empty one: 1 / (3 x 1), 1 / (3 x 3), 1 / (3 x 4)."""
     samples = [*_SAMPLES, *_SAMPLES]

@@ -55,6 +55,8 @@ def test_plain_text_is_not_templated_and_gets_the_tokenizers_own_bos() -> None:
     renderer = ChatRenderer(tokenizer)
     assert renderer.prompt_ids([user("hello")], is_conversational=False) == [bos, *tokens("llama3", "hello")]
     assert renderer.prompt_ids([user("hello")]).count(bos) == 1  # the template writes it, the tokenizer not once more
+    rendered = "<|begin_of_text|>hello"  # by whoever made the data
+    assert renderer.prompt_ids([user(rendered)], is_conversational=False) == [bos, *tokens("llama3", "hello")]
 
 
 def test_plain_text_with_a_system_prompt_or_tools_is_a_conversation() -> None:
@@ -99,6 +101,11 @@ def test_end_of_turn_ids_come_from_tokenizer_generation_config_and_settings(tmp_
     tokenizer.save_pretrained(tmp_path)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<|return|>", "<|call|>", "<|end|>")}
     assert _load(tmp_path).end_of_turn_ids == [ids["<|return|>"]]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "eos_token_id": ids["<|end|>"]}))
+    assert _load(tmp_path).end_of_turn_ids == [
+        ids["<|return|>"],
+        ids["<|end|>"],
+    ]  # as servers do without the other file
     config = {"eos_token_id": [ids["<|return|>"], ids["<|call|>"]]}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert _load(tmp_path).end_of_turn_ids == [ids["<|return|>"], ids["<|call|>"]]

@@ -74,6 +74,15 @@ def test_repeated_prompts_are_counted_and_kept(tmp_path: Path) -> None:
     assert _file(tmp_path, seeds, task_columns=["seed"]).notes == []
 
 
+def test_a_system_prompt_before_a_system_message_of_the_data_is_noted(tmp_path: Path) -> None:
+    own = json.dumps({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
+    text = f'{{"prompt": "text"}}\n{own}\n'
+    (note,) = _file(tmp_path, text, system_prompt="Be brief.").notes
+    assert note.startswith("1 of 2 prompts begin with a system message")
+    assert ":2)" in note
+    assert _file(tmp_path, text).notes == []
+
+
 def test_csv_values_are_text_and_may_hold_commas_and_line_breaks(tmp_path: Path) -> None:
     text = '\ufeffprompt,answer\n"a, b\nc",1\nd,2\n'  # with the byte order mark that spreadsheets write
     assert _file(tmp_path, text, type="csv") == [{"prompt": "a, b\nc", "answer": "1"}, {"prompt": "d", "answer": "2"}]

@@ -74,7 +74,7 @@ def test_a_new_or_empty_directory_is_taken_and_an_existing_run_refused_with_the_
 
 
 def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, training={"max_steps": 10})
     run_dir = _old_run(config, steps=(2, 10, 9))
     (run_dir.checkpoints / "step_11.partial").mkdir()
     newest, named = (check_start(config, resume=resume, clean=False) for resume in ("latest", "9"))
@@ -238,6 +238,7 @@ def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epoc
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
     _refused(config(), "has finished its 2 steps; raise training.max_steps", resume="latest")
     assert check_start(config(max_steps=5), resume="latest", clean=False).resume_step == 2
+    _refused(config(max_steps=1), "step 2", "max_steps = 1", resume="latest")
     run_dir.config.write_text(dump_config(config(max_steps=None, epochs=2.0)))
     for others in ({}, {"epochs": 1.0}, {"queue_timeout_s": 9.0}):
         again = config(**{"max_steps": None, "epochs": 2.0, **others})

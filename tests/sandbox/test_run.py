@@ -145,9 +145,10 @@ def test_a_stdin_that_nobody_reads_holds_nothing_up(run_strongest: Run) -> None:
     assert run_strongest("import os, time; os.close(0); print(1)", stdin="x" * 1_000_000).stdout == "1\n"
 
 
-def test_cancelling_kills_the_tree_and_leaves_no_thread(restrictions: object) -> None:
+def test_cancelling_kills_the_tree_and_leaves_no_thread_but_of_the_loops_pool(restrictions: object) -> None:
+    before, processes = {thread.ident for thread in threading.enumerate()}, descendants()
+
     async def use() -> None:
-        before, processes = {thread.ident for thread in threading.enumerate()}, descendants()
         sandbox = Sandbox(SandboxLimits(wall_s=60), require=[])
         code = "import os, time\ntry:\n    os.fork()\nexcept OSError: pass\ntime.sleep(60)"
         run = asyncio.create_task(sandbox.run(code))
@@ -158,9 +159,9 @@ def test_cancelling_kills_the_tree_and_leaves_no_thread(restrictions: object) ->
         with pytest.raises(asyncio.CancelledError):
             await run
         assert descendants(processes) == []
-        assert eventually(lambda: {thread.ident for thread in threading.enumerate()} <= before)
 
     asyncio.run(use())
+    assert eventually(lambda: {thread.ident for thread in threading.enumerate()} <= before)
 
 
 def test_no_descriptor_and_no_directory_is_left_behind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,6 +47,9 @@ def make_completion(
     )
 
 
+_NUMBERS = itertools.count()  # every sample is of another rollout
+
+
 def make_sample(
     *, group_id: int = 0, prompt: Sequence[int] = (1, 2), completion: Sequence[int] = (5, 6), version: int = 0,
     advantage: float = 1.0, logprobs: Sequence[float] | None = None,
@@ -53,7 +57,7 @@ def make_sample(
     zeros, count = len(prompt), len(completion)
     return RolloutSample(
         group_id=group_id,
-        rollout_id=f"g{group_id}",
+        rollout_id=f"g{group_id}-r{next(_NUMBERS)}",
         token_ids=[*prompt, *completion],
         loss_mask=[0] * zeros + [1] * count,
         sampler_logprobs=[0.0] * zeros + list(logprobs or [-0.5] * count),

@@ -106,6 +106,13 @@ def test_the_other_ranks_are_told_to_wait_while_the_model_is_written() -> None:
     assert sent[:2] == ["ExportCommand", "WaitCommand"]
 
 
+def test_a_run_that_has_reached_its_last_step_trains_no_more_and_ends_under_the_step_of_its_weights() -> None:
+    for step in (4, 6):  # 6: epochs, and so the number of steps, were lowered since the checkpoint
+        stub = _Stub(steps=4)
+        assert stub.leader(CheckpointState(step=step, rollouts={})).train() == step
+        assert stub.lines == []
+
+
 def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
     stub = _Stub()
     stub.failure = CheckpointError("the disk is full")

@@ -90,6 +90,19 @@ def test_a_generation_config_that_transformers_reads_with_a_warning_is_exported_
     assert (exported.temperature, exported.top_p, exported.do_sample) == (0.9, 0.6, None)
 
 
+def test_the_exported_model_ends_its_turns_where_the_rollouts_ended(tiny_model: Path, tmp_path: Path) -> None:
+    """At the ends of the base, at the tokenizer's, and at those of the configuration."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    base, tokenizer = Path(shutil.copytree(tiny_model, tmp_path / "base")), AutoTokenizer.from_pretrained(tiny_model)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    export_model(
+        tmp_path / "model", load_tiny(base), tokenizer, dtype="float32", end_tokens=[tokenizer.convert_ids_to_tokens(9)]
+    )
+    exported = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert set(exported.eos_token_id) == {7, 9, tokenizer.eos_token_id}
+
+
 def test_the_card_states_the_run() -> None:
     config = _config()
     card = model_card(config, step=7, evaluation={"pass@1": 0.25, "reward": 0.5})

@@ -63,7 +63,7 @@ def _samples(batch: TrlBatch) -> list[RolloutSample]:
             samples.append(
                 RolloutSample(
                     group_id=0,
-                    rollout_id="r",
+                    rollout_id=f"r{len(samples)}",
                     token_ids=[1] * (len(mask) + 1),
                     loss_mask=[0, *mask.tolist()],
                     sampler_logprobs=[0.0, *(sampler * mask).tolist()],

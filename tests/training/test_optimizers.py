@@ -13,7 +13,7 @@ from grpo_async.config.sections import OptimizerSection
 from grpo_async.training.optimizer import Muon, make_optimizer
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
-from tests.training.tiny_models import load_tiny
+from tests.training.tiny_models import load_tiny, save_model
 
 
 def _names(policy: Any, group: dict[str, Any]) -> set[str]:
@@ -32,6 +32,16 @@ def test_matrices_are_decayed_and_norms_are_not_and_muon_gets_those_of_the_layer
     assert all("proj" in name for name in _names(policy, muon))
     assert _names(policy, decayed) == {"model.model.embed_tokens.weight"}
     assert (muon["weight_decay"], norms["weight_decay"]) == (0.1, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_biases_of_fused_experts_are_no_matrices(tmp_path: Path, kind: Any) -> None:
+    """They have two dimensions: experts, columns."""
+    policy = load_tiny(save_model(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2))
+    for group in make_optimizer(policy, OptimizerSection(type=kind, weight_decay=0.1)).param_groups:
+        has_biases = any(name.endswith("bias") for name in _names(policy, group))
+        assert has_biases == (group["weight_decay"] == 0.0)
+        assert not (has_biases and group.get("is_muon"))
 
 
 def test_muon_is_torchs_own_with_updates_as_large_as_those_of_adamw(monkeypatch: pytest.MonkeyPatch) -> None:

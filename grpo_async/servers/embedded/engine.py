@@ -117,9 +117,7 @@ class SlotEngine:
         self.num_slots = num_slots
         self.max_model_len = max_model_len
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
-        self.eos_ids = eos_ids(model.generation_config.eos_token_id) or eos_ids(
-            getattr(model.config, "eos_token_id", None)
-        )
+        self.eos_ids = eos_ids(model.generation_config.eos_token_id)  # that of config.json where it has no such file
         self.policy_version = 0
         self._cache = SlotCache(model, num_slots=max(num_slots, _MIN_ROWS), max_len=max_model_len)
         self._weights_number = 0  # number of the served weights; versions may repeat, this does not
