@@ -290,7 +290,7 @@ class SimulatedScorer:
     def __init__(self, *, filtered: float, seed: int) -> None:
         self._filtered, self._seed = filtered, seed
 
-    def set_step(self, step: int) -> None: ...
+    def set_step(self, step: int, epoch: float) -> None: ...
 
     async def score(self, group: RolloutGroup, environments: object = None) -> ScoredGroup:
         """See scoring.Scorer."""

@@ -35,7 +35,7 @@ from tests.support.configs import MINIMAL
 CONFIG = f"{MINIMAL}inference: {{engine: embedded}}\n"
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
-    "inspect", "inspect-rollouts", "launch", "status", "eval", "export", "report", "trace",
+    "inspect", "inspect-rollouts", "status", "eval", "export", "report", "trace",
 ]  # fmt: skip
 
 

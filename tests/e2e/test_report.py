@@ -25,7 +25,7 @@ def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:
     statistics = {name: note for name, _, note in found["run"]["statistics"]}
     assert "6 of 6 steps" in found["run"]["outcome"]
     assert f"{golden_run.run.summary()['ledger']['groups']['trained']} trained" in statistics["groups"]
-    assert "Bottleneck:" in found["run"]["advice"]
+    assert found["run"]["advice"]
     assert "the trainer waited for samples" in [row[0] for row in found["waits"]["rows"]]
     assert found["extremes"]["best"]
     assert found["rollout"]["tokens"]["texts"]

@@ -58,9 +58,13 @@ def _block(page: str) -> str:
     return str(block)
 
 
-def _script(folder: Path, program: str, config: str = "x.yaml") -> Path:
+def _script(folder: Path, program: str, config: str = "x.yaml", *, working_dir: Path | None = None) -> Path:
     path = folder / "run.sbatch"
-    changes = {"/shared/my-project": str(folder), ".venv/bin/grpo-async": program, "configs/cluster.yaml": config}
+    changes = {
+        "/shared/my-project": str(working_dir or folder),
+        ".venv/bin/grpo-async": program,
+        "configs/cluster.yaml": config,
+    }
     text = _block("slurm.md")
     for old, new in changes.items():
         assert old in text
@@ -139,7 +143,7 @@ def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bo
     )
     prepare(REPOSITORY)
     config = make_run(tmp_path, "quickstart.yaml", settings).config
-    script = _script(tmp_path, f"{sys.executable} -m grpo_async", str(config))
+    script = _script(tmp_path, f"{sys.executable} -m grpo_async", str(config), working_dir=REPOSITORY)
     cuda_build = tmp_path / "packages" / "torch-2.13.0.dist-info" / "METADATA"  # a torch for CPUs has no GPUs
     cuda_build.parent.mkdir(parents=True)
     cuda_build.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")

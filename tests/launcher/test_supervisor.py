@@ -19,10 +19,7 @@ from grpo_async.launcher.train import launch
 from tests.launcher.support import LauncherProcess, make_config
 
 
-def test_a_run_that_finishes_exits_0_ends_the_server_shows_the_summary_and_notes_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
+def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:
     with LauncherProcess(tmp_path, trainer="finish") as launcher:
         assert launcher.end() == 0, launcher.output
         assert launcher.left() == {}
@@ -34,13 +31,10 @@ def test_a_run_that_finishes_exits_0_ends_the_server_shows_the_summary_and_notes
     assert (run / "plan.txt").read_text().startswith("run        test, from the beginning")
     assert (run / "config.yaml").is_file()
     logs = run / "logs" / "latest"
-    assert {path.name for path in logs.iterdir()} == {"config.yaml", "server.log", "trainer.log", "slurm_job"}
-    # a start that is refused leaves the note of the job that has the directory
+    assert {path.name for path in logs.iterdir()} == {"config.yaml", "server.log", "trainer.log"}
     (run / "metrics.jsonl").write_text('{"step": 1}\n')  # else it would begin there again
-    monkeypatch.setenv("SLURM_JOB_ID", "43")
     with pytest.raises(ConfigError, match="already exists"):
         launch(make_config(tmp_path))
-    assert (logs / "slurm_job").read_text() == "42\n"
 
 
 def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_lines(tmp_path: Path) -> None:

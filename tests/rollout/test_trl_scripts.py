@@ -33,7 +33,7 @@ class _Renderer(FakeRenderer):
 
     calls: Calls = ()
 
-    def parse(self, token_ids: Sequence[int], *, turn: int = 0) -> PolicyTurn:
+    def parse(self, token_ids: Sequence[int], *, turn: int = 0, **_: Any) -> PolicyTurn:
         if turn >= len(self.calls):
             return PolicyTurn(text="*yes*", content="*yes*")
         name, arguments = self.calls[turn]
