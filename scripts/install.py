@@ -33,7 +33,7 @@ STAMP = ENVIRONMENT / "grpo-async-install.json"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 UV_REQUIREMENT = "uv>=0.12,<1"
 DEFAULT_EXTRAS = ("math",)  # 40 MB; configs/math.yaml and the tests use it
-_NEEDS_COMPILER = {"tests", "reasoning-gym"}  # reasoning-gym brings pycosat, which has no wheels
+_NEEDS_COMPILER = {"tests"}  # reasoning-gym brings pycosat, which has no wheels
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _PIP_TIMEOUT_S = 600.0
 _INDEX_TIMEOUT_S = "5"  # an index that is down is an answer, too
@@ -173,9 +173,7 @@ def refuse_impossible(
     if system == "Darwin" and "vllm" in features:
         raise InstallError("vLLM has no build for macOS; without --with-vllm the embedded engine serves there")
     if _NEEDS_COMPILER & set(features) and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        raise InstallError(
-            "the tests and the extra reasoning-gym need a C compiler: apt install gcc, or on macOS xcode-select --install"
-        )
+        raise InstallError("the tests need a C compiler: apt install gcc, or on macOS xcode-select --install")
 
 
 def package_arguments(features: Iterable[str], torch: str) -> list[str]:

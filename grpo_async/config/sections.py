@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -179,26 +180,6 @@ class HubSource(DataSource):
     """Commit, tag or branch on the hub; null = the newest."""
 
 
-class ReasoningGymTask(StrictModel):
-    name: str
-    """Name of the task, such as `chain_sum`."""
-    weight: float = Field(default=1.0, gt=0.0)
-    """Its fraction of the rows, compared with the weights of the other tasks."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """The task's own settings, such as `{max_terms: 3}`."""
-
-
-class ReasoningGymSource(DataSource):
-    type: Literal["reasoning_gym"]
-    """Tasks made by reasoning-gym (extra `reasoning-gym`); their reward is grpo_async.rewards.reasoning_gym:task_score."""
-    tasks: list[ReasoningGymTask] = Field(min_length=1)
-    """The tasks; with several, their rows are mixed evenly by weight."""
-    size: Count
-    """Number of rows, over all tasks."""
-    seed: Seed = 0
-    """Another seed makes other rows: training and evaluation need different ones."""
-
-
 class GeneratorSource(DataSource):
     type: Literal["generator"]
     """Rows made by a Python function: a generator, or anything that returns an iterable of dicts."""
@@ -222,7 +203,7 @@ class EnvironmentSource(DataSource):
 
 
 Source = Annotated[
-    JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource | GeneratorSource | EnvironmentSource,
+    JsonlSource | CsvSource | ParquetSource | HubSource | GeneratorSource | EnvironmentSource,
     Field(discriminator="type"),
     default_type("jsonl"),
 ]
@@ -418,9 +399,10 @@ class RewardSection(StrictModel):
     `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
     The working directory is importable."""
     model: ModelName | None = None
-    """A reward model in its place: folder or hub name of a sequence classifier with one output, as TRL's `reward_funcs` takes it.
-    It runs in a process of its own; `arguments` may have device (auto, cpu, cuda:N), batch_size, dtype, revision, max_tokens: see
-    grpo_async.rewards.model."""
+    """A reward model in its place: folder or hub name of a sequence classifier with one output, as TRL's `reward_funcs` takes it,
+    or the address of a vLLM server that has one (http://judge:8000). A model by name runs in a process of its own; `arguments` may
+    have device (auto, cpu, cuda:N), batch_size, dtype, revision, max_tokens, see grpo_async.rewards.model; by address those of
+    grpo_async.rewards.served_model."""
     name: str | None = None
     """Name in the metrics; null = the function's own name, or the last part of the model's."""
     weight: Weight = 1.0
@@ -439,13 +421,22 @@ class RewardSection(StrictModel):
     def _is_a_function_or_a_model(self) -> Self:
         exactly_one(self, "function", "model", what="a reward")
         if self.model is not None and self.run_in != "thread":
-            raise ValueError("run_in: a reward model has a process of its own in any case; leave it out")
+            raise ValueError("run_in: a reward model never runs in this process; leave it out")
         return self
 
     @property
     def reference(self) -> str:
         """Reference of the reward function."""
-        return self.function or "grpo_async.rewards.model:model_reward"
+        if self.function is not None:
+            return self.function
+        if self.has_address:
+            return "grpo_async.rewards.served_model:served_model_reward"
+        return "grpo_async.rewards.model:model_reward"
+
+    @property
+    def has_address(self) -> bool:
+        """Whether `model` is the address of a server."""
+        return self.model is not None and self.model.startswith(("http://", "https://"))
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -454,8 +445,10 @@ class RewardSection(StrictModel):
 
     @property
     def own_name(self) -> str:
-        """ "my_rewards:length_reward" -> length_reward; my-org/judge -> judge."""
-        return self.reference.rpartition(":")[2] if self.model is None else PurePath(self.model).name
+        """ "my_rewards:length_reward" -> length_reward; my-org/judge, http://judge:8000 -> judge."""
+        if self.model is None:
+            return self.reference.rpartition(":")[2]
+        return str(urlsplit(self.model).hostname) if self.has_address else PurePath(self.model).name
 
 
 class RolloutSection(StrictModel):

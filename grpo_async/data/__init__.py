@@ -1,7 +1,7 @@
 """Prompts: from a file, a dataset or a function to an endless, reproducible stream.
 
     Source -> reader -> rename, check, filter -> held-out split, leak check -> rows -> PromptStream -> Prompt, Prompt, ...
-              `readers` `reasoning_gym`            `load_data`                         make_prompt (evaluation)
+              `readers`                            `load_data`                         make_prompt (evaluation)
                                `load_rows`
 
 `sources` has the order of the steps, `identity` says when two rows are the same task.

@@ -28,7 +28,6 @@ from grpo_async.config.sections import (
     HubSource,
     JsonlSource,
     ParquetSource,
-    ReasoningGymSource,
     Source,
 )
 from grpo_async.data.identity import describe_duplicates, task_columns, task_key
@@ -42,7 +41,6 @@ from grpo_async.data.readers import (
     read_jsonl,
     read_parquet,
 )
-from grpo_async.data.reasoning_gym import read_reasoning_gym
 from grpo_async.data.rows import LocatedRows, Row, Rows, check_values
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
@@ -54,7 +52,6 @@ _READERS: Mapping[type, Callable[[Any], LocatedRows]] = {
     CsvSource: read_csv,
     ParquetSource: read_parquet,
     HubSource: read_hub,
-    ReasoningGymSource: read_reasoning_gym,
     GeneratorSource: read_generator,
     EnvironmentSource: read_environment,
 }
@@ -93,8 +90,6 @@ def _source_name(source: Source) -> str:
         return hub_name(source)
     if isinstance(source, GeneratorSource):
         return source.function
-    if isinstance(source, ReasoningGymSource):
-        return "reasoning_gym: " + ", ".join(task.name for task in source.tasks)
     if isinstance(source, EnvironmentSource):
         return "environment"
     return str(source.path)

@@ -9,7 +9,6 @@
 | `tool`          | to ask a calculator, in a conversation of two turns    |
 | `game`          | to search in a guessing game, an environment           |
 | `code`          | to write Python that passes tests in a sandbox         |
-| `reasoning_gym` | to work out a task whose rows a package makes          |
 
 `prepare.prepare()` makes all of it. torch is imported only when something has to be made.
 """
@@ -19,7 +18,6 @@ CONFIGS = {
     "tool": ("tools.yaml", "agent.yaml"),
     "game": ("environment.yaml",),
     "code": ("code.yaml",),
-    "reasoning_gym": ("reasoning-gym.yaml",),
 }
 """The files in configs/ that train each task."""
 DEFAULT_TASK = "think"

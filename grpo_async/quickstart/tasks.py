@@ -3,7 +3,7 @@ r"""The tasks of the quickstart: items, how one is asked, and two ways to answer
 The *good* way earns the reward, the *lazy* way mostly does not. The warmup teaches both, the good one thoroughly but as the
 rarer habit, so that reinforcement learning has something to amplify.
 
-Three tasks of sums and differences such as "3 + 4 - 2 + 1", each answered the good way, or by a guess: the answer +- 0..9.
+Two tasks of sums and differences such as "3 + 4 - 2 + 1", each answered the good way, or by a guess: the answer +- 0..9.
 
 *think*: four numbers from 1 to 5, worked out step by step. Only expressions whose every intermediate result is a single digit, 0 to
 9: that leaves 2012 of 5000, and a task that a model of 0.37 million parameters learns to work out in half a minute of warmup.
@@ -15,12 +15,6 @@ seed.
 
     12 + 7 - 30 =     ->   <tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 7 - 30"}}\n</tool_call>
                            and, after the result: -11                            or   -6
-
-*reasoning_gym*: the task `chain_sum` of the package reasoning_gym, three numbers from 0 to 9; 4000 sums. The rows of a run come
-from the package (`data.train.type: reasoning_gym`), plain text without a chat template. The prompts are written here without it, so
-that the base model can be made where it is not installed; a test compares them.
-
-    ...arithmetic problem: 4 - 1 - 7 =   ->   <think>4 - 1 = 3\n3 - 7 = -4</think>-4      or   <think></think>2
 
 *game*: find a number in a range of seven with three guesses and the answers "higher" or "lower" after each. The environment is the
 shipped `GuessingGame`, its own text is the prompt. Ranges go from a number that ends in 1 to one that ends in 7: a model this small
@@ -78,17 +72,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One conversation: what the user says and the turns that follow. Not conversational: plain text that the policy continues,
-    without a chat template."""
+    """One conversation: what the user says and the turns that follow."""
 
     prompt: str
     turns: tuple[Turn, ...]
-    is_conversational: bool = True
 
     @classmethod
-    def of(cls, prompt: str, text: str, *, is_conversational: bool = True) -> Demonstration:
+    def of(cls, prompt: str, text: str) -> Demonstration:
         """A single turn without calls."""
-        return cls(prompt=prompt, turns=(Turn(text=text),), is_conversational=is_conversational)
+        return cls(prompt=prompt, turns=(Turn(text=text),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +207,6 @@ class ChainSum:
 
 
 class _SumTask(Task[ChainSum]):
-    is_conversational = True
-
     def key(self, item: ChainSum) -> str:
         """The sorted terms: no held-out sum is trained on in another order."""
         return repr(sorted(item.terms))
@@ -225,9 +215,7 @@ class _SumTask(Task[ChainSum]):
         return f"{item.text} ="
 
     def row(self, item: ChainSum) -> dict[str, Any]:
-        question = self.question(item)
-        prompt = [{"role": "user", "content": question}] if self.is_conversational else question
-        return {"prompt": prompt, "answer": str(item.answer)}
+        return {"prompt": [{"role": "user", "content": self.question(item)}], "answer": str(item.answer)}
 
     def good(self, item: ChainSum, rng: random.Random) -> Demonstration:
         steps = "\n".join(item.steps)
@@ -237,7 +225,7 @@ class _SumTask(Task[ChainSum]):
         return self._shown(item, f"<think></think>{_guess(item, rng)}")
 
     def _shown(self, item: ChainSum, text: str) -> Demonstration:
-        return Demonstration.of(self.question(item), text, is_conversational=self.is_conversational)
+        return Demonstration.of(self.question(item), text)
 
 
 def _guess(item: ChainSum, rng: random.Random) -> int:
@@ -253,19 +241,6 @@ class ThinkTask(_SumTask):
         signed = [*positive, *(-number for number in positive)]
         every = itertools.product(positive, *[signed] * 3)
         return [ChainSum.of(*terms) for terms in every if all(0 <= r <= 9 for r in itertools.accumulate(terms))]
-
-
-class ReasoningGymTask(_SumTask):
-    name = "reasoning_gym"
-    recipe = WarmupRecipe(num_steps=850, batch_size=16, lr=3e-3)
-    is_conversational = False
-
-    def all_items(self) -> Sequence[ChainSum]:
-        every = itertools.product(itertools.product(range(10), repeat=3), itertools.product("+-", repeat=2))
-        return [ChainSum(numbers, operators) for numbers, operators in every]
-
-    def question(self, item: ChainSum) -> str:
-        return f"State the final answer to the following arithmetic problem: {item.text} ="
 
 
 class ToolTask(_SumTask):
@@ -423,6 +398,6 @@ def _function(expression: str) -> str:
     return f"```python\ndef f(x):\n    return {expression}\n```"
 
 
-_TASKS: tuple[Task[Any], ...] = (ThinkTask(), ToolTask(), GameTask(), CodeTask(), ReasoningGymTask())
+_TASKS: tuple[Task[Any], ...] = (ThinkTask(), ToolTask(), GameTask(), CodeTask())
 TASKS: dict[str, Task[Any]] = {task.name: task for task in _TASKS}
 """The tasks by the names that `prepare-quickstart --task` takes."""

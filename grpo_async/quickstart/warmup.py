@@ -41,7 +41,7 @@ def segments(
 ) -> list[Segment]:
     """The pieces of a demonstration, in order."""
     prompt = [TaggedMessage(role="user", content=demonstration.prompt, origin=Origin.PROMPT)]
-    prompt_ids = renderer.prompt_ids(prompt, is_conversational=demonstration.is_conversational, tools=tools)
+    prompt_ids = renderer.prompt_ids(prompt, is_conversational=True, tools=tools)
     found: list[Segment] = [(prompt_ids, False)]
     tokenizer = renderer.tokenizer
     for turn in demonstration.turns:

@@ -5,8 +5,8 @@
 `grpo_async.user_code.calls` decides where the function runs and how a call that takes too long is ended.
 
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
-text:number_match, format:think_format, length:soft_overlong, code:code_tests,
-reasoning_gym:task_score, http:remote_reward; and `model: NAME` in place of a function is model:model_reward.
+text:number_match, format:think_format, length:soft_overlong, code:code_tests.
+In place of a function, `model: NAME` is model:model_reward, and `model: http://...` is served_model:served_model_reward.
 
 `check.check_reward` tries a function on good and bad completions: `grpo-async check-reward`.
 """

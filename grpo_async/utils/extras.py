@@ -10,7 +10,6 @@ EXTRAS = {
     "pandas": "pandas",
     "peft": "lora",
     "pyarrow": "parquet",
-    "reasoning_gym": "reasoning-gym",
     "tensorboardX": "tensorboard",
     "trackio": "trackio",
     "verifiers": "verifiers",

@@ -1,7 +1,7 @@
 """Retries: how long to wait before each, bounded and jittered. An HTTP request is repeated after a failure that may pass by itself,
 never after a refusal.
 
-The callers decide what may pass (`inference.connect`, `rewards.http`): connection errors, answers >= 500; for rewards 429.
+The callers decide what may pass (`inference.connect`, `rewards.served_model`): connection errors, answers >= 500; for rewards 429.
 """
 
 from __future__ import annotations

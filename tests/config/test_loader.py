@@ -236,8 +236,8 @@ def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> N
         ("optimizer: {betas: [0.9]}", "optimizer.betas.1: this key is required"),
         (
             "evaluation: {data: {type: jsnl, path: x}}",
-            "evaluation.data.type: input should be one of 'jsonl', 'csv', 'parquet', 'hub', 'reasoning_gym', "
-            "'generator', 'environment' (got 'jsnl'); did you mean 'jsonl'?",
+            "evaluation.data.type: input should be one of 'jsonl', 'csv', 'parquet', 'hub', 'generator', "
+            "'environment' (got 'jsnl'); did you mean 'jsonl'?",
         ),
         ("evaluation: {data: {path: x, limt: 3}}", "unknown key 'evaluation.data.limt'; did you mean 'limit'?"),
         (

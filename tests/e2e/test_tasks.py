@@ -50,7 +50,3 @@ def test_a_model_learns_to_play_a_game_of_several_turns(tmp_path: Path) -> None:
 
 def test_a_model_learns_to_write_code_that_passes_its_tests(tmp_path: Path) -> None:
     _train("code.yaml", "code", tmp_path)
-
-
-def test_a_model_learns_a_reasoning_gym_task(tmp_path: Path) -> None:
-    _train("reasoning-gym.yaml", "reasoning_gym", tmp_path)

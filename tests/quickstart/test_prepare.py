@@ -101,7 +101,6 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
         ("tool", {"answer"}),
         ("game", {"low", "high", "target"}),
         ("code", {"tests"}),
-        ("reasoning_gym", {"answer"}),
     ],
 )
 def test_every_task_makes_what_its_configs_name(task: str, columns: set[str], tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ def test_every_task_makes_what_its_configs_name(task: str, columns: set[str], tm
     command = "prepare-quickstart" if task == "think" else f"prepare-quickstart --task {task}"
     configs = Path(__file__).parents[2] / "configs"
     texts = [(configs / name).read_text(encoding="utf-8") for name in CONFIGS[task]]
-    for file in ("model",) if task == "reasoning_gym" else ("model", "train.jsonl", "heldout.jsonl"):
+    for file in ("model", "train.jsonl", "heldout.jsonl"):
         assert f"path: {default_folder(0, task=task)}/{file}\n" in texts[0]
     assert all(f"grpo-async {command} " in text for text in texts)
 

@@ -7,14 +7,11 @@ import json
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_async.config.loader import load_config
-from grpo_async.config.sections import EnvironmentSection, ReasoningGymSource, ToolSection
-from grpo_async.data import load_rows
+from grpo_async.config.sections import EnvironmentSection, ToolSection
 from grpo_async.envs import load_environments
 from grpo_async.envs.guessing_game import GuessingGame
 from grpo_async.quickstart.tasks import (
@@ -26,12 +23,10 @@ from grpo_async.quickstart.tasks import (
     Formula,
     Game,
     GameTask,
-    ReasoningGymTask,
     ThinkTask,
     ToolTask,
     _SumTask,
 )
-from grpo_async.rewards.reasoning_gym import task_score
 from grpo_async.tools import load_tools
 
 ITEM = ChainSum.of(3, 4, -2, 1)
@@ -41,7 +36,6 @@ ITEM = ChainSum.of(3, 4, -2, 1)
     ("name", "num_training", "num_items"),
     [
         ("think", None, 2012),
-        ("reasoning_gym", None, 4000),
         ("tool", 4000, 4400),
         ("code", None, 680),
         ("game", None, 693),
@@ -64,11 +58,11 @@ def test_the_split_covers_every_item_once(name: str, num_training: int | None, n
 # ---- sums ----
 
 
-@pytest.mark.parametrize("task", [ThinkTask(), ReasoningGymTask(), ToolTask()], ids=lambda task: task.name)
+@pytest.mark.parametrize("task", [ThinkTask(), ToolTask()], ids=lambda task: task.name)
 def test_prompt_and_answer_agree_and_a_guess_is_near(task: ThinkTask) -> None:
     for item in task.all_items():
         row = task.row(item)
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][0]["content"]
+        prompt = row["prompt"][0]["content"]
         assert str(eval(prompt.rpartition(": ")[2].removesuffix("="))) == row["answer"]  # digits and signs, our own
     rng, item = random.Random(0), task.all_items()[100]
     assert (task.good(item, rng).prompt, task.lazy(item, rng).prompt) == (task.question(item),) * 2
@@ -91,23 +85,6 @@ def test_the_good_way_asks_the_calculator_and_repeats_its_answer() -> None:
         assert call.result == final.text == task.row(item)["answer"]
     (tool,) = load_tools([ToolSection(function="grpo_async.tools.calculator:calculator")])
     assert task.tools() == [tool.schema]
-
-
-@pytest.mark.slow  # importing reasoning_gym takes seconds
-def test_the_package_asks_what_the_model_was_warmed_up_on_and_scores_the_good_way_as_right() -> None:
-    task, source = ReasoningGymTask(), load_config(Path(__file__).parents[2] / "configs/reasoning-gym.yaml").data.train
-    assert isinstance(source, ReasoningGymSource)
-    rows = load_rows(source.model_copy(update={"size": 40}))
-    known = {task.question(item): item for item in task.all_items()}
-    assert {row["prompt"] for row in rows} <= known.keys()
-    assert source.system_prompt is None  # plain text, as the demonstrations are
-    items = [known[row["prompt"]] for row in rows]
-    assert [row["answer"] for row in rows] == [str(item.answer) for item in items]
-    good = [task.good(item, random.Random(0)).turns[0].text for item in items]
-    tasks, data = [row["task"] for row in rows], [row["task_data"] for row in rows]
-    assert task_score(good, tasks, data, binarize=True) == [1.0] * 40
-    wrong = [f"<think></think>{item.answer + 1}" for item in items]
-    assert task_score(wrong, tasks, data, binarize=True) == [0.0] * 40
 
 
 # ---- code ----

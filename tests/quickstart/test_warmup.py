@@ -43,8 +43,6 @@ def test_the_pieces_of_a_conversation_join_to_the_rendering_of_its_messages(name
             pieces = segments(renderer, shown, tools=task.tools())
             joined = tokenizer.decode([token for ids, _ in pieces for token in ids])
             whole = tokenizer.apply_chat_template(_messages(shown), tools=list(task.tools()) or None, tokenize=False)
-            if not shown.is_conversational:
-                whole = f"{shown.prompt}{shown.turns[0].text}<|im_end|>\n"
             assert joined + "\n" == whole
             assert [ids[-1] for ids, is_learned in pieces if is_learned] == [tokenizer.eos_token_id] * len(shown.turns)
 

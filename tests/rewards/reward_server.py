@@ -17,8 +17,10 @@ HANG = object()
 
 
 def lengths(body: dict[str, Any]) -> Any:
-    """The protocol `json`, done right: the reward is the length of the completion."""
-    return {"rewards": [float(len(completion)) for completion in body["completions"]]}
+    """vLLM's answer, in any order: the one output is the length of the text, or the number of messages."""
+    texts = body["input"] if "input" in body else [body["messages"]]
+    data = [{"index": index, "probs": [float(len(text))], "num_classes": 1} for index, text in enumerate(texts)]
+    return {"data": data[::-1]}
 
 
 @dataclass(kw_only=True)
@@ -64,7 +66,7 @@ def reward_server() -> Iterator[RewardServer]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads, server.block_on_close = True, False
-        state.url = f"http://127.0.0.1:{server.server_address[1]}/score"
+        state.url = f"http://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, name="reward-server", daemon=True).start()
         try:
             yield state

@@ -266,7 +266,6 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
         ("code:code_tests", {"wall_s": -1}, "rewards.0.arguments.wall_s: -1: Input should be greater than 0"),
         ("code:code_tests", {"max_tests": 0}, "max_tests: 0: Input should be greater than or equal to 1"),
         ("code:code_tests", {"max_parallel": -3}, "max_parallel: -3: Input should be greater than or equal to 1"),
-        ("reasoning_gym:task_score", {"answer_from": "box"}, "answer_from: 'box': Input should be 'after_thinking'"),
         (
             "format:think_format",
             {"opened_by_template": "no"},

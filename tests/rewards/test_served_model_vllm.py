@@ -1,4 +1,4 @@
-"""remote_reward against the real vLLM with a tiny reward model, compared with transformers."""
+"""A reward model by address: the real vLLM with a tiny model, compared with transformers."""
 
 from __future__ import annotations
 
@@ -80,8 +80,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def _values(address: str, prompt: Any, completions: list[Any]) -> list[float | None]:
-    given = {"url": f"{address}/classify", "format": "classify", "use_activation": False}
-    (reward,) = load_rewards([RewardSection(function="grpo_async.rewards.http:remote_reward", arguments=given)])
+    (reward,) = load_rewards([RewardSection(model=address, arguments={"use_activation": False})])
     count = len(completions)
     return asyncio.run(reward.score([prompt] * count, completions, [[1]] * count, {})).values
 

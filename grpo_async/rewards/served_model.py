@@ -1,0 +1,164 @@
+"""A reward model at an address: vLLM's `/classify`, of a model with one output.
+
+vllm serve my-org/my-reward-model --runner pooling
+
+rewards:
+  - model: http://judge:8000
+    arguments: {token_env: JUDGE_TOKEN}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import httpx
+from pydantic import Field, field_validator
+
+from grpo_async.config.base import Count, StrictModel, read_arguments
+from grpo_async.errors import GrpoAsyncError, message_of
+from grpo_async.rewards.call import shared_slots
+from grpo_async.utils.concurrency import all_of
+from grpo_async.utils.retry import RetryPolicy, server_message
+from grpo_async.utils.strict_json import arguments_text
+from grpo_async.utils.text import clipped, finite
+
+_RETRY = RetryPolicy(max_retries=3)
+_MAX_WAIT_S = 60.0  # longest Retry-After of a server that is followed
+
+
+class ServedModelError(GrpoAsyncError):
+    """A reward model could not be reached, refused a request, or answered with something unusable."""
+
+
+class ServedModelSettings(StrictModel, strict=True):
+    """`model` and `arguments` of the section."""
+
+    model: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$")
+    """Address of the server, without a password."""
+    served_model_name: str | None = None
+    """vLLM's name of the model, needed if the server has several."""
+    token_env: str | None = None
+    """Name of the environment variable that holds a bearer token, which does not belong in the YAML."""
+    use_activation: bool | None = None
+    """false = raw logits instead of vLLM's sigmoid."""
+    batch_size: Count = 32
+    """Texts in one request; of conversations vLLM takes one."""
+    max_concurrency: Count = 8
+    """Requests at once, over all calls."""
+
+    @field_validator("token_env")
+    @classmethod
+    def _is_set(cls, variable: str | None) -> str | None:
+        if variable is not None and not os.environ.get(variable, "").strip():
+            raise ValueError(f"the environment variable {variable} is not set, or empty")
+        return variable
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    read_arguments(ServedModelSettings, arguments["settings"])
+
+
+async def served_model_reward(
+    prompts: Sequence[Any], completions: Sequence[Any], *, settings: Mapping[str, Any]
+) -> list[float]:
+    """Get scores from a server. The section's `timeout_s` bounds the whole call, retries included.
+
+    Connection errors, and answers >= 500 or 429 (too many requests), are retried 3 times, and not before the
+    seconds of the server's Retry-After, or 60 s where it is longer; any other answer is final.
+
+    Args:
+        prompts, completions: plain text or messages.
+        settings: fields of ServedModelSettings.
+
+    Raises:
+        ServedModelError: the server cannot be reached, refuses, or sends an unusable answer.
+    """
+    chosen = read_arguments(ServedModelSettings, settings)
+    url = f"{chosen.model.rstrip('/').removesuffix('/classify')}/classify"
+    is_text = all(isinstance(part, str) for part in (*prompts, *completions))
+    size = chosen.batch_size if is_text else 1
+    token = chosen.token_env and os.environ[chosen.token_env].strip()
+    slot = shared_slots(url, chosen.max_concurrency)
+
+    async def scores(first: int) -> list[float]:
+        part = slice(first, first + size)
+        async with slot:  # limited by the call's timeout_s
+            answer = await _answer(client, url, _body(chosen, prompts[part], completions[part]))
+        return _read_scores(answer, url, len(completions[part]))
+
+    async with httpx.AsyncClient(
+        headers={"authorization": f"Bearer {token}"} if token else {},
+        timeout=httpx.Timeout(None, connect=10.0),  # limited by the call's timeout_s
+        verify=_ssl_context(),
+        trust_env=False,  # a proxy from the environment must not see prompts and tokens
+    ) as client:
+        parts = await all_of(scores(first) for first in range(0, len(completions), size))
+    return [score for part in parts for score in part]
+
+
+served_model_reward.check_arguments = _check  # type: ignore[attr-defined]
+_ssl_context = cache(ssl.create_default_context)
+
+
+async def _answer(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
+    """Return the JSON of an answer with status 200 to 299."""
+    for attempt in range(_RETRY.max_retries + 1):
+        wait_s = _RETRY.delay_s(attempt)
+        try:
+            response = await client.post(url, content=body, headers={"content-type": "application/json"})
+        except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) as error:
+            problem = message_of(error)
+        else:
+            if response.is_success:
+                try:
+                    return response.json()
+                except ValueError as error:
+                    text = response.content[:200]
+                    raise ServedModelError(f"{url} answered something that is not JSON: {text!r}") from error
+            problem = f"it answered {response.status_code}: {server_message(response.content)}"
+            if response.status_code < 500 and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                raise ServedModelError(f"{url} refused: {problem}")
+            retry_after = response.headers.get("retry-after", "")
+            wait_s = max(wait_s, min(float(retry_after), _MAX_WAIT_S) if retry_after.isdecimal() else 0.0)
+        if attempt < _RETRY.max_retries:
+            await asyncio.sleep(wait_s)
+    raise ServedModelError(f"{url} failed {_RETRY.max_retries + 1} times; the last time: {problem}")
+
+
+def _body(settings: ServedModelSettings, prompts: Sequence[Any], completions: Sequence[Any]) -> bytes:
+    fields = {"model": settings.served_model_name, "use_activation": settings.use_activation}
+    body: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    if all(isinstance(part, str) for part in (*prompts, *completions)):
+        body["input"] = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    else:
+        ((prompt, completion),) = zip(prompts, completions, strict=True)
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        body["messages"] = list(map(_openai_message, [*before, *completion]))
+    # A model can sample a lone surrogate; it has no UTF-8 form, so it is sent as an escape.
+    return json.dumps(body, allow_nan=False).encode()
+
+
+def _openai_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in the form of OpenAI's API, where the arguments of a tool call are JSON text."""
+    given = message.get("tool_calls") or ()
+    calls = [{**call, "function": {**call["function"], "arguments": arguments_text(call)}} for call in given]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _read_scores(answer: Any, url: str, count: int) -> list[float]:
+    """Return the scores in {"data": [{"index": 0, "probs": [0.9]}]}. [count]"""
+    try:
+        by_index = {item["index"]: item["probs"] for item in answer["data"]}
+        (*scores,) = (finite(score) for index in range(count) for (score,) in [by_index[index]])
+        if len(by_index) != count or None in scores:
+            raise ValueError("a score is missing, or is no finite number")
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"expected one finite number in `probs` for each of {count} texts, got {clipped(repr(answer), 200)}"
+        raise ServedModelError(f"{url}: {problem}") from error
+    return [score for score in scores if score is not None]
