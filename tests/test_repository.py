@@ -45,7 +45,11 @@ def test_every_requirement_is_named_by_a_test_and_no_other_is() -> None:
     assert {item for file in (ROOT / "tests").rglob("test_*.py") for item in _requirements_of(file)} == items
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file",
+    [*sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))],
+    ids=lambda file: file.name,
+)
 def test_an_example_loads_and_names_the_schema_for_the_editor(file: Path) -> None:
     load_config(file)
     first = file.read_text(encoding="utf-8").splitlines()[0]

@@ -75,6 +75,7 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in (root / starter).iterdir() if entry.is_file()}
     config = Template((root / "train.yaml").read_text(encoding="utf-8")).substitute(
         title=_STARTERS[starter],
+        schema=shipped("configs/schema.json").resolve(),
         name=name,  # the file has the quotes; no character of a run's name needs an escape
         model=_as_yaml(model),
         sections=texts.pop("sections.yaml"),

@@ -1,7 +1,6 @@
 """Environments: stateful objects whose public methods are tools, one instance per rollout, pooled.
 
-`load_environments` makes pools from the config, `pool.lease(n)` lends instances. Shipped: a guessing game
-(grpo_async.envs.guessing_game:GuessingGame).
+`load_environments` makes pools from the config, `pool.lease(n)` lends instances.
 """
 
 from grpo_async.envs.environment import Environment, EnvironmentCallError

@@ -37,24 +37,25 @@ def default_folder(seed: int = 0, *, task: str = DEFAULT_TASK) -> Path:
     return (base if task == DEFAULT_TASK else base / task) / f"seed_{seed}"
 
 
-def prepare(root: Path = Path(), *, task: str = DEFAULT_TASK, seed: int = 0) -> None:
-    """Make a task's model and data in `default_folder(seed, task=task)`, unless they are there already.
+def prepare(root: Path = Path(), *, task: str | Task[Any] = DEFAULT_TASK, seed: int = 0) -> None:
+    """Make a task's model and data in `default_folder`, unless they are there already.
 
     Args:
         root: of the repository, or the working directory.
-        task: name of one of `TASKS`.
+        task: one of your own, or the name of one of `TASKS`.
         seed: of the initial weights, the demonstrations and the order of the rows. The same seed gives the same bytes
             of data and tokenizer, and on one machine the same weights.
 
     Raises:
         ConfigError: there is no such task, or the folder holds something that was not made here.
     """
-    if task not in TASKS:
-        hint = did_you_mean(task, TASKS) or f"; there are {backticked(TASKS)}"
-        raise ConfigError(f"there is no quickstart task {task!r}{hint}")
-    chosen = TASKS[task]
-    folder = root / default_folder(seed, task=task)
-    marker = _marker(chosen, seed)
+    if isinstance(task, str):
+        if task not in TASKS:
+            hint = did_you_mean(task, TASKS) or f"; there are {backticked(TASKS)}"
+            raise ConfigError(f"there is no quickstart task {task!r}{hint}")
+        task = TASKS[task]
+    folder = root / default_folder(seed, task=task.name)
+    marker = _marker(task, seed)
     if _is_made_by(marker, folder):
         return
     is_empty = folder.is_dir() and not any(folder.iterdir())
@@ -63,11 +64,11 @@ def prepare(root: Path = Path(), *, task: str = DEFAULT_TASK, seed: int = 0) -> 
             f"{folder} holds what the quickstart did not make (no {_MARKER} is in it); move it, or remove it"
         )
 
-    print(f"making the model and data of the task `{task}` in {folder} (once, about half a minute)")
+    print(f"making the model and data of the task `{task.name}` in {folder} (once, about half a minute)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _build(building, chosen, seed)
+        _build(building, task, seed)
         (building / _MARKER).write_text(marker, encoding="utf-8")
         building.chmod(0o755)  # mkdtemp makes it private
         if not _is_made_by(marker, folder):  # another process may have made the same one meanwhile

@@ -15,18 +15,6 @@ seed.
 
     12 + 7 - 30 =     ->   <tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 7 - 30"}}\n</tool_call>
                            and, after the result: -11                            or   -6
-
-*game*: find a number in a range of seven with three guesses and the answers "higher" or "lower" after each. The environment is the
-shipped `GuessingGame`, its own text is the prompt. Ranges go from a number that ends in 1 to one that ends in 7: a model this small
-learns to search by the last digit and to copy the others, which holds in ranges that it has never seen. So whole ranges are held
-out.
-
-    from 231 to 237:  ->   234 -> higher, 236 -> lower, 235 -> correct           or   232 -> higher, 232 -> higher, 232 -> higher
-
-*code*: write a formula as a Python function, which is then run against tests; or copy it as it is, which Python cannot run or takes
-for something else (^ is not a power).
-
-    f(x) = 3 (x + 2)  ->   def f(x):\n    return 3 * (x + 2)                     or   def f(x):\n    return 3 (x + 2)
 """
 
 from __future__ import annotations
@@ -37,22 +25,17 @@ import json
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from grpo_async.config.sections import ToolSection
-from grpo_async.envs.guessing_game import GuessingGame
 from grpo_async.records import ToolCall
-from grpo_async.tools import Tool, load_tools
+from grpo_async.tools import load_tools
 from grpo_async.tools.calculator import calculator
 
 Item = TypeVar("Item")
 MAX_GUESS_ERROR = 9  # of the lazy answer to a sum
-RANGE_SIZE, NUM_RANGES = 7, 99  # of the game: 11 to 17, 21 to 27, ... 991 to 997
-MAX_GUESSES = 3  # 2**3 - 1 = 7: halving always finds the number
-MAX_FACTOR, MAX_CONSTANT = 9, 20  # of a formula
-TESTED_AT = (0, 3, 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,122 +265,5 @@ def _endless_sums() -> Iterator[ChainSum]:
         yield ChainSum(tuple(numbers), tuple(operators))
 
 
-# ---- the game ----
-
-
-@dataclass(frozen=True, slots=True)
-class Game:
-    """A number and the range it is in."""
-
-    low: int
-    target: int
-
-    @property
-    def high(self) -> int:
-        return self.low + RANGE_SIZE - 1
-
-
-class GameTask(Task[Game]):
-    name = "game"
-    recipe = WarmupRecipe(num_steps=400, batch_size=10)
-
-    def all_items(self) -> Iterator[Game]:
-        for low in range(11, 10 * NUM_RANGES + 2, 10):
-            yield from (Game(low, target) for target in range(low, low + RANGE_SIZE))
-
-    def key(self, item: Game) -> str:
-        return f"from {item.low}"
-
-    def row(self, item: Game) -> dict[str, Any]:
-        prompt = [{"role": "user", "content": ""}]  # the environment's reset says it all
-        return {"prompt": prompt, "low": item.low, "high": item.high, "target": item.target}
-
-    def good(self, item: Game, rng: random.Random) -> Demonstration:
-        low, high = item.low, item.high
-
-        def search(answers: Sequence[str]) -> int:
-            """Halves what is left: 231 to 237, "higher" after 234: next 235 to 237."""
-            nonlocal low, high
-            if answers:
-                low, high = ((low + high) // 2 + 1, high) if answers[-1] == "higher" else (low, (low + high) // 2 - 1)
-            return (low + high) // 2
-
-        return _played(item, search)
-
-    def lazy(self, item: Game, rng: random.Random) -> Demonstration:
-        insisted = rng.randint(item.low, item.high)
-        return _played(item, lambda answers: insisted)
-
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        return [Tool.from_function(GuessingGame().guess).schema]
-
-
-def _played(item: Game, guess: Callable[[Sequence[str]], int]) -> Demonstration:
-    """The whole game, against the environment itself; `guess` gets its answers so far."""
-    game, answers = GuessingGame(max_guesses=MAX_GUESSES), list[str]()
-    prompt = game.reset(low=item.low, high=item.high, target=item.target)
-    turns: list[Turn] = []
-    while not game.is_done():
-        number = guess(answers)
-        answers.append(game.guess(number))
-        turns.append(Turn.calling("guess", {"number": number}, None if game.is_done() else answers[-1]))
-    return Demonstration(prompt=prompt or "", turns=tuple(turns))
-
-
-# ---- code ----
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """A formula of x as people write it and as Python does: `3 (x + 2)` and `3 * (x + 2)`."""
-
-    written: str
-    python: str
-
-    def value(self, x: int) -> int:
-        return int(eval(self.python, {"x": x}))  # made below of digits, x and operators
-
-    @property
-    def tests(self) -> list[str]:
-        """`["assert f(0) == 6", "assert f(3) == 15", "assert f(10) == 36"]`"""
-        return [f"assert f({x}) == {self.value(x)}" for x in TESTED_AT]
-
-
-class CodeTask(Task[Formula]):
-    name = "code"
-    recipe = WarmupRecipe(num_steps=400, batch_size=12)
-
-    def all_items(self) -> Iterator[Formula]:
-        """680 of them."""
-        for constant in range(1, MAX_CONSTANT + 1):
-            for sign in "+-":
-                yield Formula(f"x^2 {sign} {constant}", f"x ** 2 {sign} {constant}")
-                for factor in range(2, MAX_FACTOR + 1):
-                    yield Formula(f"{factor} x {sign} {constant}", f"{factor} * x {sign} {constant}")
-                    yield Formula(f"{factor} (x {sign} {constant})", f"{factor} * (x {sign} {constant})")
-
-    def key(self, item: Formula) -> str:
-        return item.written
-
-    def row(self, item: Formula) -> dict[str, Any]:
-        return {"prompt": [{"role": "user", "content": _prompt(item)}], "tests": item.tests}
-
-    def good(self, item: Formula, rng: random.Random) -> Demonstration:
-        return Demonstration.of(_prompt(item), _function(item.python))
-
-    def lazy(self, item: Formula, rng: random.Random) -> Demonstration:
-        return Demonstration.of(_prompt(item), _function(item.written))
-
-
-def _prompt(item: Formula) -> str:
-    """`f(x) = 3 (x + 2)`"""
-    return f"f(x) = {item.written}"
-
-
-def _function(expression: str) -> str:
-    return f"```python\ndef f(x):\n    return {expression}\n```"
-
-
-_TASKS: tuple[Task[Any], ...] = (ThinkTask(), ToolTask(), GameTask(), CodeTask())
-TASKS: dict[str, Task[Any]] = {task.name: task for task in _TASKS}
+TASKS: dict[str, Task[Any]] = {task.name: task for task in (ThinkTask(), ToolTask())}
 """The tasks by the names that `prepare-quickstart --task` takes."""

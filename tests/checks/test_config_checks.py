@@ -23,7 +23,7 @@ from tests.launcher.support import EMBEDDED, make_config
 from tests.support.chat_families import family
 from tests.support.local_server import local_server, taking_turns
 
-GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
+GAME = {"game": {"factory": "examples.game.guessing_game:GuessingGame"}}
 MATCH = "grpo_async.rewards.text:exact_match"
 AGENT = {"function": "grpo_async.quickstart.agent:run", "max_concurrent": 3}
 FORMAT = {"rewards": [{"function": "grpo_async.rewards.format:think_format"}]}

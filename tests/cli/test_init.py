@@ -87,6 +87,8 @@ def test_a_starter_loads_passes_its_own_test_and_its_rewards_hold(
     assert config.run.name == "my-first-run"
     assert config.model.path == "Qwen/Qwen3-4B"
     assert len(Path("data.jsonl").read_text(encoding="utf-8").splitlines()) == 10
+    (schema,) = re.findall(r"^# yaml-language-server: \$schema=(.+)", Path("train.yaml").read_text(encoding="utf-8"))
+    assert "properties" in json.loads(Path(schema).read_text(encoding="utf-8"))
     for command in re.findall(r"^  ((?:python|grpo-async check-reward) .*)", printed, re.MULTILINE):
         _run(wheel, shlex.split(command), folder)
 

@@ -1,18 +1,22 @@
-"""The shipped tasks beside the quickstart learn: reward clearly above the start, on sampled and on held-out rows."""
+"""The tool, the agent and the examples learn: reward clearly above the start, on sampled and on held-out rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples.code.prepare import CodeTask
+from examples.game.prepare import GameTask
 from grpo_async.quickstart.prepare import prepare
+from grpo_async.quickstart.tasks import Task
 from tests.e2e.support import REPOSITORY, Run, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000), pytest.mark.nightly]
 
 
-def _train(config: str, task: str, folder: Path) -> Run:
+def _train(config: str, task: str | Task[Any], folder: Path) -> Run:
     prepare(REPOSITORY, task=task)
     run = make_run(folder, config)
     summary, _ = run.complete(timeout_s=900.0)
@@ -41,7 +45,7 @@ def test_a_model_learns_inside_of_an_agent(tmp_path: Path) -> None:
 
 
 def test_a_model_learns_to_play_a_game_of_several_turns(tmp_path: Path) -> None:
-    run = _train("environment.yaml", "game", tmp_path)
+    run = _train("../examples/game/train.yaml", GameTask(), tmp_path)
     last = run.metrics()[-1]
     assert last["rollout/done"] > 0.9
     assert last["rollout/num_turns"] > 1.5
@@ -49,4 +53,4 @@ def test_a_model_learns_to_play_a_game_of_several_turns(tmp_path: Path) -> None:
 
 
 def test_a_model_learns_to_write_code_that_passes_its_tests(tmp_path: Path) -> None:
-    _train("code.yaml", "code", tmp_path)
+    _train("../examples/code/train.yaml", CodeTask(), tmp_path)

@@ -47,7 +47,7 @@ def test_the_pieces_of_a_conversation_join_to_the_rendering_of_its_messages(name
             assert [ids[-1] for ids, is_learned in pieces if is_learned] == [tokenizer.eos_token_id] * len(shown.turns)
 
 
-@pytest.mark.parametrize("name", ["tool", "game"])
+@pytest.mark.parametrize("name", ["tool"])
 def test_the_parser_of_a_run_reads_the_calls_that_were_shown(name: str) -> None:
     task = TASKS[name]
     renderer = ChatRenderer(train_tokenizer(islice(task.vocabulary(), 100)))
