@@ -7,8 +7,6 @@
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
 text:number_match, format:think_format, length:soft_overlong, code:code_tests.
 In place of a function, `model: NAME` is model:model_reward, and `model: http://...` is served_model:served_model_reward.
-
-`check.check_reward` tries a function on good and bad completions: `grpo-async check-reward`.
 """
 
 from __future__ import annotations

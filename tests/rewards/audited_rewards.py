@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from typing import Any
 
@@ -26,45 +25,12 @@ def substring(completions: list[str], answer: list[str]) -> list[float]:
     return [float(gold in c) for c, gold in zip(completions, answer, strict=True)]
 
 
-def prefers_garbage(completions: list[str], answer: list[str]) -> list[float]:
-    return [0.5 if gold in c else float(len(c) > 100) for c, gold in zip(completions, answer, strict=True)]
-
-
 def asks_but_ignores(completions: list[str], answer: list[str]) -> list[float]:
     return [float(len(c) > 3) for c in completions]
 
 
 def form_only(completions: list[str], **kwargs: Any) -> list[float]:
     return [float("boxed" in c) for c in completions]
-
-
-def constant(completions: list[str], **kwargs: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
-def never_applies(completions: list[str], **kwargs: Any) -> list[None]:
-    return [None] * len(completions)
-
-
-def judges_the_right_answer_only(completions: list[str], answer: list[str]) -> list[float | None]:
-    return [
-        1.0 if c == gold else 0.5 if c.endswith(f">\n{gold}") else None
-        for c, gold in zip(completions, answer, strict=True)
-    ]
-
-
-def noisy(completions: list[str], answer: list[str]) -> list[float]:
-    return [float(c == gold) + random.random() / 20 for c, gold in zip(completions, answer, strict=True)]
-
-
-def ranks(completions: list[str], **kwargs: Any) -> list[float]:
-    order = sorted(range(len(completions)), key=lambda index: len(completions[index]))
-    return [order.index(index) / len(completions) for index in range(len(completions))]
-
-
-def wants_one(completions: list[str], answer: list[str]) -> list[float]:
-    (only,) = completions
-    return [float(only == answer[0])]
 
 
 def catastrophic(completions: list[str], answer: list[str]) -> list[float]:
