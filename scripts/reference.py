@@ -15,7 +15,7 @@ import typer.main
 
 from grpo_async.cli.app import app
 from grpo_async.config.keys import all_keys
-from grpo_async.config.other_trainers import OTHER_NAMES
+from grpo_async.config.names import OTHER_NAMES
 from grpo_async.store.schema import COLUMNS
 from grpo_async.tracking.catalog import CATALOG
 from grpo_async.tracking.events import EVENTS

@@ -96,7 +96,7 @@ def explain(
       grpo-async explain | less
     """
     from grpo_async.config.keys import all_keys, find_keys, renamed_keys
-    from grpo_async.config.other_trainers import OTHER_NAMES
+    from grpo_async.config.names import OTHER_NAMES
     from grpo_async.errors import ConfigError
 
     keys = all_keys()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.other_trainers import OTHER_NAMES
+from grpo_async.config.names import OTHER_NAMES
 from grpo_async.config.yaml_document import KeyPath
 from grpo_async.utils.text import did_you_mean, nearest
 

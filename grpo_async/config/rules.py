@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
+from grpo_async.config.names import VLLM_ARGUMENTS
 from grpo_async.config.sections import CustomLoss, GspoLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import count, shortlist
@@ -18,39 +19,6 @@ if TYPE_CHECKING:
 Rule: TypeAlias = tuple[object, str]
 """Whether something is wrong, and what. `{rollout.group_size}` in the text becomes "rollout.group_size: 8"."""
 _SETTING = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)\}")
-_SET_BY_US = {
-    "--host": "see inference.host",
-    "--port": "train chooses a free one, serve-vllm takes --port",
-    "--model": "see model.path",
-    "--tokenizer": "the server reads that of model.path",
-    "--chat-template": "see model.chat_template",
-    "--revision": "see model.revision",
-    "--tokenizer-revision": "see model.revision",
-    "--seed": "each start of a server has its own, made of run.seed",
-    "--kv-cache-memory-bytes": "see inference.vllm.kv_cache_mb",
-    "--enable-sleep-mode": "see inference.vllm.sleep_while_training",
-    "--trust-remote-code": "see model.trust_remote_code",
-    "--dtype": "see inference.dtype",
-    "--max-model-len": "see inference.max_model_len",
-    "--gpu-memory-utilization": "see inference.vllm.gpu_memory_utilization",
-    "--tensor-parallel-size": "see inference.vllm.tensor_parallel_size",
-    "-tp": "see inference.vllm.tensor_parallel_size",
-    "--pipeline-parallel-size": "see inference.vllm.pipeline_parallel_size",
-    "-pp": "see inference.vllm.pipeline_parallel_size",
-    "--data-parallel-size": "see inference.vllm.data_parallel_size",
-    "-dp": "see inference.vllm.data_parallel_size",
-    "--enable-expert-parallel": "see inference.vllm.expert_parallel",
-    "--nnodes": "a server is on one machine; see launch.nodes",
-    "--ssl-certfile": "servers of a run speak HTTP; a reverse proxy adds TLS",
-    "--ssl-keyfile": "servers of a run speak HTTP; a reverse proxy adds TLS",
-    "--middleware": "it asks for the token",
-    "--api-key": "the token of the run guards every path",
-    "--worker-extension-cls": "weight updates need it",
-    "--weight-transfer-config": "see weights.transport",
-    "--api-server-count": "one process keeps the policy version",
-    "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
-}
-"""vLLM's arguments that are not the user's to set, and why. tests/vllm/test_command.py compares them with the command."""
 
 
 def conflicts(config: ExperimentConfig) -> list[str]:
@@ -290,7 +258,7 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
     )
     for argument in inference.vllm.extra_args:
         name = argument.split("=", 1)[0]
-        reason = _SET_BY_US.get(name if name in _SET_BY_US else name.replace("_", "-"))
+        reason = VLLM_ARGUMENTS.get(name if name in VLLM_ARGUMENTS else name.replace("_", "-"))
         yield reason, f"inference.vllm.extra_args: {name} is set by grpo-async; {reason}"
     forms = [section.structured_outputs for section in (config.rollout, config.evaluation) if section is not None]
     yield (

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.keys import ROOT, all_keys
-from grpo_async.config.other_trainers import OTHER_NAMES
+from grpo_async.config.names import OTHER_NAMES
 from grpo_async.config.public import public_config
 from grpo_async.config.schema import config_schema, schema_text
 from tests.support.configs import small_config

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_async.config import ExperimentConfig, rules
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.names import VLLM_ARGUMENTS
 from grpo_async.errors import ConfigError
 from grpo_async.inference.router import FixedServers, Router
 from grpo_async.servers.vllm import command
@@ -190,7 +191,7 @@ def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None
         if word.startswith("--")
     ]
     assert {"--chat-template", "--enable-sleep-mode", "--kv-cache-memory-bytes"} <= set(made)
-    assert set(made) - left <= set(rules._SET_BY_US)
+    assert set(made) - left <= set(VLLM_ARGUMENTS)
 
 
 def _seed_of_start(start: str | None, seed: int = 0) -> int:
