@@ -1,4 +1,4 @@
-"""An agent as people write them, for configs/agent.yaml: a loop around the package openai, with a calculator.
+"""An agent as people write them, for train.yaml: a loop around the package openai, with a calculator.
 
 It knows nothing of training. Its result is its reward.
 """

@@ -99,7 +99,7 @@ def prepare_quickstart(
         str,
         typer.Option(
             "--task",
-            help="; ".join(f"{task}: {', '.join(names)}" for task, names in CONFIGS.items()) + ".",
+            help="; ".join(f"{task}: {name}" for task, name in CONFIGS.items()) + ".",
         ),
     ] = DEFAULT_TASK,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the data.")] = 0,
@@ -118,4 +118,4 @@ def prepare_quickstart(
 
     prepare(task=task, seed=seed)
     if seed == 0:  # what the configs name
-        typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{CONFIGS[task][0]}')))}")
+        typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{CONFIGS[task]}')))}")

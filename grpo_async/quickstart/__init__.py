@@ -8,6 +8,6 @@ The examples of the repository bring tasks of their own. `prepare.prepare()` mak
 something has to be made.
 """
 
-CONFIGS = {"think": ("quickstart.yaml",), "tool": ("tools.yaml", "agent.yaml")}
-"""The files in configs/ that train each task."""
+CONFIGS = {"think": "quickstart.yaml", "tool": "tools.yaml"}
+"""The file in configs/ that trains each task."""
 DEFAULT_TASK = "think"

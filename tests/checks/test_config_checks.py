@@ -25,7 +25,7 @@ from tests.support.local_server import local_server, taking_turns
 
 GAME = {"game": {"factory": "examples.game.guessing_game:GuessingGame"}}
 MATCH = "grpo_async.rewards.text:exact_match"
-AGENT = {"function": "grpo_async.quickstart.agent:run", "max_concurrent": 3}
+AGENT = {"function": "examples.agent.agent:run", "max_concurrent": 3}
 FORMAT = {"rewards": [{"function": "grpo_async.rewards.format:think_format"}]}
 
 
@@ -69,7 +69,7 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
          "`GuessingGame` is also the reward of an environment"),
         (TRAIN, [], {"rollout": {"agent": AGENT}, "rewards": [{"function": MATCH, "name": "agent"}]},
          "`agent` is also the reward of an environment or of the agent"),
-        (TRAIN, [], {"rollout": {"agent": {"function": "grpo_async.quickstart.agent:runn"}}}, "did you mean 'run'"),
+        (TRAIN, [], {"rollout": {"agent": {"function": "examples.agent.agent:runn"}}}, "did you mean 'run'"),
         (TRAIN, [], {"rollout": {"agent": {"function": "no_such_module:run"}}}, "no_such_module:run: there is no module"),
         (TRAIN, [], {"rollout": {"agent": {"command": ["no-such-program"]}}}, "no-such-program is not on PATH"),
         # addresses of a network that exists in documents only
@@ -128,7 +128,7 @@ def test_a_run_with_an_agent_is_described(tmp_path: Path) -> None:
     notes = "\n".join(check_inputs(config, engine=EMBEDDED))
     assert "without the chat template" not in notes  # its calls go through it, whatever the prompts are
     assert "without the chat template" in "".join(check_inputs(make_config(tmp_path), engine=EMBEDDED))
-    assert "rollout.agent: grpo_async.quickstart.agent:run makes the rollouts" in notes
+    assert "rollout.agent: examples.agent.agent:run makes the rollouts" in notes
     assert "3 at once, each for at most 300 s" in notes
 
 

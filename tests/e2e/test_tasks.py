@@ -37,7 +37,7 @@ def test_a_model_learns_to_use_a_tool_in_two_turns(tmp_path: Path) -> None:
 
 
 def test_a_model_learns_inside_of_an_agent(tmp_path: Path) -> None:
-    run = _train("agent.yaml", "tool", tmp_path)
+    run = _train("../examples/agent/train.yaml", "tool", tmp_path)
     first, last = run.metrics()[0], run.metrics()[-1]
     assert last["rollout/num_turns"] > first["rollout/num_turns"] + 0.3  # it asks its calculator
     assert last["rewards/agent/mean"] == pytest.approx(last["reward"])
