@@ -9,7 +9,7 @@ Without --part: tokens/s of a server with --in-flight completions at once and, i
 of the bound (generation_bound_s).
 
 part 1  doctor, the tests of training and weights marked gpu, the trainer's step with its MFU (`step --device cuda`)
-part 2  preflight in float32, bfloat16 and float16, the last two also with a float32 head; the quickstart with vLLM over ipc
+part 2  both sides in float32, bfloat16 and float16, the last two also with a float32 head; the quickstart with vLLM over ipc
 part 3  pushes over ipc, over gloo, and over nccl between two processes (with two NCCL_HOSTIDs on a single card)
 part 4  generation at 1, 64 and 256; a run with CUDA graphs whose weights are verified after every push
 part 5  whole runs: sleep mode, kill -9 of the engine in a push, --resume
@@ -113,7 +113,10 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
     config = "configs/quickstart-vllm.yaml" if on_gpu else "configs/quickstart.yaml"
     short = "" if on_gpu else " --set training.max_steps=2 --set optimizer.warmup_steps=1 --set evaluation=null"
     run = f"-m grpo_async train {config} --quiet --set run.dir={{runs}} --set launch.device={device}"
-    check = f"-m grpo_async preflight {config} --set launch.device={device}"
+    check = (
+        f"-m grpo_async eval {config} --quiet --set run.dir={{runs}} --set launch.device={device} "
+        "--set evaluation.num_prompts=2"
+    )
     sizes = "--dtype bfloat16 --shape 0.6b --rounds 5" if on_gpu else "--engine embedded --shape tiny --rounds 2"
     tiny = "" if on_gpu else " --device cpu --rounds 1 --completion-tokens 4"
     train = (

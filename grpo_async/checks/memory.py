@@ -1,7 +1,5 @@
 """Estimates of the memory that a process of a run needs on its device, good to about a third. The plan shows them before anything
-is started (launcher.memory), and the peak of the first step is compared with them; they lead to warnings, never to a refusal.
-
-The second part measures the free memory of the machine and the free space on the disk of the run."""
+is started (launcher.memory); they lead to warnings, never to a refusal. The second part is about the disk of the run."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ _MARGIN = 1.15  # of an estimate: fragments of the allocator, and what the formu
 _CONTEXT_BYTES = 2 << 30  # of trainer and server on one GPU: CUDA contexts, workspaces, kernels
 _VLLM_WORK_BYTES = 3 << 29  # 1.5 GiB: vLLM's own activations and captured graphs
 _TIGHT = 0.9  # of the disk that is free
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,27 +149,9 @@ def describe(parts: Mapping[str, float]) -> str:
     return f"{format_bytes(sum(parts.values()))}: {named}"
 
 
-def describe_peak(peaks: Sequence[float], estimated: float | None, *, on_gpu: bool) -> str:
-    """The most that a rank was measured to hold, beside the estimate. On a CPU whole processes are measured."""
-    what = "of GPU memory" if on_gpu else "resident, the interpreter and its libraries included"
-    return f"{format_bytes(max(peaks))} {what}{'' if estimated is None else f' (estimated: {format_bytes(estimated)})'}"
-
-
-def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes of RAM that are free; of the container, where its control group (v2) leaves less."""
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
-    return available if limit is None else max(0, min(available, limit - (used or 0)))
-
-
-def _number(file: Path) -> int | None:
-    """What a file of the control group says; None: there is no such file, or it says "max", which is no limit."""
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
+def describe_peak(peaks: Sequence[float], *, on_gpu: bool) -> str:
+    """The most that a rank was measured to hold. On a CPU whole processes are measured."""
+    return f"{format_bytes(max(peaks))} {'of GPU memory' if on_gpu else 'resident, the interpreter and its libraries included'}"
 
 
 # ---- disk ----

@@ -1,4 +1,4 @@
-"""The preflight: after the first push and before the first rollout, does everything fit together?
+"""The preflight: after the first push and before the first rollout, do trainer and servers fit together?
 
     context -> scores of the trainer (a collective, on the calling thread) -> each check, alone and with a time limit
             -> preflight.json, list of checks
@@ -8,9 +8,8 @@ Reads only: nothing of the run is changed, no rollout is made.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,11 @@ from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import Server
 from grpo_async.inference.token import TOKEN_VARIABLE
-from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.training.verify import MAX_RATIO, MAX_ROUNDING, Score, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.files import write_atomically
-from grpo_async.utils.network import WILDCARDS, is_loopback
+from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import clipped
 
 SAMPLES = (
@@ -44,9 +42,7 @@ SAMPLES = (
     "Ünïcode: 你好, мир 🙂\n\n\ttabs  and   blanks",
     "def f(x):\n    return x**2  # code",
 )
-_MAX_TOKENS = 16  # control tokens that are tried as text
 _ANSWER = "kqanswerzq"
-_HARMLESS = "kqtextzq"
 _LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
 
 
@@ -61,8 +57,6 @@ class PreflightContext:
     """The servers that are up."""
     prompts: Sequence[Prompt]
     """A few of data.train."""
-    prompt_ids: Sequence[Sequence[int]]
-    """Their tokens; none where a rollout function or an agent makes its own."""
     probes: Sequence[Sequence[int]]
     """See training.verify.probe_sequences."""
     score_on_trainer: Score
@@ -77,8 +71,6 @@ class PreflightContext:
     token: str | None
     trainer_scores: TrainerScores | None = None
     """Scores of the probes; None: the trainer could not score them."""
-    tool_sets: Sequence[Sequence[Mapping[str, Any]]] = field(default=())
-    """Sets of tools (JSON schemas) that rollouts may be offered."""
 
 
 def run_preflight(context: PreflightContext) -> list[Check]:
@@ -207,23 +199,6 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
 # ---- the run ----
 
 
-def check_dtypes(context: PreflightContext) -> Iterator[Found]:
-    """Weights are served in the dtype they are sent in, and the trainer computes in the same."""
-    config = context.config
-    wire, compute = config.inference.resolved_dtype, config.model.resolved_compute_dtype
-    problems = [
-        f"{server.name} serves {_info(server).dtype} and gets {wire} (inference.dtype)"
-        for server in context.servers
-        if _info(server).dtype != wire
-    ]
-    if compute != wire:
-        problems.append(
-            f"the trainer computes in {compute} (model.compute_dtype), servers in {wire}: ratios of new to old policy carry "
-            "the rounding between them; set both to the same where you can"
-        )
-    yield ("warn" if problems else "pass"), ". ".join([_dtypes(context), *problems])
-
-
 def _dtypes(context: PreflightContext) -> str:
     model, served = context.config.model, sorted({_info(server).dtype for server in context.servers})
     return (
@@ -232,105 +207,39 @@ def _dtypes(context: PreflightContext) -> str:
     )
 
 
-def check_weights_host(context: PreflightContext) -> Iterator[Found]:
-    """The weight group's store listens on an address that only servers reach. That it can be bound is checked before the start."""
-    host = weights_host(context.config, [server.url for server in context.servers])
-    if host in WILDCARDS:
-        yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
-    elif is_loopback(host):
-        yield "pass", f"weights.host: {host} is not reached from outside"
-    else:
-        message = (
-            f"weights.host: {host} can be reached from other machines, and the transfer of weights there needs no token"
-        )
-        yield "warn", f"{message}; use 127.0.0.1 where all is on one machine, else a private network"
-
-
 def check_disk(context: PreflightContext) -> Iterator[Found]:
     """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
     size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
     yield disk_room(context.config, context.run_dir, size)
 
 
-# ---- a round trip through the chat template ----
-
-
-def check_chat_template(context: PreflightContext) -> list[Found]:
-    """Do prompts become the tokens they should? Prompts, the end of a turn, text like control tokens, and tools; rendered
-    for real."""
+def check_turn_end(context: PreflightContext) -> Iterator[Found]:
+    """Generation stops at the token that the chat template writes after an answer."""
     renderer = context.renderer
-    found: list[Found] = []
     if not renderer.end_of_turn_ids:
         remedy = "set model.end_of_turn_tokens to the token that the model was trained to end with"
-        found.append(("warn", f"no token ends a turn, so every completion runs to its limit; {remedy}"))
-    found += _check_prompts(context.prompt_ids, context.num_embeddings)
-    if renderer.tokenizer.chat_template:
-        for check in (_check_turn_end, _check_guard):
-            try:
-                found += check(renderer)
-            except GrpoAsyncError as error:
-                found.append(("warn", f"a test conversation cannot be rendered: {error}"))
-    for tools in context.tool_sets:
-        try:
-            renderer.check_tools(tools)
-        except GrpoAsyncError as error:
-            found.append(("fail", f"tools ({_name_of(tools)}, ...): {error}"))
-    if found:
-        return sorted(found)  # what fails first
-    ends = " or ".join(renderer.tokenizer.convert_ids_to_tokens(renderer.end_of_turn_ids))
-    message = f"turns end with {ends}; control tokens in text stay text"
-    names = ", ".join(map(_name_of, context.tool_sets))
-    return [("pass", f"{message}; tools: {names}" if names else message)]
+        yield "warn", f"no token ends a turn, so every completion runs to its limit; {remedy}"
+        return
+    tokens = renderer.tokenizer.convert_ids_to_tokens
+    ends = tokens(renderer.end_of_turn_ids)
+    after = _after_an_answer(renderer) if renderer.tokenizer.chat_template else []
+    if after and not set(after) & set(renderer.end_of_turn_ids):
+        message = (
+            f"after an answer the chat template continues with {tokens(after)}, but generation stops at {ends} only"
+        )
+        yield "warn", f"{message}: turns may run on; see model.end_of_turn_tokens"
+    else:
+        yield "pass", f"turns end with {' or '.join(ends)}"
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], num_embeddings: int) -> Iterator[Found]:
-    for number, ids in enumerate(prompts):
-        if not ids:
-            yield "fail", f"prompt {number} renders to no tokens at all; look at model.chat_template"
-            return
-        if beyond := [token for token in ids if not 0 <= token < num_embeddings]:
-            message = f"prompt {number} has the ids {beyond[:4]}, the model only {num_embeddings}"
-            yield "fail", f"{message}: another tokenizer's"
-            return
-
-
-def _check_turn_end(renderer: ChatRenderer) -> Iterator[Found]:
-    """After an earlier answer the template must write a token at which generation stops."""
+def _after_an_answer(renderer: ChatRenderer) -> list[int]:
+    """Return the two ids after an earlier answer; none where the template leaves it out or the tokenizer changes its text."""
     roles = (("user", "question"), ("assistant", _ANSWER), ("user", "question"))
-    ids = renderer.prompt_ids(
-        [TaggedMessage(role=role, content=content, origin=Origin.PROMPT) for role, content in roles]
-    )
+    messages = [TaggedMessage(role=role, content=content, origin=Origin.PROMPT) for role, content in roles]
+    ids = renderer.prompt_ids(messages)
     texts = (renderer.tokenizer.decode(ids[: count + 1], skip_special_tokens=False) for count in range(len(ids)))
     end = next((number for number, text in enumerate(texts) if _ANSWER in text), None)
-    if end is None:
-        return  # the template leaves earlier answers out, or the tokenizer changes text: nothing can be said
-    after = ids[end + 1 : end + 3]  # a newline may come before it
-    if renderer.end_of_turn_ids and not set(after) & set(renderer.end_of_turn_ids):
-        tokens = renderer.tokenizer.convert_ids_to_tokens
-        stops = f"generation stops at {tokens(renderer.end_of_turn_ids)} only: turns may run on"
-        yield (
-            "warn",
-            f"after an answer the chat template continues with {tokens(after)}, but {stops}; see model.end_of_turn_tokens",
-        )
-
-
-def _check_guard(renderer: ChatRenderer) -> Iterator[Found]:
-    """The text of a control token in an untrusted message must not become the token."""
-    special = {int(token) for token in renderer.tokenizer.all_special_ids}
-
-    def control_ids(content: str) -> Counter[int]:
-        message = TaggedMessage(role="user", content=content, origin=Origin.ENVIRONMENT)
-        return Counter(token for token in renderer.prompt_ids([message]) if token in special)
-
-    expected = control_ids(_HARMLESS)
-    for text in renderer.tokenizer.all_special_tokens[:_MAX_TOKENS]:
-        if control_ids(f"{_HARMLESS}{text}{_HARMLESS}") != expected:
-            yield "fail", f"the text {text!r} in a message of a tool or environment becomes a control token"
-            return
-
-
-def _name_of(tools: Sequence[Mapping[str, Any]]) -> str:
-    return str(dict(tools[0].get("function", tools[0]))["name"])
+    return [] if end is None else ids[end + 1 : end + 3]  # a newline may come before it
 
 
 _SERVER_CHECKS: tuple[tuple[str, Callable[[PreflightContext, Server], Found]], ...] = (
@@ -339,8 +248,6 @@ _SERVER_CHECKS: tuple[tuple[str, Callable[[PreflightContext, Server], Found]], .
     ("token", check_token),
 )
 _RUN_CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]]], ...] = (
-    ("chat template", check_chat_template),
-    ("dtypes", check_dtypes),
-    ("weights host", check_weights_host),
+    ("end of turns", check_turn_end),
     ("disk", check_disk),
 )

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from grpo_async import __version__
 from grpo_async.cli.check_reward import check_reward
-from grpo_async.cli.checks import doctor, preflight
+from grpo_async.cli.checks import doctor
 from grpo_async.cli.configs import explain, schema, validate
 from grpo_async.cli.eval import evaluate
 from grpo_async.cli.export import export, export_model
@@ -93,7 +93,6 @@ app.command("init", short_help="Write a config, a reward, data and a test to sta
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
 app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
-app.command("preflight", short_help="Start everything, compare trainer and servers, shut down.")(preflight)
 app.command("doctor", short_help="Check this machine: versions, GPUs, limits, disk.")(doctor)
 app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
 app.command("explain", short_help="Explain a configuration key.")(explain)

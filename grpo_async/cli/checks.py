@@ -1,4 +1,4 @@
-"""`doctor` and `preflight`: what matters to a run on this machine, and whether all its parts agree."""
+"""`doctor`: what matters to a run on this machine."""
 
 from __future__ import annotations
 
@@ -6,40 +6,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_async.cli.options import (
-    ConfigArgument,
-    JsonLogsOption,
-    QuietOption,
-    SetOption,
-    load_and_report,
-    with_json_logs_help,
-)
 from grpo_async.errors import FAILURE
-
-
-@with_json_logs_help
-def preflight(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    quiet: QuietOption = False,
-    json_logs: JsonLogsOption = False,
-) -> None:
-    """Test a configuration for real: start servers and trainer, push the weights once, compare both sides, shut down.
-
-    Compares log-probabilities token by token, and checks tokenizer, chat template, token, dtypes, addresses, memory and
-    disk. `train` makes the same checks before its first step. The run directory is not touched. Exit code: 0 every check
-    passed or warned, 1 one failed or something could not be started, 2 the configuration is wrong.
-
-    \b
-    Examples:
-      grpo-async preflight configs/quickstart.yaml
-      grpo-async preflight configs/quickstart.yaml --set inference.dtype=bfloat16
-      grpo-async preflight configs/quickstart.yaml --json-logs | jq 'select(.event == "preflight") | .checks[]'
-    """
-    from grpo_async.launcher import train
-
-    loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
-    raise typer.Exit(train.run_preflight(loaded, output=output).exit_code)
 
 
 def doctor(

@@ -37,11 +37,12 @@ def evaluate(
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
 ) -> None:
-    """Evaluate a model on the held-out data of a configuration: start its servers, generate, print a table, stop the servers.
+    """Evaluate a model on the held-out data of a configuration: a run of zero steps, which trains nothing and prints a table.
 
-    Without --checkpoint, this is the model that CONFIG names, or the one that the servers of `inference.urls` serve.
-    Prompts, rollouts (tools, environments, rollout function), rewards and sampling are those of a run's own evaluations; the
-    section `evaluation` says how many prompts and samples. Numbers go to DIR/evaluation.json, rollouts to DIR/rollouts. Exit
+    Without --checkpoint, this is the model that CONFIG names. Like any run it gives its weights to the servers, also to those of
+    `inference.urls`, and compares trainer and servers. Prompts, rollouts (tools, environments, rollout function), rewards and
+    sampling are those of a run's own evaluations; the section `evaluation` says how many prompts and samples. Of several machines
+    only this one takes part. Numbers go to DIR/evaluation.json, rollouts to DIR/evaluations. Exit
     code: 0 evaluated, 1 failed, 2 the configuration is wrong, 130 or 143 stopped by SIGINT or SIGTERM.
 
     \b

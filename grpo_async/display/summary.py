@@ -73,7 +73,7 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({balance})"
     memory = summary.get("memory") or {}
     if memory.get("peaks"):
-        peak = describe_peak(memory["peaks"], finite(memory.get("estimated")), on_gpu=bool(summary.get("on_gpu")))
+        peak = describe_peak(memory["peaks"], on_gpu=bool(summary.get("on_gpu")))
         yield "memory", f"a trainer rank held {peak}"
     yield "servers", _server_failures(summary.get("server_failures") or ())
 

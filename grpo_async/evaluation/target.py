@@ -1,4 +1,4 @@
-"""What `grpo-async eval` evaluates: the model that the configuration names, one that a run made, or running servers."""
+"""What `grpo-async eval` evaluates: the model that the configuration names, or one that a run made."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpo_async.training.checkpoint_manifest import find_checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTarget:
-    """`label` names the results. At most one is set: `folder`, a Hugging Face folder; or `run` and `step`, a checkpoint to
-    convert to one. With none, running servers are evaluated as they serve."""
+    """`label` names the results. Either `folder` is set, a Hugging Face folder or hub name; or `run` and `step`, a checkpoint
+    to convert to one."""
 
     label: str
     folder: str | None = None
@@ -31,17 +31,10 @@ def choose_target(config: ExperimentConfig, checkpoint: str | None) -> Evaluatio
             that a run exported at its end; or the path of another run's checkpoint. None: the model that `config` names.
 
     Raises:
-        ConfigError: there is no such checkpoint or folder, or running servers are named as well.
+        ConfigError: there is no such checkpoint or folder.
     """
     if checkpoint is None:
-        if config.inference.urls:
-            return EvaluationTarget(label="served")
         return EvaluationTarget(label="base", folder=config.model.path)
-    if config.inference.urls:
-        raise ConfigError(
-            "inference.urls names servers that run already and serve what they serve; leave out --checkpoint, or start its "
-            "own servers with --set inference.urls=[]"
-        )
     path = Path(checkpoint).resolve()
     if checkpoint in ("latest", "best") or checkpoint.isdecimal() or not path.is_dir():
         return _from_run(RunDir(config.run_path), checkpoint)

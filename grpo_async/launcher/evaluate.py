@@ -1,10 +1,10 @@
-"""`grpo-async eval` from a configuration to an exit code: choose the model, start its servers, evaluate, report, end everything.
+"""`grpo-async eval`: a training run of zero steps, of the chosen model, shown as the evaluation that it is.
 
-The folder of the results is laid out as a run directory, so `inspect-rollouts` reads it:
+The folder of the results is laid out as a run directory, so `inspect-rollouts OUT --evaluation latest` reads it:
 
-    OUT/evaluation.json     the numbers
-    OUT/rollouts/           what was generated
-    OUT/config.yaml, OUT/plan.txt, OUT/logs/
+    OUT/evaluation.json          the numbers
+    OUT/evaluations/step_0/      what was generated
+    OUT/config.yaml, OUT/plan.txt, OUT/preflight.json, OUT/summary.json, OUT/logs/
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.files import write_atomically
+from grpo_async.utils.run_state import EVALUATED
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.validation import problems_of
 
@@ -71,16 +72,17 @@ def run_evaluation(
                 "evaluation: the configuration has no such section; say what to evaluate on (evaluation.data)"
             )
         target = choose_target(config, checkpoint)
+        config = _on_one_machine(config)
         engine = choose_engine(config)
         config = fill_dtypes(config, engine, inspect_machine().gpus)
-        notes = check_inputs(config, engine=engine, trains=False)
+        notes = check_inputs(config, engine=engine)
         run_dir = RunDir(_choose_folder(config, target, out).absolute())
         check_run_dir_writable(run_dir)
         with _new_folder(run_dir), _model(config, target, run_dir, output) as model_path:
-            served = _to_serve(config, model_path, run_dir)
-            outcome = lead_run(served, engine, output, purpose="evaluation", notes=notes)
+            evaluated = _without_steps(config, model_path, run_dir)
+            outcome = lead_run(evaluated, engine, output, purpose="evaluation", notes=notes)
             # rollouts are looked at with the model's own name: the folder that was served is removed now
-            write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))
+            write_atomically(run_dir.config, dump_config(_without_steps(config, config.model.path, run_dir)))
         return _report(outcome, target, run_dir, output)
 
 
@@ -112,7 +114,8 @@ def _new_folder(run_dir: RunDir) -> Iterator[None]:
 def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, output: Output) -> Iterator[str]:
     """Path of the Hugging Face folder to serve; what is made of a checkpoint is removed at the end."""
     if target.run is None or target.step is None:
-        yield config.model.path if target.folder is None else target.folder
+        assert target.folder is not None
+        yield target.folder
         return
     from grpo_async.training.export import export_checkpoint
 
@@ -126,19 +129,24 @@ def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, 
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> ExperimentConfig:
-    """`config` as servers and evaluation need it: the model as it stands in the folder, and nothing of how it is trained."""
+def _on_one_machine(config: ExperimentConfig) -> ExperimentConfig:
+    """Return the config for this machine alone, with its ranks and one server, where it is one of several."""
+    nodes = config.launch.nodes
+    if nodes.count == 1:
+        return config
+    launch = config.launch.on_one_machine(colocate=config.launch.colocate or nodes.infer > 0)
+    inference = config.inference.model_copy(update={"replicas": 1})
+    return config.model_copy(update={"launch": launch, "inference": inference})
+
+
+def _without_steps(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> ExperimentConfig:
+    """Return `config` for a run that only evaluates: the model as it stands in the folder, and no copy of it as reference."""
     content = config.model_dump(mode="json")
-    # `loss` stays: the rules of sampling (config.rules) read it
-    for section in ("advantage", "optimizer", "checkpoint", "weights", "tracking"):
-        content.pop(section)
-    content["run"] = {**content["run"], "dir": str(run_dir.root.parent), "name": run_dir.root.name}
+    content["run"] |= {"dir": str(run_dir.root.parent), "name": run_dir.root.name}
     revision = config.model.revision if model_path == config.model.path else None
-    content["model"] = {**content["model"], "path": model_path, "revision": revision, "lora": None}
-    kept = ("server_port", "trainer_threads", "stop_timeout_s", "heartbeat_timeout_s")
-    content["launch"] = {"device": "cpu", **{name: content["launch"][name] for name in kept}}
-    content["inference"]["vllm"]["sleep_while_training"] = False
-    content["evaluation"]["every_steps"] = None
+    content["model"] |= {"path": model_path, "revision": revision, "lora": None}
+    content["loss"] |= {"beta": 0.0, "sync_ref_model": False}
+    content["evaluation"]["at_start"] = True
     try:
         return ExperimentConfig.model_validate(content)
     except ValidationError as error:
@@ -148,8 +156,19 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
 def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, output: Output) -> RunOutcome:
     result: dict[str, Any] | None = None
     if outcome.summary is not None and outcome.exit_code == 0:
-        result = {"evaluated": target.label, **outcome.summary, "folder": str(run_dir.root)}
+        found = outcome.summary
+        result = {
+            "evaluated": target.label,
+            "engine": found["engine"],
+            "metrics": found["before"],
+            "by_group": found["by_group"]["before"],
+            "group_by": found["group_by"],
+            **({"majority_baseline": found["majority_baseline"]} if "majority_baseline" in found else {}),
+            "folder": str(run_dir.root),
+        }
         write_atomically(run_dir.evaluation_result, json.dumps(result, indent=2))
+        summary = {"status": EVALUATED, "steps": 0, "evaluation": found}
+        write_atomically(run_dir.summary, json.dumps(summary, indent=2))
 
     def show(console: Console) -> None:
         assert result is not None
@@ -159,7 +178,7 @@ def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, outp
             f"results: {run_dir.root}",
             "",
             "next:",
-            f"  grpo-async inspect-rollouts {shlex.quote(str(run_dir.root))}",
+            f"  grpo-async inspect-rollouts {shlex.quote(str(run_dir.root))} --evaluation latest",
         ]
         if "majority_baseline" in result:
             lines.insert(0, f"always the most frequent answer: {result['majority_baseline']:.3f}")

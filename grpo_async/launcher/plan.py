@@ -95,7 +95,6 @@ class ProcessPlan:
         """The plan for humans; also the content of plan.txt."""
         assignment = self.assignment
         start = {
-            "preflight": "checks only",
             "evaluation": "evaluation only",
             "train": "from the beginning"
             if assignment.resume_step is None
@@ -307,7 +306,7 @@ def _trainer(
     *,
     memory: str,
 ) -> ProcessSpec:
-    """torchrun with the ranks of this machine; for an evaluation one process that asks the servers."""
+    """torchrun with the ranks of this machine."""
     launch, node = config.launch, assignment.node
     environment = {
         **_environment(common, launch.trainer_threads, gpus),
@@ -315,15 +314,6 @@ def _trainer(
         "PYTHONHASHSEED": "0",
         ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
     }
-    if assignment.purpose == "evaluation":
-        return ProcessSpec(
-            name="evaluation",
-            command=(machine.python, "-m", "grpo_async.trainer.evaluation_process"),
-            environment=environment,
-            log_name="evaluation.log",
-            num_processes=1,
-            threads=launch.trainer_threads,
-        )
     options = {
         "--nnodes": node.num_train,
         "--nproc-per-node": launch.num_trainer_ranks,

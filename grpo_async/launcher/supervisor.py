@@ -170,13 +170,6 @@ class Supervisor:
 
     def _judge(self, exit_code: int) -> RunOutcome:
         status = self._local.trainer.exited.result()
-        if self._assignment.purpose == "preflight" and self._checks is not None and exit_code == 0:
-            failed = [check.name for check in self._checks if check.status == "fail"]
-            if failed:
-                error = f"preflight: {len(failed)} of {len(self._checks)} checks failed: {', '.join(failed)}"
-                return RunOutcome(exit_code=1, error=error, checks=self._checks)
-            if status == 0:
-                return RunOutcome(exit_code=0, checks=self._checks)
         # stopped before the first step, it has nothing to sum up
         lacks_summary = self._summary is None and exit_code == 0
         if status != 0 or lacks_summary:
@@ -186,8 +179,7 @@ class Supervisor:
     def _trainer_failure(self, status: int) -> str:
         trainer = self._local.trainer
         if status == 0:
-            result = "the result of its checks" if self._assignment.purpose == "preflight" else "a summary"
-            return f"the {trainer.name} ended without {result}\n{trainer.describe_end()}"
+            return f"the {trainer.name} ended without a summary\n{trainer.describe_end()}"
         if self._hub is not None and self._hub.has_lost_a_node:
             return self._nodes_failure(self._hub)
         cause = "\nafter that ".join(filter(None, [self._local.liveness.silent(), self._explain()]))

@@ -9,12 +9,9 @@ dashboard is closed, and becomes exit code 1.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.cluster.nodes import find_node, leading_node
@@ -75,12 +72,13 @@ def launch(
         if node.serves:  # a dry run describes the whole cluster, not this machine
             engine = choose_engine(config, is_here=not dry_run or node.is_alone)
         config = _fill_dtypes_on_nodes(config, engine, node, dry_run=dry_run)
-        notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
         run_dir = RunDir(config.run_path.absolute())
-        if node.rank > 0 and not dry_run:
+        follows = node.rank > 0 and not dry_run
+        start = Start() if follows else check_start(config, resume=resume, clean=clean)  # before what takes seconds
+        notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
+        if follows:
             outcome = follow(config, run_dir, output, node=node, engine=engine, notes=notes)
             return report_end(outcome, run_dir, output)
-        start = check_start(config, resume=resume, clean=clean)
         if dry_run:
             plan = plan_dry(
                 config, node, resume_step=start.resume_step, plans_memory=True, notes=[*start.notes, *notes]
@@ -116,45 +114,6 @@ def _fill_dtypes_on_nodes(
         gpus = gpus or (assumed_gpus(config, engine) if dry_run else ())
         engine = replace(engine, on_gpu=engine.on_gpu and bool(gpus))
     return fill_dtypes(config, engine, gpus)
-
-
-def run_preflight(config: ExperimentConfig, *, output: Output | None = None) -> RunOutcome:
-    """Start the processes of a run, make the checks before the first step, print them and end everything. Everything is written to
-    a temporary run directory; that of `config` is not touched. Of several machines only this one is checked.
-
-    Returns:
-        The outcome, with exit code 0 when no check failed, else 1, and with the checks, if they were made.
-
-    Raises:
-        ConfigError, RunError: see `launch`.
-    """
-    output = output or Output()
-    notes: tuple[str, ...] = ()
-    with output.reporting():
-        if (nodes := config.launch.nodes).count > 1:
-            launch = config.launch.on_one_machine(colocate=config.launch.colocate or nodes.infer > 0)
-            inference = config.inference.model_copy(update={"replicas": 1})
-            config = config.model_copy(update={"launch": launch, "inference": inference})
-            notes = (
-                f"launch.nodes: {nodes.count} machines; the checks run on this one only, with its ranks and one server",
-            )
-        engine = choose_engine(config)
-        config = fill_dtypes(config, engine, inspect_machine().gpus)
-        notes = (*check_inputs(config, engine=engine), *notes)
-        folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
-        is_broken = False
-        try:
-            outcome = lead_run(config, engine, output, purpose="preflight", notes=notes)
-            is_broken = outcome.exit_code == 1 and outcome.checks is None
-            if is_broken:  # the logs say more than the error
-                logs = RunDir(config.run_path).logs
-                outcome = replace(outcome, error=f"{outcome.error}\nthe logs are kept: {logs}")
-            report_end(outcome, RunDir(config.run_path), output)
-            return outcome
-        finally:
-            if not is_broken:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def lead_run(

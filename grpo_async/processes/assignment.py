@@ -14,7 +14,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.utils.network import host_in_url
 
 ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"
-Purpose: TypeAlias = Literal["train", "preflight", "evaluation"]
+Purpose: TypeAlias = Literal["train", "evaluation"]
 
 
 class _Record(BaseModel):
@@ -85,7 +85,7 @@ class Assignment(_Record):
     resume_is_named: bool = False
     """The user has named the step. Else the one before takes its place where the ranks find its tensors damaged."""
     purpose: Purpose = "train"
-    """preflight: make the checks, report them and end (exit code 0 when none failed, else 1); evaluation: `grpo-async eval`."""
+    """evaluation: `grpo-async eval`, which evaluates before the first step and ends."""
     node: Node = Node()
     rank: int = 0
     """Rank of this process among `world_size`, over all machines; torchrun sets it, like the other two."""

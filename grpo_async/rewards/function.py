@@ -27,7 +27,7 @@ from grpo_async.rewards.call import (
     made_reward,
     read_parameters,
 )
-from grpo_async.user_code.calls import Caller, CallError, is_async, own_name, process_hint, unwrap_partial
+from grpo_async.user_code.calls import Caller, CallError, own_name, process_hint, unwrap_partial
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
@@ -94,13 +94,6 @@ class RewardFunction:
 
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r}, weight={self.weight})"
-
-    @property
-    def runs_in(self) -> Literal["event loop", "thread", "process"]:
-        """Where calls run."""
-        if self._pool is not None:
-            return "process"
-        return "event loop" if is_async(self._function) else "thread"
 
     @property
     def timeout_s(self) -> float:

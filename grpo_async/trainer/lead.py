@@ -20,12 +20,11 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 
 from grpo_async.batching.minibatch import Minibatch
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.checks.memory import ADVICE, ModelSize, available_memory, describe_peak, trainer_memory
+from grpo_async.checks.memory import describe_peak
 from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
@@ -76,7 +75,6 @@ from grpo_async.utils.concurrency import call_when_set
 from grpo_async.utils.files import write_atomically
 from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.seeds import seed_of
-from grpo_async.utils.text import format_bytes
 from grpo_async.weights.buckets import choose_bucket_bytes
 from grpo_async.weights.push import WeightTransport
 
@@ -86,8 +84,6 @@ _PREFLIGHTS = 3
 """Maximum number of preflights: if a server dies while it is checked, it is checked again when it is back."""
 _EXAMPLE_STEPS = 5
 """Number of steps between two examples of what the policy writes; the first step also has one."""
-_MIN_FREE_MEMORY = 0.1  # fraction of a rank's peak; with less free memory, a batch longer than those so far may not fit
-_MAX_OVER_ESTIMATE = 1.5  # a peak above this multiple of the estimate (good to about a third) is worth a warning
 _MAX_NONFINITE_STEPS = 3  # in a row; each is skipped, then the run ends
 
 
@@ -124,6 +120,9 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             context.channel.send([StopCommand()] * assignment.world_size)
             return
         start = state.step if state else 0
+        is_run = (
+            assignment.purpose == "train"
+        )  # what an evaluation found is shown by the launcher, and goes to no tracker
         evaluations = RunEvaluations(
             config,
             run_dir,
@@ -131,7 +130,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             evaluator=side.evaluator,
             start=start,
             listeners=Listeners(
-                tell=lambda when, metrics: control.send("evaluation", when=when, metrics=dict(metrics)),
+                tell=lambda when, metrics: is_run and control.send("evaluation", when=when, metrics=dict(metrics)),
                 track=lambda step, metrics: trackers.log(step, metrics),
                 phase=lambda name: control.send("phase", name=name),
                 warn=lambda text: control.send("warning", text=text),
@@ -166,7 +165,6 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             timeline=timeline,
         )
         log = stack.enter_context(MetricsWriter(run_dir.metrics, first_step=start + 1))
-        is_run = assignment.purpose == "train"  # nobody wants a preflight in a tracker
         trackers = open_trackers(config, run_dir) if is_run else Trackers(())
         stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
         for text in trackers.shown_by:
@@ -194,14 +192,12 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
                     renderer=renderer,
                     servers=servers,
                     prompts=side.first_prompts,
-                    prompt_ids=side.first_prompt_ids,
                     probes=probes,
                     score_on_trainer=leader.score,
                     num_parameters=context.num_parameters,
                     num_embeddings=num_embeddings,
                     policy_version=start,
                     token=token_from_environment(),
-                    tool_sets=side.tool_sets,
                 )
             )
 
@@ -289,7 +285,7 @@ class Leader:
         if is_pushed:
             self._fleet.subscribe(self._source.wake)
             self._check_before_training(preflight)
-        if not is_pushed or self._assignment.purpose == "preflight":
+        if not is_pushed:
             self._command_all(StopCommand())
             return
         call_when_set(self._control.stop_requested, self._source.interrupt)
@@ -307,7 +303,10 @@ class Leader:
         guard.start()
         try:
             self._evaluations.before_training()
-            self._write_summary(self._train_and_save())
+            if self._assignment.purpose == "evaluation":
+                self._end_evaluation()
+            else:
+                self._write_summary(self._train_and_save())
         finally:
             guard.stop()
         guard.check()
@@ -384,6 +383,13 @@ class Leader:
                 write_atomically(self._context.run_dir.model / CARD, card)
         self._command_all(StopCommand())
         return finished
+
+    def _end_evaluation(self) -> None:
+        """End a run of zero steps: tell the launcher what the evaluation found, unless a stop cancelled it."""
+        self._command_all(StopCommand())
+        found = self._evaluations.summary()
+        if found is not None and found["before"] is not None:
+            self._control.send("summary", summary={"engine": self._engine, **found})
 
     def push(self, version: int) -> dict[str, float]:
         """Push the current weights as `version`, on all ranks. With no server up, training continues with the queued groups; the
@@ -691,24 +697,13 @@ class Leader:
         )
 
     def _memory_summary(self) -> dict[str, Any]:
-        """The peak memory of each rank by the end of its first step, and the estimate."""
-        context = self._context
-        config = context.policy.model.config.get_text_config().to_dict()
-        size = ModelSize.of(config, context.num_parameters)
-        estimated = sum(trainer_memory(self._config, size).values())
-        return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": context.device.type == "cuda"}
+        """Return the peak memory of each rank by the end of its first step."""
+        return {"peaks": list(self._context.peaks or ()), "on_gpu": self._context.device.type == "cuda"}
 
     def _report_memory(self, step: int) -> None:
-        """Compare the memory of the first step with the plan; warn if it was far more, or if little is left."""
-        memory = self._memory_summary()
-        text = f"memory of a trainer rank after step {step}: {describe_peak(**memory)}"
+        text = f"memory of a trainer rank after step {step}: {describe_peak(**self._memory_summary())}"
         logger.info(text)
         self._control.send("note", text=text)
-        most, left = max(memory["peaks"]), available_memory()
-        if memory["on_gpu"]:
-            left = torch.cuda.mem_get_info(self._context.device)[0]
-        if left < _MIN_FREE_MEMORY * most or (memory["on_gpu"] and most > _MAX_OVER_ESTIMATE * memory["estimated"]):
-            self._control.send("warning", text=f"{text}; {format_bytes(left)} are left on its device; {ADVICE}")
 
     def _track_evaluation(self, step: int) -> Verdict:
         """Give trackers the completions of evaluations that have ended. Returns the verdict whether the run is learning by now."""

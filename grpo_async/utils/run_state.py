@@ -19,6 +19,9 @@ from grpo_async.utils.text import duration, finite
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 """What stands in status.json; stopped: by a signal, after a checkpoint."""
 
+EVALUATED = "evaluated"
+"""What stands in the summary.json of `grpo-async eval`, which has no status.json."""
+
 KILLED, SILENT = "killed", "silent"
 """The file says running, and that cannot be: its launcher no longer runs; or it is on another machine and has written
 nothing for SILENT_S."""
@@ -29,6 +32,7 @@ UNFINISHED = "unfinished"
 LEVELS: Mapping[str, Literal["good", "info", "warning", "bad"]] = {
     RUNNING: "info",
     FINISHED: "good",
+    EVALUATED: "good",
     STOPPED: "warning",
     FAILED: "bad",
     KILLED: "bad",

@@ -96,7 +96,7 @@ def test_every_command_of_the_proof_on_a_gpu_is_read(part: int, parse: Callable[
         elif module == "pytest":
             paths = [each for each in arguments if each.startswith("tests/")]
             assert paths and all((ROOT / path).exists() for path in paths)  # noqa: PT018
-        elif arguments[0] in ("train", "preflight"):
+        elif arguments[0] in ("train", "eval"):
             overrides = [value for option, value in pairwise(arguments) if option == "--set"]
             load_config(ROOT / arguments[1], overrides)
         else:

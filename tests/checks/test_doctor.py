@@ -69,31 +69,22 @@ main(["doctor"])
 
 
 @pytest.mark.parametrize(
-    ("free", "statuses"),
-    [
-        (100 << 20, ["fail", "warn"]),
-        (2 << 30, ["warn", "pass"]),
-        (9 << 30, ["pass", "pass"]),
-    ],
+    ("free", "statuses"), [(100 << 20, ["warn", "warn"]), (2 << 30, ["warn"]), (9 << 30, ["pass"])]
 )
 def test_a_full_disk_and_a_small_shared_memory_are_reported(
     monkeypatch: pytest.MonkeyPatch, free: int, statuses: list[str]
 ) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=10 * free))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert _statuses(doctor.check_disk()) == statuses
 
 
-SMI_LINE = "0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, {used}, {capability}, {mig}\n"
+SMI_LINE = "0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4\n"
 
 
 @pytest.mark.parametrize(
     ("output", "code", "status", "words"),
     [
-        (SMI_LINE.format(used=4, capability=9.0, mig="Disabled"), 0, "pass", "H100"),
-        (SMI_LINE.format(used=70000, capability=9.0, mig="Disabled"), 0, "warn", "another program holds memory"),
-        (SMI_LINE.format(used=4, capability=9.0, mig="Enabled"), 0, "warn", "MIG is on"),
-        (SMI_LINE.format(used=4, capability=7.5, mig="[N/A]"), 0, "warn", "no bfloat16"),
-        ("gibberish\n", 0, "warn", "something unknown"),
+        (SMI_LINE, 0, "pass", "H100"),
         ("", 0, "warn", "lists none"),
         ("Failed to initialize NVML: Driver/library version mismatch\n", 18, "fail", "version mismatch"),
         ("", None, "fail", "timed out"),
@@ -123,10 +114,9 @@ def test_what_nvidia_smi_says(
         ({}, True, True, "warn", "far faster"),
         ({"vllm": "0.11.0"}, False, True, "fail", "vllm 0.11.0 is installed, but only"),
         ({"vllm": "0.27.1", "torch": "2.13.0"}, False, False, "fail", "plugin"),
-        ({"vllm": "0.27.1", "torch": "2.12.0"}, False, True, "warn", "wants torch==2.13.0, installed is torch 2.12.0"),
         ({"vllm": "0.27.1", "torch": "2.13.0+cu130"}, False, True, "pass", "supported"),
     ],
-    ids=["none", "none beside a GPU", "old", "no plugin", "other torch", "fine"],
+    ids=["none", "none beside a GPU", "old", "no plugin", "fine"],
 )
 def test_vllm_is_judged_without_importing_it(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], has_gpu: bool, has_plugin: bool, status: str, words: str
@@ -139,7 +129,6 @@ def test_vllm_is_judged_without_importing_it(
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(doctor, "has_gpu_driver", lambda: has_gpu)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy", "torch==2.13.0"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ["plugin"] if has_plugin else [])
     (found,) = check_vllm()
     assert (found[0], words in found[1]) == (status, True), found

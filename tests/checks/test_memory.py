@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_async.checks.memory import ModelSize, available_memory, bytes_beside_vllm, server_memory, trainer_memory
+from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, server_memory, trainer_memory
 from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -93,16 +92,3 @@ def test_beside_a_server_that_sleeps_in_steps_only_weights_and_optimizer_stay_an
     assert beside == 2 * GIB + 1.15 * (parts["weights"] + parts["optimizer"]) + 4 * bucket
     one_gib: dict[str, Any] = {**sleeping, "weights": {"bucket_mb": 1024}}
     assert bytes_beside_vllm(_config(tmp_path / "other", **one_gib), SIZE) == beside + 4 * (GIB - bucket)
-
-
-@pytest.mark.parametrize(
-    ("limit", "usage", "expected"),
-    [("max", "5", 700), ("400", "150", 250), ("900", "50", 700), ("400", "450", 0), ("", "", 700)],
-)
-def test_available_memory_is_what_the_container_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, usage: str, expected: int
-) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=700))
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{usage}\n")
-    assert available_memory(tmp_path) == expected

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.chat.encoding import Encoder, Guarded
 from grpo_async.chat.renderer import ChatRenderer, load_renderer
 from grpo_async.checks import memory, preflight
-from grpo_async.checks.preflight import PreflightContext, check_chat_template, check_tokenizer, run_preflight
-from grpo_async.checks.report import Check, Found
+from grpo_async.checks.preflight import PreflightContext, check_tokenizer, run_preflight
+from grpo_async.checks.report import Check
 from grpo_async.errors import RequestRejectedError
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
@@ -36,19 +35,7 @@ from tests.support.local_server import local_server
 from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
-NAMES = [
-    "logprobs", "tokenizer", "token", "chat template", "dtypes", "weights host", "disk",
-]  # fmt: skip
-
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Searches.",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
-    },
-}
+NAMES = ["logprobs", "tokenizer", "token", "end of turns", "disk"]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +62,7 @@ def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
     config = make_config(folder, **{"weights": {"timeout_s": 5.0}, **changes.pop("sections", {})})
     fields: dict[str, Any] = {
         "config": config, "run_dir": RunDir(config.run_path), "renderer": renderer, "servers": [], "prompts": prompts,
-        "prompt_ids": [renderer.prompt_ids(prompt.messages) for prompt in prompts], "probes": [],
+        "probes": [],
         "score_on_trainer": lambda *_: TrainerScores(logprobs=[], perturbed_logprobs=[]), "num_parameters": 0,
         "num_embeddings": len(tokenizer), "policy_version": 0, "token": TOKEN,
     }  # fmt: skip
@@ -110,7 +97,6 @@ def _live_context(folder: Path, model: Path, url: str, **changes: Any) -> Prefli
     fields: dict[str, Any] = {
         "servers": [SimpleNamespace(name="server 0", url=url, info=info, control=control)],
         "prompts": prompts,
-        "prompt_ids": rendered,
         "probes": probe_sequences(rendered, vocab_size=rows, max_model_len=512),
         "score_on_trainer": score,
         "num_parameters": sum(p.numel() for p in policy.model.parameters()),
@@ -147,7 +133,7 @@ def test_a_run_where_everything_fits_passes_every_check_and_writes_them(
     checks = {check.name: check for check in found}
     # probes of 16, 64 and 300 tokens: 15 + 63 + 299 are predicted
     assert "over 377 tokens (limit of the mean 0.001;" in checks["logprobs"].detail
-    assert "turns end with <|im_end|>" in checks["chat template"].detail
+    assert "turns end with <|im_end|>" in checks["end of turns"].detail
     # 3 checkpoints of weights and two moments, and the model: 10 x 4 bytes x parameters
     assert checks["disk"].detail.startswith("3 checkpoints of ")
 
@@ -197,14 +183,10 @@ def test_a_server_of_another_version_fails(tmp_path: Path, tiny_model: Path, ser
     assert "serves version [0] and not 4" in checks["logprobs"].detail
 
 
-def test_a_served_dtype_that_was_not_sent_is_a_warning_and_widens_the_limit(
-    tmp_path: Path, tiny_model: Path, server: Live
-) -> None:
+def test_a_served_dtype_that_was_not_sent_widens_the_limit(tmp_path: Path, tiny_model: Path, server: Live) -> None:
     compute = {"model": {"compute_dtype": "bfloat16"}}
     checks = _run(_live_context(tmp_path, tiny_model, server.url, info={"dtype": "bfloat16"}, sections=compute))
-    assert _not_passed(checks) == {"dtypes": "warn"}
-    assert "server 0 serves bfloat16 and gets float32 (inference.dtype)" in checks["dtypes"].detail
-    assert "model.compute_dtype" in checks["dtypes"].detail
+    assert _not_passed(checks) == {}
     limit = re.search(r"limit of the mean ([0-9.]+)", checks["logprobs"].detail)
     assert limit is not None
     assert 0.002 < float(limit[1]) < 0.1
@@ -213,37 +195,22 @@ def test_a_served_dtype_that_was_not_sent_is_a_warning_and_widens_the_limit(
 # ---- each check alone ----
 
 
-def _problems(found: list[Found]) -> list[Found]:
-    return [(status, detail) for status, detail in found if status != "pass"]
-
-
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "chatml"])
 def test_usual_templates_pass(tmp_path: Path, name: str) -> None:
     tokenizer = family(name)
-    checks = check_chat_template(_context(tmp_path, tokenizer))
-    assert _problems(checks) == []
-    assert f"turns end with {tokenizer.eos_token}" in checks[0][1]
-
-
-@pytest.mark.parametrize("template", ["no_tool_role", "chatml"])
-def test_a_template_without_tool_results_or_tools_fails(tmp_path: Path, template: str) -> None:
-    (problem,) = _problems(check_chat_template(_context(tmp_path, family(template), tool_sets=[[TOOL]])))
-    assert (problem[0], problem[1].startswith("tools (search, ...): ")) == ("fail", True)
+    assert list(preflight.check_turn_end(_context(tmp_path, tokenizer))) == [
+        ("pass", f"turns end with {tokenizer.eos_token}")
+    ]
 
 
 def test_a_template_that_ends_turns_with_another_token_is_a_warning(tmp_path: Path) -> None:
     tokenizer = copy.deepcopy(family("chatml"))
     tokenizer.eos_token = "<|endoftext|>"
-    problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
-    assert [status for status, _ in problems] == ["warn"]
-    assert "after an answer the chat template continues with ['<|im_end|>'" in problems[0][1]
-    assert _problems(check_chat_template(_context(tmp_path, tokenizer, end_of_turn_tokens=["<|im_end|>"]))) == []
-
-
-def test_untrusted_text_that_becomes_a_control_token_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Encoder, "guard", lambda self, messages, untrusted: Guarded(messages=messages, placeholders={}))
-    problems = _problems(check_chat_template(_context(tmp_path, family("chatml"))))
-    assert problems == [("fail", "the text '<|im_end|>' in a message of a tool or environment becomes a control token")]
+    ((status, detail),) = preflight.check_turn_end(_context(tmp_path, tokenizer))
+    assert status == "warn"
+    assert "after an answer the chat template continues with ['<|im_end|>'" in detail
+    ((status, _),) = preflight.check_turn_end(_context(tmp_path, tokenizer, end_of_turn_tokens=["<|im_end|>"]))
+    assert status == "pass"
 
 
 # Tokenizers of both sides.
@@ -302,19 +269,6 @@ def test_vllm_must_have_the_same_tokenizer(
 
 
 # Addresses, disk.
-
-
-@pytest.mark.parametrize(
-    ("host", "status", "words"),
-    [
-        ("127.0.0.1", "pass", "is not reached from outside"),
-        ("192.0.2.1", "warn", "can be reached from other machines"),
-        ("0.0.0.0", "warn", "listens on every network"),
-    ],
-)
-def test_the_address_of_the_weight_group(tmp_path: Path, host: str, status: str, words: str) -> None:
-    (found,) = preflight.check_weights_host(_context(tmp_path, family("chatml"), sections={"weights": {"host": host}}))
-    assert (found[0], words in found[1]) == (status, True), found
 
 
 @pytest.mark.parametrize(

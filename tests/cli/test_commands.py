@@ -21,11 +21,9 @@ from grpo_async.cli.app import app, main
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.events import JSON_EVENTS
-from grpo_async.display.output import Output
 from grpo_async.display.progress import Progress
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from tests.store.builders import append_simple
@@ -34,7 +32,7 @@ from tests.support.configs import MINIMAL
 
 CONFIG = f"{MINIMAL}inference: {{engine: embedded}}\n"
 COMMANDS = [
-    "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
+    "train", "validate", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
     "inspect", "inspect-rollouts", "status", "eval", "export", "report", "trace",
 ]  # fmt: skip
 
@@ -86,7 +84,7 @@ def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]])
     assert _invoke("train", config, "--node-rank", "-1").exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "preflight", "validate", "serve-vllm"])
+@pytest.mark.parametrize("command", ["train", "eval", "validate", "serve-vllm"])
 def test_a_bad_configuration_is_exit_code_2_with_every_problem_and_an_event_where_events_are_asked_for(
     command: str, config: str
 ) -> None:
@@ -234,20 +232,6 @@ def test_a_server_started_by_hand_is_never_without_a_token(
         assert token is not None
         assert len(token) >= 32
         assert f"export GRPO_ASYNC_TOKEN={token}" in result.stderr
-
-
-def test_the_preflight_gets_the_configuration_and_its_exit_code_is_that_of_the_command(
-    config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, str]] = []
-
-    def preflight(config: ExperimentConfig, *, output: Output) -> RunOutcome:
-        calls.append((config.run.name, output.mode))
-        return RunOutcome(exit_code=1, checks=[Check("disk", "fail", "full")])
-
-    monkeypatch.setattr("grpo_async.launcher.train.run_preflight", preflight)
-    assert _invoke("preflight", config, "--set", "run.name=other", "--quiet").exit_code == 1
-    assert calls == [("other", "quiet")]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])

@@ -221,7 +221,7 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
     means = {"generated_tokens_per_s": 1234.0, "trained_tokens_per_s": 987.0, "trainer_idle_ratio": 0.12,
              "generator_idle_ratio": 0.3, "overlap_efficiency": 0.8, "staleness_mean": 0.75, "staleness_max": 1}  # fmt: skip
     ledger = {"ledger": {"groups": {"started": 100, **states}}, "ledger_closed": True}
-    memory = {"peaks": [3 << 29], "estimated": 1 << 30}
+    memory = {"peaks": [3 << 29]}
     reached = {
         "steps": 60,
         "wall_s": 75.0,

@@ -146,7 +146,7 @@ def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_p
     model = REPOSITORY / ".cache" / "quickstart" / "seed_0" / "model"
     process = run.start("--checkpoint", str(model), command="eval")
     folder = tmp_path / "run.eval-model"
-    blocks = folder / "rollouts"
+    blocks = folder / "evaluations" / "step_0"
     assert eventually(lambda: any(path.stat().st_size for path in blocks.glob("block-*")), 120.0), "rollouts"
     process.send_signal(signal.SIGINT)
     run.end(process, 130, timeout_s=60.0)

@@ -45,7 +45,6 @@ def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(golden_run:
     assert events[-1]["summary"]["steps"] == 4
     memory = events[-1]["summary"]["memory"]
     assert [peak > 100 << 20 for peak in memory["peaks"]] == [True]
-    assert memory["estimated"] > 0
     assert any(event["event"] == "note" and "after step 1" in event["text"] for event in events)
 
 

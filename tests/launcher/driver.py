@@ -1,7 +1,7 @@
 """The launcher with stand-ins for its children: `python -m tests.launcher.driver JSON`, see `LauncherProcess`.
 
 Options: folder; trainer and server (modes of the stand-ins, or a server that is "missing"); torchrun; stop_timeout_s; inference and
-launch (values of these sections); preflight; node_rank.
+launch (values of these sections); node_rank.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ def main(options: dict[str, Any]) -> int:
         launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},
         inference=options.get("inference", {}),
     )
-    if options.get("preflight"):
-        code = train.run_preflight(config).exit_code
-    else:
-        code = train.launch(config, node_rank=options.get("node_rank"))
+    code = train.launch(config, node_rank=options.get("node_rank"))
     if "torch" in sys.modules and config.launch.nodes.count == 1:  # several machines meet in a store of torch
         raise AssertionError("the launcher imported torch")
     return code

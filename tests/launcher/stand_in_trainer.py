@@ -88,15 +88,6 @@ class Modes:
             raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
         self.ignore_stop()
 
-    def preflight_fail(self) -> None:
-        write_atomically(self.folder / "preflight", self.assignment.purpose)
-        checks = [
-            {"name": "logprobs", "status": "pass", "detail": "mean 1e-6"},
-            {"name": "memory", "status": "fail", "detail": "little is left \x1b[2J"},
-        ]
-        self.control.send("preflight", checks=checks)
-        raise RuntimeError("a check has failed")
-
     def served(self) -> None:
         """It takes every server as serving when it starts. It appends the news of servers to FOLDER/news, asks for a restart of
         server 0 on SIGUSR1, and finishes on SIGUSR2."""

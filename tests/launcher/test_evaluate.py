@@ -1,4 +1,4 @@
-"""`eval`: what it evaluates, what it refuses before anything starts, and the configuration that its servers get."""
+"""`eval`: what it evaluates, what it refuses before anything starts, and the run that it makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher import evaluate as evaluate_module
 from grpo_async.launcher.evaluate import run_evaluation
+from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.run_state import state_of
 from tests.launcher.support import make_config
 
 
@@ -75,13 +77,6 @@ def test_the_best_checkpoint_is_that_of_the_runs_own_metric(tmp_path: Path) -> N
     assert choose_target(config, "best").step == 5
 
 
-def test_running_servers_are_asked_as_they_are(tmp_path: Path) -> None:
-    served = _config(tmp_path, inference={"urls": ["http://127.0.0.1:1"]})
-    assert choose_target(served, None) == EvaluationTarget(label="served")
-    with pytest.raises(ConfigError, match="serve what they serve"):
-        choose_target(served, "latest")
-
-
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_module, "check_inputs", lambda *_, **__: [])
     with pytest.raises(ConfigError, match="evaluation: the configuration has no such section"):
@@ -104,33 +99,39 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatc
         assert link.is_symlink()
 
 
-def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) -> None:
-    """Adapters are merged by then; GPUs of the trainer go to the servers."""
+def test_the_run_is_that_of_the_configuration_with_the_chosen_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters are merged by then; several machines become one; no reference is loaded; what is wrong is said in short."""
+    led: list[ExperimentConfig] = []
+
+    def lead(config: ExperimentConfig, *_: Any, purpose: str, **__: Any) -> RunOutcome:
+        led.append(config)
+        found = {"before": {"reward": 0.5}, "during": [], "after": None, "group_by": None, "by_group": {"before": {}}}
+        return RunOutcome(exit_code=0 if purpose == "evaluation" else 1, summary={"engine": "embedded", **found})
+
+    monkeypatch.setattr(evaluate_module, "check_inputs", lambda *_, **__: [])
+    monkeypatch.setattr(evaluate_module, "lead_run", lead)
     config = _config(
         tmp_path,
-        model={"path": "base", "lora": {}},
-        loss={"type": "dapo", "beta": 0.1},
-        training={"max_steps": 7},
-        launch={"num_trainer_ranks": 4, "stop_timeout_s": 9.0, "server_port": 4000, "trainer_threads": 3},
-        inference={"engine": "embedded", "max_model_len": 64},
-        rollout={"max_completion_tokens": 16},
+        model={"lora": {}},
+        loss={"beta": 0.1, "proximal": "recomputed", "correction": {"level": "token"}},
+        rollout={"top_p": 0.9},
+        launch={"nodes": {"train": 2}, "num_trainer_ranks": 4, "server_port": 4000},
     )
-    served = evaluate_module._to_serve(config, "exported", RunDir(tmp_path / "runs" / "x"))
-    assert (served.model.path, served.model.lora) == ("exported", None)
-    assert (served.launch.num_trainer_ranks, served.launch.device, served.launch.stop_timeout_s) == (1, "cpu", 9.0)
-    assert (served.launch.server_port, served.launch.trainer_threads) == (4000, 3)
-    assert served.run_path == tmp_path / "runs" / "x"
-    assert served.inference == config.inference
-    assert served.rollout == config.rollout
-    assert served.training.max_steps == 7
-    assert served.evaluation == config.evaluation
-
-
-def test_a_run_that_samples_with_top_p_can_be_evaluated_and_what_cannot_is_said_in_short(tmp_path: Path) -> None:
-    corrected = {"proximal": "recomputed", "correction": {"level": "token"}}
-    config = _config(tmp_path, rollout={"top_p": 0.9}, loss=corrected)
-    served = evaluate_module._to_serve(config, "exported", RunDir(tmp_path / "runs" / "x"))
-    assert served.rollout.top_p == 0.9
-    with pytest.raises(ConfigError, match=r"for an evaluation: run\.name: [^\n]*$") as caught:
-        evaluate_module._to_serve(config, "exported", RunDir(Path("/")))
-    assert "input_value" not in str(caught.value)
+    exported = _model(tmp_path / "exported")
+    outcome = run_evaluation(config, checkpoint=str(exported), out=tmp_path / "found")
+    (given,) = led
+    assert (given.model.path, given.model.lora) == (str(exported), None)
+    assert (given.launch.nodes.count, given.launch.num_trainer_ranks, given.launch.server_port) == (1, 4, 4000)
+    assert given.run_path == tmp_path / "found"
+    assert not given.loss.needs_reference
+    assert given.rollout == config.rollout
+    assert given.evaluation is not None
+    assert given.evaluation.at_start
+    assert outcome.summary is not None
+    assert outcome.summary["metrics"] == {"reward": 0.5}
+    summary = json.loads((tmp_path / "found" / "summary.json").read_text())
+    assert state_of({}, summary).state == "evaluated"
+    with pytest.raises(ConfigError, match=r"for an evaluation: run\.name: [^\n]*$"):
+        run_evaluation(config, checkpoint=str(exported), out=tmp_path / ".hidden")

@@ -58,10 +58,9 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
         world_size=2,
     )
     assert (given.file_store, given.control_socket) == (Path("/private/store"), Path("/private/control"))
-    checks = make_plan(config, purpose="preflight")
-    assert "run        test, checks only" in checks.describe()
-    assert _read_by_a_rank(checks, monkeypatch).purpose == "preflight"
-    assert "run        test, evaluation only" in make_plan(config, purpose="evaluation").describe()
+    evaluation = make_plan(config, purpose="evaluation")
+    assert "run        test, evaluation only" in evaluation.describe()
+    assert _read_by_a_rank(evaluation, monkeypatch).purpose == "evaluation"
     monkeypatch.setenv(ASSIGNMENT_VARIABLE, '{"run_dir": 3}')
     with pytest.raises(ConfigError, match="grpo-async train"):
         Assignment.from_environment()

@@ -59,15 +59,6 @@ def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(tmp_pa
         assert "--resume latest" in launcher.output
 
 
-def test_a_preflight_that_is_stopped_promises_no_checkpoint(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="obey-stop", preflight=True) as launcher:
-        launcher.wait_for_line("training")
-        launcher.process.send_signal(signal.SIGINT)
-        assert launcher.end() == 130, launcher.output
-        assert "stopping (press Ctrl-C again to stop immediately)" in launcher.output
-        assert "saving a checkpoint" not in launcher.output
-
-
 def test_a_second_signal_kills_a_trainer_that_ignores_the_first(tmp_path: Path) -> None:
     with LauncherProcess(tmp_path, trainer="ignore-stop", server="ignore-term") as launcher:
         launcher.wait_for_line("training")
@@ -184,32 +175,3 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kin
         status = launcher.status()
         assert status["state"] == "stopped"
         assert "standard output" in status["last_warning"]["text"]
-
-
-def test_a_preflight_shows_the_checks_and_leaves_the_run_directory_alone(tmp_path: Path) -> None:
-    launch = {"nodes": {"train": 2, "infer": 1}, "rdzv": "node-0:29400"}
-    with LauncherProcess(tmp_path, trainer="preflight-fail", preflight=True, launch=launch) as launcher:
-        assert launcher.end() == 1, launcher.output
-        assert launcher.left() == {}
-        temporary = Path(launcher.temporary)
-        assert list(temporary.glob("grpo-async-preflight-*")) == []
-        assert list(temporary.glob("grpo-async-*")) == []
-    assert (tmp_path / "preflight").read_text() == "preflight"
-    assert not (tmp_path / "runs").exists()
-    lines = [line.split() for line in launcher.output.splitlines()]
-    assert ["pass", "logprobs", "mean", "1e-6"] in lines
-    assert ["fail", "memory", "little", "is", "left"] in lines
-    assert "error: preflight: 1 of 2 checks failed: memory" in launcher.output
-    assert "launch.nodes: 3 machines; the checks run on this one only" in launcher.output
-    assert "checkpoint" not in launcher.output
-
-
-def test_a_preflight_that_breaks_keeps_its_logs_and_names_them(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="silent", preflight=True) as launcher:
-        assert launcher.end() == 1
-        assert "the trainer ended without the result of its checks" in launcher.output
-        assert "checkpoint" not in launcher.output
-        (folder,) = Path(launcher.temporary).glob("grpo-async-preflight-*")
-        assert f"the logs are kept: {folder}/test/logs" in launcher.output
-        assert (folder / "test" / "logs" / "latest" / "trainer.log").is_file()
-        assert not (folder / "test" / "token").exists()

@@ -238,6 +238,16 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     ]  # fmt: skip
 
 
+def test_a_run_of_zero_steps_evaluates_the_pushed_weights_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = _Stub(monkeypatch)
+    told = _lead(stub, make_config(tmp_path), purpose="evaluation")
+    assert stub.events == ["look for servers", "push 0", "serve 0", "preflight", "evaluate 0"]
+    assert told[-1] == "StopCommand"
+    assert not (tmp_path / "runs" / "test" / "summary.json").exists()
+
+
 def test_a_resume_with_another_tokenizer_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other contents: tests/training/test_fingerprints.py."""
     stub = _Stub(monkeypatch)
