@@ -244,6 +244,8 @@ REMOVED: dict[KeyPath, str] = {
         "inference",
         "tls",
     ): "is gone: a reverse proxy in front of a server adds TLS; inference.urls takes https addresses",
+    ("data", "reasoning_gym"): "is gone: docs/howto/reward.md has a generator and a reward for it",
+    ("evaluation", "reasoning_gym"): "is gone: docs/howto/reward.md has a generator and a reward for it",
     ("launch", "slurm"): "is gone: docs/howto/slurm.md has a batch script, whose options stand in its head",
     ("launch", "kubernetes"): "is gone: docs/howto/kubernetes.md has a manifest",
     ("tracking", "mlflow"): "is gone: docs/howto/inspect.md shows how to send metrics.jsonl to MLflow",

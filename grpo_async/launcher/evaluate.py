@@ -145,7 +145,7 @@ def _without_steps(config: ExperimentConfig, model_path: str, run_dir: RunDir) -
     content["run"] |= {"dir": str(run_dir.root.parent), "name": run_dir.root.name}
     revision = config.model.revision if model_path == config.model.path else None
     content["model"] |= {"path": model_path, "revision": revision, "lora": None}
-    content["loss"] |= {"beta": 0.0, "sync_ref_model": False}
+    content["loss"] |= {"beta": 0.0, "reference": "initial", "sync_ref_model": False}
     content["evaluation"]["at_start"] = True
     try:
         return ExperimentConfig.model_validate(content)

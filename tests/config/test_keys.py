@@ -134,6 +134,7 @@ def test_values_of_arguments_are_hidden_and_servers_launch_and_trackers_left_out
         ("inference.tls.key=k.pem", "reverse proxy"),
         ("launch.slurm.time=1:00", "howto/slurm.md"),
         ("tracking=[{type: mlflow, experiment: e}]", "metrics.jsonl"),
+        ("data.train={type: reasoning_gym, size: 9}", "howto/reward.md"),
     ],
 )
 def test_a_setting_that_is_gone_says_what_to_do_instead(setting: str, instead: str) -> None:

@@ -115,7 +115,7 @@ def test_the_run_is_that_of_the_configuration_with_the_chosen_model(
     config = _config(
         tmp_path,
         model={"lora": {}},
-        loss={"beta": 0.1, "proximal": "recomputed", "correction": {"level": "token"}},
+        loss={"beta": 0.1, "reference": "another", "proximal": "recomputed", "correction": {"level": "token"}},
         rollout={"top_p": 0.9},
         launch={"nodes": {"train": 2}, "num_trainer_ranks": 4, "server_port": 4000},
     )

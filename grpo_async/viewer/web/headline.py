@@ -9,7 +9,17 @@ from typing import Any
 
 from grpo_async.findings.statistics import mean_over_time
 from grpo_async.records import FINAL_STATUSES
-from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, UNFINISHED
+from grpo_async.utils.run_state import (
+    EVALUATED,
+    FAILED,
+    FINISHED,
+    KILLED,
+    LEVELS,
+    RUNNING,
+    SILENT,
+    STOPPED,
+    UNFINISHED,
+)
 from grpo_async.utils.text import count, duration, finite, format_bytes, format_number, percent
 from grpo_async.viewer.web.run_data import RunData
 
@@ -59,6 +69,7 @@ def _outcome(run: RunData, wall_s: float) -> str:
         stopped = f"The run finished after {steps}; it was stopped while it ended."
     how = {
         FINISHED: f"The run finished after {steps}.",
+        EVALUATED: "A model was evaluated, and nothing was trained.",
         STOPPED: stopped,
         FAILED: f"The run failed after {steps}.",
         RUNNING: f"The run is in progress: {steps} so far.",
