@@ -51,7 +51,7 @@ class Listeners:
     on_change: called when the servers have changed.
     """
 
-    tell: Callable[[str, Mapping[str, float]], object]
+    tell: Callable[[str, Mapping[str, float]], None]
     track: Callable[[int, Mapping[str, float]], None]
     phase: Callable[[str], None]
     warn: Callable[[str], None]

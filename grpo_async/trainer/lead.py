@@ -120,9 +120,12 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             context.channel.send([StopCommand()] * assignment.world_size)
             return
         start = state.step if state else 0
-        is_run = (
-            assignment.purpose == "train"
-        )  # what an evaluation found is shown by the launcher, and goes to no tracker
+        is_run = assignment.purpose == "train"  # what an evaluation finds is shown by the launcher alone
+
+        def tell(when: str, metrics: Mapping[str, float]) -> None:
+            if is_run:
+                control.send("evaluation", when=when, metrics=dict(metrics))
+
         evaluations = RunEvaluations(
             config,
             run_dir,
@@ -130,7 +133,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             evaluator=side.evaluator,
             start=start,
             listeners=Listeners(
-                tell=lambda when, metrics: is_run and control.send("evaluation", when=when, metrics=dict(metrics)),
+                tell=tell,
                 track=lambda step, metrics: trackers.log(step, metrics),
                 phase=lambda name: control.send("phase", name=name),
                 warn=lambda text: control.send("warning", text=text),

@@ -138,9 +138,3 @@ def test_a_gpu_that_cannot_be_divided_asks_for_the_setting(tmp_path: Path, model
     for path, gpu_bytes, words in (("org/name", 80 * GIB, "a hub name"), (model, None, "of the GPU")):
         with pytest.raises(ConfigError, match=rf"inference\.vllm\.kv_cache_mb: .*{words}"):
             _plan(make_config(tmp_path, model={"path": path}), gpu_bytes=gpu_bytes)
-
-
-def test_an_evaluation_has_no_trainer_whose_memory_is_planned(tmp_path: Path, model: str) -> None:
-    config = make_config(tmp_path, model={"path": model})
-    assert "weights 3.8 MiB" in make_plan(config).describe()
-    assert "weights 3.8 MiB" not in make_plan(config, purpose="evaluation").describe()
