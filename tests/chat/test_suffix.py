@@ -65,15 +65,6 @@ def test_five_turns_by_suffixes_equal_one_rendering_of_all(name: str) -> None:
     assert ids == tokens(name, rendered(name, messages, generation=True, tools=TOOLS))
 
 
-def test_gpt_oss_ends_a_calling_turn_with_call_and_names_the_tool_in_the_result() -> None:
-    """R4.6: the header of a result repeats the real name."""
-    renderer = renderer_of("gpt_oss")
-    made = call("calculate")
-    assert family("gpt_oss").decode(renderer.suffix_ids([made], [made.result_message("42")])) == (
-        '<|start|>functions.calculate to=assistant<|channel|>commentary<|message|>"42"<|end|><|start|>assistant'
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -43,17 +43,6 @@ def _rollout(
     return Rollout(**given, settings=settings, rollout_id="r", seed=5, prompt_ids=prompt, tool_names=names)
 
 
-def test_without_tools_one_turn_is_the_rollout() -> None:
-    client = ScriptedClient(stop(CALL, EOS))
-    completion = _run(client)
-    assert completion.status is RolloutStatus.FINISHED
-    assert completion.completion_ids.tolist() == [CALL, EOS]
-    assert not completion.truncated
-    assert not completion.done
-    assert [message.content for message in completion.completion_messages()] == ["50 2"]
-    assert client.requests[0].stop_token_ids == [EOS]
-
-
 def test_the_next_turn_continues_the_ids_and_only_what_was_sampled_has_mask_logprob_and_version() -> None:
     """R4.5: next prompt ids = prompt ids + output ids + suffix ids.
 

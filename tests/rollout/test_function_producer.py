@@ -176,12 +176,6 @@ def test_prompts_may_be_token_ids_of_numpy_and_stop_a_text() -> None:
     assert [(output["prompt_ids"], output["text"]) for output in asyncio.run(main())] == [([1, 2], "5"), ([3], "5")]
 
 
-def test_a_completion_that_does_not_end_its_turn_is_truncated() -> None:
-    producer = _producer(lambda prompts, trainer: _output(2, completion_ids=[[5, 6]] * 2))
-    ((completion, _),) = _make(producer, make_prompt())
-    assert completion.truncated
-
-
 def test_a_stop_string_ends_the_text_of_the_last_sampled_turn_only() -> None:
     """`9 9` is a stop string: it ends each turn of a function that samples several."""
 

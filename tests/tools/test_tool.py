@@ -108,11 +108,6 @@ def test_a_traceback_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -
         asyncio.run(run())
     assert ["ValueError: no" in record.getMessage() for record in caplog.records] == [True, False]
     assert all("Traceback" in record.getMessage() and "picky" in record.getMessage() for record in caplog.records)
-    # The console shows the first line.
-    assert [record.getMessage().split("\n")[0].rpartition(": ")[0] for record in caplog.records] == [
-        "tool `picky`: ValueError",
-        "tool `picky`: KeyError",
-    ]
 
 
 @pytest.mark.parametrize(
