@@ -22,7 +22,7 @@ from grpo_async.config.sections import EvaluationSection
 from grpo_async.display.summary import print_summary
 from grpo_async.errors import ConfigError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult
-from grpo_async.processes.assignment import Assignment, Purpose
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE
@@ -43,7 +43,6 @@ class _Fleet:
         self.deadlines_s: list[float] = []  # of the waits for a server
         self.failures: list[Any] = []
         self.listeners: list[Callable[[], None]] = []
-        self.num_changes = 0
         self.life, self.is_silent = "first", False
         self.start = lambda: events.append("look for servers")
         self.close = lambda: closed.append("fleet")
@@ -190,16 +189,14 @@ def _lead(
     config: ExperimentConfig,
     *,
     resume_step: int | None = None,
-    url: str = "http://127.0.0.1:1",
-    purpose: Purpose = "train",
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""
     config = config.model_copy(update={"evaluation": EvaluationSection()})
     run_dir = RunDir(config.run_path)
     run_dir.create()
     place = Assignment(
-        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=(url,), resume_step=resume_step,
-        purpose=purpose,
+        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=("http://127.0.0.1:1",),
+        resume_step=resume_step,
     )  # fmt: skip
     told: list[str] = []
     sizes = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=dict))
