@@ -226,7 +226,11 @@ def test_what_a_function_must_not_return(change: dict[str, Any], message: str) -
 
 def test_optional_lists_may_be_none_numbers_numpys_and_logprobs_those_of_the_most_likely_tokens() -> None:
     """TRL's forms; the last is logprobs [position][k] with logprob_token_ids of the same shape."""
-    numpys = {"completion_ids": [[np.int64(5), np.int64(2)]], "logprobs": [list(np.array([-0.1, -0.2], np.float32))]}
+    numpys = {
+        "prompt_ids": np.array([[1]]),
+        "completion_ids": [[np.int64(5), np.int64(2)]],
+        "logprobs": [list(np.array([-0.1, -0.2], np.float32))],
+    }
     likely = {"logprobs": [[[-0.9, -0.1], [-0.2, -0.8]]], "logprob_token_ids": [[[7, 5], [2, 9]]]}
     for columns in ({"env_mask": None, "logprob_token_ids": None}, numpys, likely):
         (completion,) = _read(_output(1, **columns), 1)
