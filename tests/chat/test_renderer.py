@@ -69,14 +69,6 @@ def test_plain_text_with_a_system_prompt_or_tools_is_a_conversation() -> None:
     )
 
 
-def test_the_configured_template_and_its_arguments_are_the_ones_used() -> None:
-    """R1.14: the configured tokenizer and chat template are those of the rollouts."""
-    renderer = renderer_of(
-        "qwen3", chat_template="{{ mood }}{{ messages[0].content }}", template_arguments={"mood": "kind "}
-    )
-    assert renderer.completion_text(renderer.prompt_ids([user("hello")])) == "kind hello"
-
-
 def test_plain_maths_needs_neither_template_nor_parser() -> None:
     tokenizer = copy.deepcopy(family("chatml"))
     tokenizer.chat_template = None
@@ -117,6 +109,7 @@ def test_end_of_turn_ids_come_from_tokenizer_generation_config_and_settings(tmp_
 
 
 def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
+    """R1.14: the configured tokenizer and chat template are those of the rollouts."""
     family("chatml").save_pretrained(tmp_path)
     file = tmp_path / "own.jinja"
     file.write_text("{{ mood }}{{ messages[0].content }}", encoding="utf-8")
