@@ -27,9 +27,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +79,6 @@ class Sessions:
         model: the model name in answers.
         base_url: URL of OpenAI's API; ends in /v1.
         by_key: the open sessions by both of their keys.
-        serve: makes the endpoint answer at a socket that already listens, for an agent that cannot reach its address.
         warn_once: warns of sampling settings that are ignored.
     """
 
@@ -89,7 +87,6 @@ class Sessions:
     model: str = "policy"
     base_url: str = ""
     by_key: dict[str, AgentSession] = field(default_factory=dict)
-    serve: Callable[[socket.socket], Awaitable[asyncio.Server]] | None = None
     warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
 
@@ -121,7 +118,7 @@ class AgentSession:
         """Calls with the second key are answered but not trained: those of a judge, or of a simulated user."""
         sessions.by_key |= {self.key: self, self.untrained_key: self}
         self.rollout_id = rollout_id
-        self.base_url, self.model, self.serve = sessions.base_url, sessions.model, sessions.serve
+        self.base_url, self.model = sessions.base_url, sessions.model
         self.is_closed = False
         self.is_out_of_budget = False
         """Whether a call found no token or turn left in the rollout's budget."""

@@ -68,8 +68,6 @@ class Components:
             found += self.environments.notes
         for tool in self.tools:
             found += startup_notes(tool.function, tool.fixed)
-        if self.agent is not None:
-            found += self.agent.agent.notes()
         return list(dict.fromkeys(found))
 
     def producer(

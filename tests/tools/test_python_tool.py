@@ -39,7 +39,7 @@ def test_the_model_sees_the_code_alone(arguments: dict[str, Any]) -> None:
         ("def", "SyntaxError: invalid syntax"),
         ("import os; os.abort()", "The program crashed."),
         ("x = bytearray(1 << 30)", "Stopped: the program used more than 512 MiB of memory."),
-        ("open('/etc/passwd')", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"),
+        ("open('/etc/passwd')", "PermissionError: [Errno 13] Permission denied: '/etc/passwd'"),
     ],
 )
 def test_the_answer_is_the_output_or_what_went_wrong(code: str, answer: str) -> None:
