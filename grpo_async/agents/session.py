@@ -51,7 +51,7 @@ from grpo_async.records import (
     ToolCall,
     no_tokens,
 )
-from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.tracking.timeline import span
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.validation import problems_of
 from grpo_async.utils.warn_once import WarnOnce
@@ -100,7 +100,6 @@ class AgentSession:
         seed: seed of the rollout, from which each call gets its own.
         affinity: a path such as "group/rollout"; see inference.router.
         on_tokens: called as tokens arrive, including tokens that are dropped later.
-        track: timeline track.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class AgentSession:
         seed: int,
         affinity: str = "",
         on_tokens: OnTokens | None = None,
-        track: Track = NO_TRACK,
     ) -> None:
         self.key, self.untrained_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         """Calls with the second key are answered but not trained: those of a judge, or of a simulated user."""
@@ -133,7 +131,6 @@ class AgentSession:
         self._seed = seed
         self._affinity = affinity
         self._on_tokens = on_tokens
-        self._track = track
         self._history = History(sessions.renderer, settings.max_model_len)
         self._numbers = itertools.count()
         self._num_sampled = 0
@@ -315,11 +312,11 @@ class AgentSession:
         assert task is not None
         self._running.add(task)
         try:
-            with self._track.span("generate", turn=number) as span:
+            with span("generate", turn=number) as details:
                 generation = await self._sessions.client.generate(
                     request, on_tokens=self._on_tokens, affinity=self._affinity
                 )
-                generation.note(span, self._track)
+                generation.note(details)
                 return generation
         except asyncio.CancelledError as error:
             if self.is_closed and task.uncancel() == 0:

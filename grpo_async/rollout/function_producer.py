@@ -31,8 +31,8 @@ from grpo_async.errors import DeadlineError, FatalRolloutError, RunError
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
-from grpo_async.rollout.group import NO_SLOTS, OpenGroup
-from grpo_async.tracking.timeline import Slots
+from grpo_async.rollout.group import OpenGroup
+from grpo_async.tracking.timeline import span
 from grpo_async.user_code.calls import Caller, CallError, UserCall
 from grpo_async.user_code.copies import own_copy
 from grpo_async.user_code.loop import UserLoop
@@ -56,11 +56,9 @@ class FunctionProducer:
     Args:
         function: the user's function, sync or async.
         setup: how the function is called, and the client and settings of its calls.
-        tracks: timeline tracks; each call in progress has one.
     """
 
-    def __init__(self, function: Callable[..., Any], setup: FunctionSetup, *, tracks: Slots = NO_SLOTS) -> None:
-        self._tracks = tracks
+    def __init__(self, function: Callable[..., Any], setup: FunctionSetup) -> None:
         self._function = function
         self._setup = setup
         section = setup.section
@@ -133,7 +131,7 @@ class FunctionProducer:
             finish=lambda output: read_output(output, ids, self._setup, version=version, started_at=started_at),
         )
         try:
-            with self._tracks.span("rollout function", groups=names, rollouts=len(ids)):
+            with span("rollout function", groups=names, rollouts=len(ids)):
                 outcome = await self._caller.run(call)
         except CallError as error:
             if error.is_timeout:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.inference.fleet import ServerState
-from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer.connections import FleetReporter
 
 
@@ -45,7 +44,7 @@ def test_every_change_that_matters_is_told_once() -> None:
             statuses.append([server["state"] for server in content["servers"]])
 
     control: Any = SimpleNamespace(send=send)
-    reporter = FleetReporter(fleet, control, timeline=NO_TIMELINE, tells_changes=True)  # type: ignore[arg-type]
+    reporter = FleetReporter(fleet, control, tells_changes=True)  # type: ignore[arg-type]
     reporter.on_change()
     for states in ([ready, starting], [serving, starting], [serving, starting]):
         fleet.states = states
