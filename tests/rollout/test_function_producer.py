@@ -345,6 +345,36 @@ def test_a_call_whose_groups_are_all_cancelled_is_given_up_with_what_it_asked_fo
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("num_cancelled", [1, 2])
+def test_groups_that_are_cancelled_before_their_call_begins_are_not_made(
+    num_cancelled: int, release: threading.Event
+) -> None:
+    calls: list[int] = []
+    started = threading.Event()
+
+    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        calls.append(len(prompts))
+        started.set()
+        release.wait(10.0)
+        return _output(len(prompts))
+
+    async def main() -> None:
+        producer = _producer(function)
+        tasks = [asyncio.create_task(_produce(producer, make_prompt(0)))]
+        await asyncio.to_thread(started.wait, 10.0)
+        tasks += [asyncio.create_task(_produce(producer, make_prompt(number))) for number in (1, 2)]
+        await asyncio.sleep(0)  # both have joined a call, which has to wait for the first one
+        for task in tasks[1 : 1 + num_cancelled]:
+            task.cancel()
+        await asyncio.wait(tasks[1 : 1 + num_cancelled])
+        release.set()
+        await asyncio.wait(tasks)
+        assert len(await _produce(producer, make_prompt(3))) == 2
+
+    asyncio.run(main())
+    assert calls == [2] * (4 - num_cancelled)
+
+
 def test_what_trl_offers_and_this_trainer_does_not_is_named_with_the_way_here() -> None:
     trainer = object.__new__(FunctionTrainer)
     with pytest.raises(AttributeError, match=r"no `vllm_generation`.*`trainer\.generate\(prompts\)`"):
