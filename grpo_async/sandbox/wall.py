@@ -67,7 +67,7 @@ def _try() -> Mapping[str, str]:
         try:
             passed = attack(mechanisms) & mechanisms
         except SandboxError as error:
-            if error.mechanism not in mechanisms:
+            if error.mechanism is None or error.mechanism not in mechanisms:
                 raise
             refused[error.mechanism] = str(error)
         else:

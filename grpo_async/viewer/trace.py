@@ -50,12 +50,12 @@ def _open(path: Path, *, is_compressed: bool) -> IO[str]:
 
 def trace_events(spans: Iterable[Span], *, title: str) -> list[dict[str, Any]]:
     """The records of a trace: the names, then everything by time, outer spans before what lies in them."""
-    spans = sorted(spans, key=lambda span: (span["start"], -span["end"]))
-    zero = spans[0]["start"] if spans else 0.0
+    ordered = sorted(spans, key=lambda span: (span["start"], -span["end"]))
+    zero = ordered[0]["start"] if ordered else 0.0
     threads: dict[str, int] = {}
     numbers = itertools.count()
     timed: list[dict[str, Any]] = []
-    for span in spans:
+    for span in ordered:
         start, end = (round((span[key] - zero) * 1e6) for key in ("start", "end"))  # rounding keeps nested spans nested
         base = {**_PROCESS, "name": span["name"], "cat": "run", "ts": start}
         args = {"args": span.get("details") or {}}
