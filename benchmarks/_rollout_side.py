@@ -127,7 +127,7 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
     from grpo_async.inference.control import ServerControl
     from grpo_async.inference.router import FixedServers
     from grpo_async.store.rollout_store import RolloutStore
-    from grpo_async.tracking.timeline import Timeline
+    from grpo_async.tracking.timeline import recording
     from grpo_async.trainer.rollout_side import build_rollout_side
 
     tokenizer = load_tokenizer()
@@ -158,7 +158,7 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
         ) as url,
         contextlib.closing(ServerControl(url, token=None, timeout_s=WAIT_S)) as control,
         RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts) as store,
-        Timeline(config.run_path / "events.jsonl") as timeline,
+        recording(config.run_path / "events.jsonl"),
     ):
         built = build_rollout_side(
             config,
@@ -167,7 +167,6 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
             vocab_size=1 << 20,
             store=store,
             state=None,
-            timeline=timeline,
         )
         with contextlib.closing(built.source) as source:
             source.start()

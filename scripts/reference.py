@@ -77,17 +77,16 @@ def _events() -> str:
     lines = [
         "# Events",
         "",
-        "`events.jsonl` has one line for each event; `grpo-async trace` and the inspector draw it. `start` and `end` are unix",
-        "seconds, equal for an instant. A track is a row of the drawing: rollout/3 is slot 3 of the track rollout. What",
+        "`events.jsonl` has one line for each span that is over; `grpo-async trace` makes a file of them for ui.perfetto.dev.",
+        "`start` and `end` are unix seconds, equal for an instant; `thread`, or `task` of a coroutine, says where it ran. What",
         "`--json-logs` prints is described with [the command](commands.md#grpo-async-train).",
         "",
         "```json",
-        '{"name": "forward", "track": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"micro_batch": 0}}',
+        '{"name": "forward", "start": 1700000000.25, "end": 1700000000.5, "thread": "MainThread", "details": {"micro_batch": 0}}',
         "```",
         "",
     ]
-    rows = [(f"`{each.name}`", each.track, each.help) for each in EVENTS]
-    return _page(lines + _table(("event", "track", "what it is"), rows))
+    return _page(lines + _table(("span", "what it is"), [(f"`{name}`", text) for name, text in EVENTS.items()]))
 
 
 def _columns() -> str:

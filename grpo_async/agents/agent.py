@@ -60,10 +60,6 @@ class Agent(ABC):
             AgentError: the agent failed.
         """
 
-    def notes(self) -> list[str]:
-        """Notes for the user at startup."""
-        return []
-
     async def aclose(self) -> None:
         """Release the resources that the rollouts share."""
         return

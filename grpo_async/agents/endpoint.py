@@ -106,23 +106,21 @@ class AgentEndpoint:
         async with self._starting:
             if self._listener is not None:
                 return
-            loop = asyncio.get_running_loop()
-            self._server = server = _Server(
+            self._server = _Server(
                 self._handle,
                 request_factory=_make_request,
                 handler_cancellation=True,
                 access_log=None,
                 keepalive_timeout=_KEEPALIVE_S,
             )
-            listening = loop.create_server(self._server, self._host, self._port, backlog=_BACKLOG)
+            loop = asyncio.get_running_loop()
             try:
-                self._listener = await listening
+                self._listener = await loop.create_server(self._server, self._host, self._port, backlog=_BACKLOG)
             except OSError as error:
                 raise RunError(
                     f"rollout.agent.host, port: cannot listen at {self._host}:{self._port}: {error.strerror or error}"
                 ) from error
             port = self._listener.sockets[0].getsockname()[1]
-            self.sessions.serve = lambda listener: loop.create_server(server, sock=listener)
             self.sessions.base_url = f"http://{host_in_url(self._host)}:{port}/v1"
 
     async def aclose(self) -> None:

@@ -27,9 +27,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +51,7 @@ from grpo_async.records import (
     ToolCall,
     no_tokens,
 )
-from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.tracking.timeline import span
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.validation import problems_of
 from grpo_async.utils.warn_once import WarnOnce
@@ -80,7 +79,6 @@ class Sessions:
         model: the model name in answers.
         base_url: URL of OpenAI's API; ends in /v1.
         by_key: the open sessions by both of their keys.
-        serve: makes the endpoint answer at a socket that already listens, for an agent that cannot reach its address.
         warn_once: warns of sampling settings that are ignored.
     """
 
@@ -89,7 +87,6 @@ class Sessions:
     model: str = "policy"
     base_url: str = ""
     by_key: dict[str, AgentSession] = field(default_factory=dict)
-    serve: Callable[[socket.socket], Awaitable[asyncio.Server]] | None = None
     warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
 
@@ -103,7 +100,6 @@ class AgentSession:
         seed: seed of the rollout, from which each call gets its own.
         affinity: a path such as "group/rollout"; see inference.router.
         on_tokens: called as tokens arrive, including tokens that are dropped later.
-        track: timeline track.
     """
 
     def __init__(
@@ -115,13 +111,12 @@ class AgentSession:
         seed: int,
         affinity: str = "",
         on_tokens: OnTokens | None = None,
-        track: Track = NO_TRACK,
     ) -> None:
         self.key, self.untrained_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         """Calls with the second key are answered but not trained: those of a judge, or of a simulated user."""
         sessions.by_key |= {self.key: self, self.untrained_key: self}
         self.rollout_id = rollout_id
-        self.base_url, self.model, self.serve = sessions.base_url, sessions.model, sessions.serve
+        self.base_url, self.model = sessions.base_url, sessions.model
         self.is_closed = False
         self.is_out_of_budget = False
         """Whether a call found no token or turn left in the rollout's budget."""
@@ -136,7 +131,6 @@ class AgentSession:
         self._seed = seed
         self._affinity = affinity
         self._on_tokens = on_tokens
-        self._track = track
         self._history = History(sessions.renderer, settings.max_model_len)
         self._numbers = itertools.count()
         self._num_sampled = 0
@@ -318,11 +312,11 @@ class AgentSession:
         assert task is not None
         self._running.add(task)
         try:
-            with self._track.span("generate", turn=number) as span:
+            with span("generate", turn=number) as details:
                 generation = await self._sessions.client.generate(
                     request, on_tokens=self._on_tokens, affinity=self._affinity
                 )
-                generation.note(span, self._track)
+                generation.note(details)
                 return generation
         except asyncio.CancelledError as error:
             if self.is_closed and task.uncancel() == 0:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from grpo_async.buffer.ledger import Ledger
 from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, Track
+from grpo_async.tracking.timeline import record
 
 HEARTBEAT_S = 20.0
 """Interval between two heartbeats of rank 0 while it waits: the other ranks wait for its commands with a deadline."""
@@ -67,7 +67,6 @@ class SampleBuffer:
         on_drop: called (in the taking thread) with each group that is dropped, its status (stale, or filtered where no group of a
             round had anything to train), and the step.
         next_step, last_step: the step that is taken next, and the last of the run.
-        timeline: records a span for each group, from `add` until it is taken.
     """
 
     def __init__(
@@ -77,10 +76,8 @@ class SampleBuffer:
         on_drop: OnDrop,
         next_step: int = 1,
         last_step: int | None = None,
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        self._tracks = timeline.slots("queue")
-        self._since: dict[int, tuple[float, Track]] = {}  # by group id: when it was added, and its track
+        self._since: dict[int, float] = {}  # by group id: when it was added
         self._ledger = ledger
         self._on_drop = on_drop
         self._step = next_step
@@ -101,7 +98,7 @@ class SampleBuffer:
     def add(self, *groups: ScoredGroup) -> None:
         """Queue scored groups: a new one, or those of a checkpoint."""
         for group in groups:
-            self._since[group.group_id] = time.time(), self._tracks.take()
+            self._since[group.group_id] = time.time()
         with self._condition:
             self._groups = sorted([*self._groups, *groups], key=lambda group: group.group_id)
             self._condition.notify_all()
@@ -260,9 +257,7 @@ class SampleBuffer:
 
     def _end_span(self, scored: ScoredGroup, **details: object) -> None:
         """A group leaves the queue: add the span that began with `add` to the timeline."""
-        began, track = self._since.pop(scored.group_id)
-        track.add("queued", began, time.time(), group=scored.group.name, **details)
-        self._tracks.release(track)
+        record("queued", self._since.pop(scored.group_id), time.time(), group=scored.group.name, **details)
 
     def fail(self, error: BaseException) -> None:
         """Make the current and every later `take` raise `error`. The first failure wins."""

@@ -303,7 +303,7 @@ class _InputChecks:
         if agent is not None and components.agent is not None:
             what = agent.function or agent.environment or f"the command {' '.join(agent.command or ())}"
             self.notes.append(
-                f"rollout.agent: {what} makes the rollouts{' in the sandbox' if agent.sandbox else ''}, {rollout.group_size} of "
+                f"rollout.agent: {what} makes the rollouts, {rollout.group_size} of "
                 f"each row, {components.agent.max_concurrent} at once, each for at most {agent.timeout_s:g} s"
             )
             if fault := binding_error(agent.host, agent.port):

@@ -119,18 +119,17 @@ def check_disk() -> Iterator[Found]:
 
 def check_sandbox() -> Iterator[Found]:
     """The restrictions on code that a model wrote: needed by the Python tool and the code reward only."""
-    from grpo_async.sandbox import REQUIRED, SandboxError, capabilities
+    from grpo_async.sandbox import SandboxError, startup_notes
 
     try:
-        found = capabilities()
+        notes = startup_notes(require=())
     except SandboxError as error:
         yield "warn", f"it cannot run at all ({error}): the Python tool and the code reward do not work here"
         return
-    if held := ", ".join(capability.name for capability in found if capability.is_available):
-        yield "pass", f"has {held}"
-    for lacking in (capability for capability in found if not capability.is_available):
-        refused = " The Python tool and the code reward refuse to work without it." if lacking.name in REQUIRED else ""
-        yield "warn", f"lacks {lacking.name}: {lacking.consequence} (tried: {lacking.how}).{refused}"
+    if not notes:
+        yield "pass", "has Landlock and seccomp"
+    for note in notes:
+        yield "warn", f"{note}. The Python tool and the code reward refuse to work without it"
 
 
 _CHECKS: dict[str, Callable[[], Iterable[Found]]] = {

@@ -95,7 +95,7 @@ def trace(
         ),
     ] = None,
 ) -> None:
-    """Write a timeline trace that https://ui.perfetto.dev opens, and say what waited for what.
+    """Write what happened when as a trace that https://ui.perfetto.dev opens.
 
     Works during the run. The page reads the file locally in your browser and uploads nothing.
 
@@ -105,12 +105,9 @@ def trace(
       grpo-async trace quickstart --out /tmp/trace.json
     """
     from grpo_async.viewer.runs import find_run
-    from grpo_async.viewer.timeline import load_events
-    from grpo_async.viewer.trace import PERFETTO, summary, write_trace
+    from grpo_async.viewer.trace import PERFETTO, write_trace
 
     run_dir = find_run(run)
-    file = load_events(run_dir.events)
     path = run_dir.trace if out is None else out
-    num_records = write_trace(file.events, path, title=run_dir.root.name)
-    typer.echo(summary(file))
-    typer.echo(f"\ntrace      {path} ({num_records} records): open it at {PERFETTO}")
+    num_spans = write_trace(run_dir.events, path, title=run_dir.root.name)
+    typer.echo(f"{path} ({num_spans} spans): open it at {PERFETTO}")

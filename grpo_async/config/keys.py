@@ -248,6 +248,16 @@ REMOVED: dict[KeyPath, str] = {
     ("evaluation", "reasoning_gym"): "is gone: docs/howto/reward.md has a generator and a reward for it",
     ("launch", "slurm"): "is gone: docs/howto/slurm.md has a batch script, whose options stand in its head",
     ("launch", "kubernetes"): "is gone: docs/howto/kubernetes.md has a manifest",
+    (
+        "rollout",
+        "agent",
+        "sandbox",
+    ): "is gone: an agent that runs what a model wrote belongs in a container, see docs/howto/agent.md",
+    (
+        "rollout",
+        "agent",
+        "read_paths",
+    ): "is gone with `sandbox`: mount what a container is to read, see docs/howto/agent.md",
     ("tracking", "mlflow"): "is gone: docs/howto/inspect.md shows how to send metrics.jsonl to MLflow",
 }
 """Path, or list and type of its entries -> what to do instead. Each is told for one version."""

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 
 _LEFT_OUT = {"launch", "inference", "tracking"}
-_SECRETS = {"agent": {"command", "environment", "host", "port", "read_paths"}, "weights": {"host"}}
+_SECRETS = {"agent": {"command", "environment", "host", "port"}, "weights": {"host"}}
 _HIDDEN = "..."
 _NUMBERS_ONLY = ("inference", "launch")  # addresses, accounts and options of a machine stay out
 _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}

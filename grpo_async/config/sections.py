@@ -359,14 +359,8 @@ class AgentSection(StrictModel):
     """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the endpoint; 0 = a free one."""
-    sandbox: bool = False
-    """Run the command in the sandbox: it reaches the endpoint and no other address, reads the system's programs and libraries, the
-    files that it names and `read_paths`, and works in an empty folder of its own; `python` in it is that of the run, with its
-    packages. Requires Linux with user namespaces."""
-    read_paths: list[FilePath] = Field(default_factory=list)
-    """Further files and folders that a command in the sandbox may read, under the same paths."""
     memory_mb: int | None = Field(default=None, ge=16)
-    """Memory limit, in MiB, of each process of a command; null = no limit, in the sandbox 2048."""
+    """Memory limit, in MiB, of each process of a command; null = no limit."""
 
     @property
     def kind(self) -> Literal["function", "command", "environment"]:
@@ -378,16 +372,12 @@ class AgentSection(StrictModel):
         exactly_one(self, "function", "command", "environment", what="an agent")
         if self.command is not None and self.arguments:
             raise ValueError("arguments: a command has none; write them into `command`")
-        if self.command is None and (self.sandbox or self.read_paths or self.memory_mb is not None):
-            raise ValueError(
-                "sandbox, read_paths and memory_mb apply to the process of a `command` only; leave them out"
-            )
+        if self.command is None and self.memory_mb is not None:
+            raise ValueError("memory_mb applies to the process of a `command` only; leave it out")
         if self.host in WILDCARDS:
             raise ValueError(
                 f"host: {self.host} is no address that an agent could connect to; write one of this machine"
             )
-        if self.read_paths and not self.sandbox:
-            raise ValueError("read_paths: without `sandbox: true` a command may read everything; leave it out")
         return self
 
 

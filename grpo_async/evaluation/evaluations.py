@@ -33,7 +33,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import SEAL_TIMEOUT_S, RolloutStore, all_groups
 from grpo_async.tracking.evaluation_record import EvaluationRecord, When, read_evaluations, scores_by_step
 from grpo_async.tracking.jsonl import keep_steps
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import record
 from grpo_async.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,6 @@ class RunEvaluations:
     Args:
         evaluator: None if the run has no evaluation; then every method does nothing.
         start: finished steps; records of later steps are dropped from the log.
-        timeline: records a span for each evaluation.
     """
 
     def __init__(
@@ -86,9 +85,7 @@ class RunEvaluations:
         evaluator: Evaluator | None,
         start: int,
         listeners: Listeners,
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        self._timeline = timeline
         self._config = config
         self._section = config.evaluation
         self._run_dir = run_dir
@@ -317,7 +314,7 @@ class RunEvaluations:
 
     def _release(self, running: _Running) -> None:
         self._running = None
-        self._timeline.add("evaluation", "evaluation", running.began, time.time(), step=running.step, when=running.when)
+        record("evaluation", running.began, time.time(), step=running.step, when=running.when)
         running.store.close(seal_wait_s=0.0)  # the trainer's thread must not wait
         self._unsealed = running.store
 

@@ -37,7 +37,6 @@ from grpo_async.rollout.components import Components
 from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import both_ends
@@ -218,7 +217,6 @@ def build_evaluator(
     *,
     client: InferenceClient,
     renderer: ChatRenderer,
-    timeline: Timeline = NO_TIMELINE,
 ) -> Evaluator | None:
     """Build the evaluator; None without `evaluation` in the configuration.
 
@@ -238,7 +236,6 @@ def build_evaluator(
             client=client,
             renderer=renderer,
             errors=ErrorLog(),
-            tracks=timeline.slots("evaluation"),
         ),
         scorer,
         section,

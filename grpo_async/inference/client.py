@@ -37,7 +37,7 @@ from grpo_async.inference.api import KEEP_ALIVE_S, GenerateChunk, GenerateReques
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.router import MAX_INT32, FencedError, Router, ServerAddress, Servers
 from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
-from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
+from grpo_async.tracking.timeline import SHORTEST_WAIT_S, record
 from grpo_async.utils.retry import RetryPolicy
 from grpo_async.utils.text import clipped, count
 
@@ -101,14 +101,14 @@ class Generation:
             **more,
         )
 
-    def note(self, span: Span, track: Track) -> None:
-        """Add the outcome to its span, and record where it waited for a server."""
-        span.details |= {"tokens": len(self.token_ids), "finish": str(self.finish_reason or "")}
+    def note(self, details: dict[str, Any]) -> None:
+        """Add the outcome to the details of its span, and record where it waited for a server."""
+        details |= {"tokens": len(self.token_ids), "finish": str(self.finish_reason or "")}
         if self.policy_versions:
-            span.details |= {"version": max(self.policy_versions), "oldest_version": min(self.policy_versions)}
+            details |= {"version": max(self.policy_versions), "oldest_version": min(self.policy_versions)}
         for start, end in self.waits:
             if end - start >= SHORTEST_WAIT_S:
-                track.add("wait for a server", start, end)
+                record("wait for a server", start, end)
 
 
 class _AbortedError(ServerUnavailableError):

@@ -36,12 +36,12 @@ from grpo_async.rewards.call import shared_slots, with_checked_arguments
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, may_be_nan, names_of, read_row, with_usual_imports
 from grpo_async.rewards.text import last_turns
 from grpo_async.sandbox import (
-    REQUIRED,
+    MECHANISMS,
     Sandbox,
     SandboxError,
     SandboxLimits,
     SandboxStatus,
-    capabilities,
+    missing,
     startup_notes,
 )
 from grpo_async.utils.concurrency import all_of
@@ -78,8 +78,8 @@ _EXAMINER_SPARE_S = 10.0  # time for the examiner to report the verdict after th
 
 
 def prepare_worker() -> None:
-    """Called once in each worker process, so that finding out what the sandbox can enforce is not part of a call."""
-    capabilities()
+    """Called once in each worker process, so that the sandbox's trial run is not part of a call."""
+    missing()
 
 
 @with_checked_arguments
@@ -98,7 +98,7 @@ async def code_tests(
     memory_mb: Count = 512,
     max_parallel: Count | None = None,
     with_site_packages: bool = False,
-    require: Sequence[str] = REQUIRED,
+    require: Sequence[str] = MECHANISMS,
     **_: Any,
 ) -> list[float | None]:
     """The fraction of the row's tests that the completion's code passes; None if the row has no tests.
@@ -122,7 +122,7 @@ async def code_tests(
         memory_mb: memory of the code, in MiB.
         max_parallel: completions judged at once, over all calls; with `run_in: process` in each worker; null = half the CPUs.
         with_site_packages: whether the code may import the packages of this environment.
-        require: restrictions that the sandbox must enforce; [] = those that it can.
+        require: the parts of the sandbox's wall without which it refuses; [] = whatever this machine has.
 
     Raises:
         SandboxError: the sandbox failed; this never becomes a score.

@@ -25,8 +25,8 @@ from grpo_async.errors import FatalRolloutError, RunError, message_of
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
-from grpo_async.rollout.group import NO_SLOTS, ErrorLog, OpenGroup
-from grpo_async.tracking.timeline import Slots
+from grpo_async.rollout.group import ErrorLog, OpenGroup
+from grpo_async.tracking.timeline import span
 from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.seeds import seed_of
 
@@ -83,7 +83,6 @@ class AgentProducer:
         settings: sampling parameters and token limits.
         needs_reward: no reward functions are configured, so a run of the agent that returns no reward has failed.
         errors: counts failures.
-        tracks: timeline tracks; each rollout in progress has one.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class AgentProducer:
         *,
         needs_reward: bool,
         errors: ErrorLog,
-        tracks: Slots = NO_SLOTS,
     ) -> None:
         self._host = host
         self._client = client
@@ -103,7 +101,6 @@ class AgentProducer:
         self._settings = settings
         self._needs_reward = needs_reward
         self._errors = errors
-        self._tracks = tracks
 
     @asynccontextmanager
     async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
@@ -122,7 +119,7 @@ class AgentProducer:
         group.snapshots[index] = lambda: completion
         rollout_id = group.rollout_id(index)
         async with self._host.slots:  # each run that holds a slot has a time limit
-            with self._tracks.span("rollout", rollout=rollout_id, group=group.name) as (track, span):
+            with span("rollout", rollout=rollout_id, group=group.name) as details:
                 session = AgentSession(
                     endpoint.sessions,
                     rollout_id,
@@ -130,13 +127,12 @@ class AgentProducer:
                     seed=seed_of(group.seed, index),
                     affinity=f"{group.name}/{index}",
                     on_tokens=partial(group.received, index),
-                    track=track,
                 )
                 try:
                     completion = await self._run(group.prompt, session)
                 finally:
                     session.close()
-                span.details |= {
+                details |= {
                     "status": str(completion.status),
                     "calls": len(completion.all_turns),
                     "branches": len(completion.branches),

@@ -24,9 +24,8 @@ from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
 from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionSetup
-from grpo_async.rollout.group import NO_SLOTS, ErrorLog, GroupProducer
+from grpo_async.rollout.group import ErrorLog, GroupProducer
 from grpo_async.tools import Tool, load_tools
-from grpo_async.tracking.timeline import Slots
 from grpo_async.user_code.calls import partials_of, unwrap_partial
 from grpo_async.user_code.references import resolve_and_check
 
@@ -68,8 +67,6 @@ class Components:
             found += self.environments.notes
         for tool in self.tools:
             found += startup_notes(tool.function, tool.fixed)
-        if self.agent is not None:
-            found += self.agent.agent.notes()
         return list(dict.fromkeys(found))
 
     def producer(
@@ -81,9 +78,8 @@ class Components:
         client: InferenceClient,
         renderer: ChatRenderer,
         errors: ErrorLog,
-        tracks: Slots = NO_SLOTS,
     ) -> GroupProducer:
-        """The producer that samples `group_size` rollouts of a prompt, as the configuration says. `tracks`: its timeline tracks."""
+        """The producer that samples `group_size` rollouts of a prompt, as the configuration says."""
         rollout = config.rollout
         settings = SamplingSettings(
             **{name: getattr(sampling, name) for name in SAMPLING},
@@ -110,7 +106,7 @@ class Components:
                 seed=config.run.seed,
                 chat_template_kwargs=config.model.chat_template_kwargs,
             )
-            return FunctionProducer(self.function, setup, tracks=tracks)
+            return FunctionProducer(self.function, setup)
         if self.agent is not None:
             return AgentProducer(
                 self.agent,
@@ -119,7 +115,6 @@ class Components:
                 settings,
                 needs_reward=not config.rewards,
                 errors=errors,
-                tracks=tracks,
             )
         return ConversationProducer(
             client,
@@ -131,7 +126,6 @@ class Components:
             errors=errors,
             tools=self.tools,
             environments=self.environments,
-            tracks=tracks,
         )
 
     async def aclose(self) -> None:

@@ -52,9 +52,9 @@ from grpo_async.records import (
     TurnRecord,
     no_tokens,
 )
-from grpo_async.rollout.group import NO_SLOTS, ErrorLog, OpenGroup
+from grpo_async.rollout.group import ErrorLog, OpenGroup
 from grpo_async.tools import Tool, ToolExecutor
-from grpo_async.tracking.timeline import NO_TRACK, Slots, Track
+from grpo_async.tracking.timeline import span
 from grpo_async.utils.seeds import seed_of
 
 
@@ -86,7 +86,6 @@ class Rollout(TokenPath):
     environment: Environment | None = None
     affinity: str = ""
     """Names what its requests share with others, such as "group/rollout"; see inference.router."""
-    track: Track = NO_TRACK
     turns: list[TurnRecord] = field(default_factory=list)
     open_turn: Generation = field(default_factory=Generation)
     """The turn that is being generated, or whose tools are being called."""
@@ -158,11 +157,11 @@ class Rollout(TokenPath):
                 max_tokens=budget,
                 seed=seed_of(self.seed, number),
             )
-            with self.track.span("generate", turn=number) as span:
+            with span("generate", turn=number) as details:
                 generation = await self.client.generate(
                     request, on_tokens=self.on_tokens, affinity=self.affinity, partial=self.open_turn
                 )
-                generation.note(span, self.track)
+                generation.note(details)
             is_over = await self._after_generation(generation)
         return RolloutCompletion(
             rollout_id=self.rollout_id,
@@ -199,10 +198,10 @@ class Rollout(TokenPath):
             self.is_truncated = is_cut or bool(calls)
             return True
         began = time.monotonic()
-        with self.track.span("tools", calls=[call.name for call in calls]) as span:
+        with span("tools", calls=[call.name for call in calls]) as details:
             records = await self.tools.execute(calls)
-            span.details["seconds"] = [record.duration_s for record in records]
-            span.details["failed"] = sum(record.failed for record in records)
+            details["seconds"] = [record.duration_s for record in records]
+            details["failed"] = sum(record.failed for record in records)
         execution_s = time.monotonic() - began
         results = [call.result_message(record.result) for call, record in zip(calls, records, strict=True)]
         self.is_done = await self._is_done()
@@ -230,7 +229,7 @@ class Rollout(TokenPath):
     async def _is_done(self) -> bool:
         if self.environment is None:
             return False
-        with self.track.span("environment", call="is_done"):
+        with span("environment", call="is_done"):
             return await self.environment.is_done()
 
 
@@ -251,7 +250,6 @@ class ConversationProducer:
         errors: counts failures.
         tools: offered in every rollout.
         environments: None when the run has none.
-        tracks: timeline tracks; each rollout in progress has one.
     """
 
     def __init__(
@@ -266,7 +264,6 @@ class ConversationProducer:
         errors: ErrorLog,
         tools: Sequence[Tool] = (),
         environments: Environments | None = None,
-        tracks: Slots = NO_SLOTS,
     ) -> None:
         self._client = client
         self._renderer = renderer
@@ -277,7 +274,6 @@ class ConversationProducer:
         self._errors = errors
         self._tools = tools
         self._environments = environments
-        self._tracks = tracks
 
     @asynccontextmanager
     async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
@@ -328,19 +324,18 @@ class ConversationProducer:
             # The rollouts that hold the slots have that limit too.
             async with self._slots, limit:
                 began, started_at = time.monotonic(), time.time()
-                with self._tracks.span("rollout", rollout=rollout.rollout_id, group=group.name) as (track, span):
-                    rollout.track = track
+                with span("rollout", rollout=rollout.rollout_id, group=group.name) as details:
                     if environment is not None:
-                        rollout.prompt_messages = await _reset(environment, group.prompt, track)
+                        rollout.prompt_messages = await _reset(environment, group.prompt)
                     if not rollout.prompt_ids.size:
                         rollout.prompt_ids = self._prompt_ids(group, rollout.prompt_messages, tools, rendered)
                     rollout.opening = opening_of(rollout.prompt_messages or group.prompt.messages)
                     completion = await rollout.run()
                     if environment is not None and (name := environment.kind.reward_name) is not None:
-                        with track.span("environment", call="get_reward"):
+                        with span("environment", call="get_reward"):
                             reward = await environment.get_reward()
                         completion = replace(completion, environment_rewards={name: reward})
-                    span.details |= {
+                    details |= {
                         "status": str(completion.status),
                         "turns": len(completion.turns),
                         "tokens": completion.num_sampled_tokens,
@@ -382,10 +377,10 @@ class ConversationProducer:
         return rendered[key]
 
 
-async def _reset(environment: Environment, prompt: Prompt, track: Track) -> Sequence[TaggedMessage] | None:
+async def _reset(environment: Environment, prompt: Prompt) -> Sequence[TaggedMessage] | None:
     """Reset the environment. Returns the prompt's messages with the environment's text, None if it gave none."""
     row: dict[str, Any] = {"prompt": prompt.as_given(), **prompt.columns}
-    with track.span("environment", call="reset"):
+    with span("environment", call="reset"):
         text = await environment.reset(row)
     return with_environment_text(prompt.messages, text) if text else None
 

@@ -18,9 +18,9 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -31,8 +31,8 @@ from grpo_async.errors import DeadlineError, FatalRolloutError, RunError
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
-from grpo_async.rollout.group import NO_SLOTS, OpenGroup
-from grpo_async.tracking.timeline import Slots
+from grpo_async.rollout.group import OpenGroup
+from grpo_async.tracking.timeline import span
 from grpo_async.user_code.calls import Caller, CallError, UserCall
 from grpo_async.user_code.copies import own_copy
 from grpo_async.user_code.loop import UserLoop
@@ -42,12 +42,12 @@ ASYNC_LOOP = UserLoop("async rollout function")
 """One loop for all calls, in training and in evaluation: an HTTP client that the calls share belongs to one loop."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Waiting:
-    """A group whose rollouts are to be made by the next call."""
+class _Call:
+    """One call of the function, for groups that started together; `task` has their completions by group id."""
 
-    group: OpenGroup
-    answer: asyncio.Future[list[RolloutCompletion]]
+    def __init__(self, make: Callable[[_Call], Coroutine[Any, Any, dict[int, list[RolloutCompletion]]]]) -> None:
+        self.groups: list[OpenGroup] = []
+        self.task = asyncio.create_task(make(self))  # begins after all that start in this turn of the loop have joined
 
 
 class FunctionProducer:
@@ -56,11 +56,9 @@ class FunctionProducer:
     Args:
         function: the user's function, sync or async.
         setup: how the function is called, and the client and settings of its calls.
-        tracks: timeline tracks; each call in progress has one.
     """
 
-    def __init__(self, function: Callable[..., Any], setup: FunctionSetup, *, tracks: Slots = NO_SLOTS) -> None:
-        self._tracks = tracks
+    def __init__(self, function: Callable[..., Any], setup: FunctionSetup) -> None:
         self._function = function
         self._setup = setup
         section = setup.section
@@ -68,93 +66,73 @@ class FunctionProducer:
         self._caller = Caller(threads, section.timeout_s, loop=ASYNC_LOOP)
         # decides when a call begins, and so its version; the limit of `threads` also counts calls that were cancelled and go on
         self._slots = asyncio.Semaphore(section.max_concurrent_calls)
-        self._waiting: list[_Waiting] = []
-        self._calls: set[asyncio.Task[None]] = set()
+        self._joining: _Call | None = None
 
     @asynccontextmanager
     async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(group=group, answer=loop.create_future())
-        if not self._waiting:
-            loop.call_soon(self._call_waiting)  # after every group that starts in this turn of the loop has joined
-        self._waiting.append(waiting)
-        group.completions = await waiting.answer  # the call has a time limit
+        call = self._joining
+        if call is None or len(call.groups) == self._setup.groups_per_call:
+            call = self._joining = _Call(self._make)
+        call.groups.append(group)
+        try:
+            made = await asyncio.shield(call.task)  # the call has a time limit
+        except asyncio.CancelledError:
+            call.groups.remove(group)
+            if not call.groups:
+                call.task.cancel()
+                if self._joining is call:  # it had not begun
+                    self._joining = None
+            raise
+        group.completions = made[group.group_id]
         for index, completion in enumerate(group.completions):
             if completion.oldest_version is not None:
                 group.received(index, completion.num_sampled_tokens, completion.oldest_version)
         yield
 
-    def _call_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for begin in range(0, len(waiting), self._setup.groups_per_call):
-            groups = waiting[begin : begin + self._setup.groups_per_call]
-            task = asyncio.create_task(self._call(groups))
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+    async def _make(self, call: _Call) -> dict[int, list[RolloutCompletion]]:
+        """Call the function once for the groups that are still wanted when it begins."""
+        if self._joining is call:
+            self._joining = None
+        async with self._slots:  # calls that hold slots have time limits
+            groups = list(call.groups)
+            version = groups[0].served_version()
             for group in groups:
-                group.answer.add_done_callback(functools.partial(_give_up, task, groups))
+                group.on_tokens(0, version)  # known now; the number of tokens only at the end
+            trainer = FunctionTrainer(self._setup, seed=groups[0].seed, served_version=groups[0].served_version)
+            try:
+                completions = iter(await self._call(groups, trainer, version))
+            finally:
+                trainer.close()
+        return {group.group_id: list(itertools.islice(completions, group.size)) for group in groups}
 
-    async def _call(self, groups: Sequence[_Waiting]) -> None:
-        """Call the function once for some groups. Its outcome goes to whoever waits for them."""
-        try:
-            async with self._slots:  # calls that hold slots have time limits
-                groups = [group for group in groups if not group.answer.done()]  # cancelled while they waited
-                answers = await self._answers(groups) if groups else []
-        except asyncio.CancelledError:
-            for group in groups:
-                group.answer.cancel()
-            raise
-        except Exception as error:  # noqa: BLE001 - all of the groups share this one failure
-            for group in groups:
-                if not group.answer.done():
-                    group.answer.set_exception(error)
-            return
-        for group, completions in zip(groups, answers, strict=True):
-            if not group.answer.done():
-                group.answer.set_result(completions)
-
-    async def _answers(self, waiting: Sequence[_Waiting]) -> list[list[RolloutCompletion]]:
-        groups = [each.group for each in waiting]
-        version = groups[0].served_version()
-        for group in groups:
-            group.on_tokens(0, version)  # known now; the number of tokens only at the end
-        prompts = [
-            own_copy(group.prompt.as_given())  # the function may modify its prompts
-            for group in groups
-            for _ in range(group.size)
-        ]
-        trainer = FunctionTrainer(self._setup, seed=groups[0].seed, served_version=groups[0].served_version)
-        began, started_at = time.monotonic(), time.time()
-        names = [group.name for group in groups]
+    async def _call(
+        self, groups: Sequence[OpenGroup], trainer: FunctionTrainer, version: int
+    ) -> list[RolloutCompletion]:
+        # the function may modify its prompts
+        prompts = [own_copy(group.prompt.as_given()) for group in groups for _ in range(group.size)]
         ids = [group.rollout_id(index) for group in groups for index in range(group.size)]
+        began, started_at = time.monotonic(), time.time()
         call = UserCall(
             functools.partial(self._function, prompts, trainer),
             # in the thread, because a long list takes a while
             finish=lambda output: read_output(output, ids, self._setup, version=version, started_at=started_at),
         )
         try:
-            with self._tracks.span("rollout function", groups=names, rollouts=len(ids)):
-                outcome = await self._caller.run(call)
+            with span("rollout function", groups=[group.name for group in groups], rollouts=len(ids)):
+                completions = await self._caller.run(call)
         except CallError as error:
             if error.is_timeout:
-                what = f"the rollout function to return {len(ids)} rollouts"
-                setting = "rollout_function.timeout_s"
-                hint = f"It {error.problem}."
-                raise DeadlineError(what, waited_s=self._setup.section.timeout_s, setting=setting, hint=hint) from error
+                raise DeadlineError(
+                    f"the rollout function to return {len(ids)} rollouts",
+                    waited_s=self._setup.section.timeout_s,
+                    setting="rollout_function.timeout_s",
+                    hint=f"It {error.problem}.",
+                ) from error
             if isinstance(error.error, Exception):
                 raise error.error from error.error.__cause__
             raise RunError(f"the rollout function {error.problem}") from error.origin
-        finally:
-            trainer.close()
         duration_s = time.monotonic() - began
-        completions = (replace(completion, total_duration_s=duration_s) for completion in outcome)
-        return [list(itertools.islice(completions, group.size)) for group in groups]
-
-
-def _give_up(call: asyncio.Task[None], groups: Sequence[_Waiting], _: asyncio.Future[Any]) -> None:
-    """End a call when the last of its groups was cancelled."""
-    if all(group.answer.cancelled() for group in groups):
-        call.cancel()
+        return [replace(completion, total_duration_s=duration_s) for completion in completions]
 
 
 # -- reading the function's output
@@ -200,24 +178,32 @@ def read_output(
                 f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "
                 f"tokens, inference.max_model_len is {settings.max_model_len}"
             )
-        mask = _mask(None if masks is None else masks[index], len(ids), index)
+        mask = [1] * len(ids)
+        if masks is not None:
+            mask = [int(bool(entry)) for entry in _one_each(masks[index], len(ids), f"env_mask[{index}]")]
         candidates = None if token_ids is None else token_ids[index]
         logprobs = _logprobs(required["logprobs"][index], ids, mask, candidates, index)
         text, has_stop = _text(ids, mask, setup)
         is_whole = has_stop or (bool(ids) and ids[-1] in settings.stop_token_ids)
+        message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)  # of all turns, stored once
+        # the first turn begins with the function's call; when the others began is unknown
+        turns = [
+            TurnRecord(
+                output_ids=np.array(ids[begin:cut], np.int32),
+                output_logprobs=np.array(logprobs[begin:cut], np.float32),
+                policy_versions=np.full(cut - begin, version, np.int32),
+                finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
+                messages=[message] if begin == 0 else [],
+                tool_response_ids=np.array(ids[cut:end], np.int32),
+                started_at=started_at if begin == 0 else 0.0,
+            )
+            for begin, cut, end in turn_boundaries(mask)
+        ]
         completions.append(
             RolloutCompletion(
                 rollout_id=rollout_id,
                 prompt_ids=np.array(prompt_ids, np.int32),
-                turns=_turns(
-                    ids,
-                    mask,
-                    logprobs,
-                    text=text,
-                    is_whole=is_whole,
-                    version=version,
-                    started_at=started_at,
-                ),
+                turns=turns,
                 status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
                 reward_columns={key: own_copy(values[index]) for key, values in columns.items()},
                 started_at=started_at,
@@ -237,33 +223,6 @@ def _ids(value: Any, where: str, num_tokens: int) -> list[int]:
             f"rollout_func: {where} holds {unknown}, but the model's tokens are 0 to {num_tokens - 1}"
         )
     return ids
-
-
-def _turns(
-    ids: list[int],
-    mask: list[int],
-    logprobs: list[float],
-    *,
-    text: str,
-    is_whole: bool,
-    version: int,
-    started_at: float,
-) -> list[TurnRecord]:
-    """Divide a completion into turns: one ends where the mask goes from 0 to 1. The first turn begins with the function's call;
-    the start times of the others are unknown. The text of the whole completion is stored once."""
-    message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
-    return [
-        TurnRecord(
-            output_ids=np.array(ids[begin:cut], np.int32),
-            output_logprobs=np.array(logprobs[begin:cut], np.float32),
-            policy_versions=np.full(cut - begin, version, np.int32),
-            finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
-            messages=[message] if begin == 0 else [],
-            tool_response_ids=np.array(ids[cut:end], np.int32),
-            started_at=started_at if begin == 0 else 0.0,
-        )
-        for begin, cut, end in turn_boundaries(mask)
-    ]
 
 
 def _text(ids: list[int], mask: list[int], setup: FunctionSetup) -> tuple[str, bool]:
@@ -311,27 +270,21 @@ def _listed(key: str, value: Any, count: int) -> Sequence[Any]:
     return values
 
 
-def _mask(value: Any, count: int, index: int) -> list[int]:
-    if value is None:
-        return [1] * count
-    mask = _plain_list(value)
-    if mask is None or len(mask) != count:
+def _one_each(value: Any, count: int, where: str) -> list[Any]:
+    """The entries of a list with one for each token."""
+    values = _plain_list(value)
+    if values is None or len(values) != count:
         raise FatalRolloutError(
-            f"rollout_func: env_mask[{index}] has {'no' if mask is None else len(mask)} entries for {count} completion_ids; "
-            "it needs one for each"
+            f"rollout_func: {where} has {'no' if values is None else len(values)} entries for {count} completion_ids; it needs "
+            "one for each"
         )
-    return [int(bool(entry)) for entry in mask]
+    return values
 
 
 def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: Any, index: int) -> list[float]:
     """One logprob per completion token; 0.0 where the mask is 0. An entry may be a number or a list (TRL's form), whose value for
     the sampled token in `logprob_token_ids` counts, or else the first."""
-    values = _plain_list(value)
-    if values is None or len(values) != len(ids):
-        raise FatalRolloutError(
-            f"rollout_func: logprobs[{index}] has {'no' if values is None else len(values)} entries for {len(ids)} "
-            "completion_ids; every token needs the logprob that it was sampled with"
-        )
+    values = _one_each(value, len(ids), f"logprobs[{index}]")
     candidates = [] if token_ids is None else [_plain_list(each) for each in _plain_list(token_ids) or []]
     if token_ids is not None and (len(candidates) != len(ids) or None in candidates):
         raise FatalRolloutError(

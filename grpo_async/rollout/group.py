@@ -19,12 +19,9 @@ from typing import Any, Protocol
 
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, RolloutSnapshot
 from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup
-from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.utils.text import count
 
 logger = logging.getLogger(__name__)
-
-NO_SLOTS = NO_TIMELINE.slots("rollout")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -32,7 +32,7 @@ from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
 from grpo_async.scoring.advantages import has_zero_variance, scored_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.tracking.timeline import NO_TIMELINE, SHORTEST_WAIT_S, Timeline
+from grpo_async.tracking.timeline import SHORTEST_WAIT_S, record
 from grpo_async.utils.seeds import seed_of
 
 _MIN_FAILED_GROUPS = 8
@@ -66,9 +66,7 @@ class RolloutWorker:
         num_steps: int,
         resume: ResumeState | None = None,
         version: int = 0,
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        self._timeline = timeline
         self._section = section
         self._seed = seed
         # consecutive failures of groups after which the run stops; an error that fails several groups at once counts once
@@ -90,7 +88,6 @@ class RolloutWorker:
             on_drop=lambda scored, status, step: self.close_group(scored.group, status, scored=scored, step=step),
             next_step=version + 1,
             last_step=num_steps,
-            timeline=timeline,
         )
         self._store = store
         self._in_flight: dict[int, OpenGroup] = {}
@@ -140,7 +137,7 @@ class RolloutWorker:
                     await self.ledger.admit()
                     waited_until = time.time()
                     if waited_until - began >= SHORTEST_WAIT_S:  # enough is queued, or too many steps ahead
-                        self._timeline.add("wait for the trainer", "rollout", began, waited_until)
+                        record("wait for the trainer", began, waited_until)
                     group = self._start(self._next_prompt())
                     group.task = tasks.create_task(self._run_group(group))
         except BaseExceptionGroup as errors:

@@ -1,32 +1,28 @@
-"""Runs model-written code: in a separate process, under limits, without network, in an empty directory, and kills its whole tree.
+"""Runs model-written code: in one process with one wall around it, which is killed in time.
 
     await Sandbox(limits).run(code) -> SandboxResult
-      |- restrictions that work here, tried once per process  `restrictions`
-      |- one run, from start to the last process's death      `execution`
-      `- how the child restricts itself before the code       `inside`
+      |- does the wall stand here? tried once per process          `wall`
+      |- one run, from its start to its last process's death       `execution`
+      `- how the child builds the wall around itself               `inside`
 
-Invariants: a run returns shortly after `wall_s` at the latest, with no process left running and no file left on disk; the code sees
-neither the environment nor the files of this process; restrictions that the system cannot enforce are in `startup_notes`, never
-silently dropped, and the sandbox refuses to start if they are required. Two things are left to the caller: how many runs there are
-at once, and how far to trust the result. The code may always lie about what it did: it chooses its exit code and output.
+The wall is Landlock (files), seccomp (everything else that reaches out of the process: sockets, signals, new processes and
+threads) and resource limits; where the kernel has not all of it, the sandbox refuses to start. The code may always lie about what
+it did: it chooses its exit code and its output.
 """
 
 from __future__ import annotations
 
 from grpo_async.sandbox.execution import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
-from grpo_async.sandbox.restrictions import FILESYSTEM, Capability, capabilities
-from grpo_async.sandbox.sandbox import REQUIRED, Sandbox, has_loopback, startup_notes
+from grpo_async.sandbox.sandbox import Sandbox, startup_notes
+from grpo_async.sandbox.wall import MECHANISMS, missing
 
 __all__ = [
-    "FILESYSTEM",
-    "REQUIRED",
-    "Capability",
+    "MECHANISMS",
     "Sandbox",
     "SandboxError",
     "SandboxLimits",
     "SandboxResult",
     "SandboxStatus",
-    "capabilities",
-    "has_loopback",
+    "missing",
     "startup_notes",
 ]

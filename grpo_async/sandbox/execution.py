@@ -26,8 +26,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.sandbox.inside import NAMESPACES
-from grpo_async.sandbox.inside.namespaces import BASE
 from grpo_async.utils.child_process import CHUNK, ChildProcess
 from grpo_async.utils.text import last_line
 
@@ -36,7 +34,7 @@ class SandboxError(GrpoAsyncError):
     """The sandbox itself failed; this says nothing about the code. The message contains the system's answer.
 
     Attributes:
-        mechanism: the restriction that cannot be set up on this system; "start" or None if that is not the cause.
+        mechanism: the part of the wall that cannot be set up on this system; "start" or None if that is not the cause.
     """
 
     mechanism: str | None = None
@@ -51,11 +49,10 @@ class SandboxLimits:
     """
 
     wall_s: float = 10.0  # from the start of the code
-    cpu_s: float = 10.0  # CPU seconds of each process, in whole seconds (at least 1)
-    memory_mb: int = 512  # address space of each process, and memory of all of them together
+    cpu_s: float = 10.0  # CPU seconds, in whole seconds (at least 1)
+    memory_mb: int = 512  # address space
     file_mb: int = 16  # size of each file
-    directory_mb: int = 64  # all files of the run together
-    max_processes: int = 32  # processes and threads at once, the code's first one included
+    written_mb: int = 1024  # all that it writes, to whatever; checked 20 times per second
     max_output_chars: int = 65536  # for stdout, and again for stderr
 
     def __post_init__(self) -> None:
@@ -77,6 +74,7 @@ class SandboxStatus(StrEnum):
     CPU = "cpu"  # more CPU time than `cpu_s`; killed
     MEMORY = "memory"  # more memory than `memory_mb`
     OUTPUT = "output"  # more output than `max_output_chars`; killed, but the output until then is kept
+    WRITTEN = "written"  # more than `written_mb`; killed
     KILLED = "killed"  # killed by another signal: a crash, or its own kill
 
 
@@ -143,7 +141,7 @@ class Interpreter:
             "LANG": "C.UTF-8",
             "PYTHONPATH": os.pathsep.join([f"{base}/work", *self.module_paths]),
             "PYTHONHASHSEED": "0",
-            # Libraries that start a thread for every CPU would exceed the limit of processes.
+            # There are no threads.
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
@@ -220,32 +218,26 @@ class Job:
     """False: the program has the rights, the files and the working directory of this process. Its only limits are `wall_s`,
     `memory_mb` (its data, not its address space: runtimes such as V8 reserve more than they use) and that of its output."""
     pass_descriptors: Sequence[int] = ()
-    read_paths: Sequence[str] = ()  # further paths that the code may read; absolute, without links
-    loopback: int | None = None  # a Unix socket; see `inside.loopback`
     stderr_end: int | None = None  # keep this many characters from the end of stderr, and do not limit its length
 
     def plan(self, base: str) -> bytes:
         """The plan that the launcher reads."""
-        directory = base or BASE
         main = {} if self.command else {"../main.py": self.code.encode("utf-8", "replace")}
-        environment = self.interpreter.code_environment(directory) if self.is_confined else {}
+        environment = self.interpreter.code_environment(base) if self.is_confined else {}
         return marshal.dumps(
             {
                 "owner": os.getpid(),
                 "mechanisms": sorted(self.mechanisms),
                 "is_confined": self.is_confined,
                 "resources": self._resources(),
-                "memory_mb": self.limits.memory_mb,
-                "directory_mb": self.limits.directory_mb,
+                "written_mb": self.limits.written_mb if self.is_confined else None,
                 "timeout_s": self.limits.wall_s + START_TIMEOUT_S,
-                "command": list(self.command) or [self.interpreter.executable, *FLAGS, f"{directory}/main.py"],
+                "command": list(self.command) or [self.interpreter.executable, *FLAGS, f"{base}/main.py"],
                 "environment": {**environment, **self.environment},
-                "read_paths": [*self.interpreter.read_paths, *sorted(self.read_paths)],
+                "read_paths": list(self.interpreter.read_paths),
                 "base": base,
-                "mount_point": tempfile.gettempdir(),
                 "files": {**main, **self.files},
                 "keep_descriptors": list(self.pass_descriptors),
-                "loopback": self.loopback,
             }
         )
 
@@ -258,7 +250,6 @@ class Job:
         equal = {
             "RLIMIT_AS": memory,
             "RLIMIT_FSIZE": limits.file_mb << 20,
-            "RLIMIT_NPROC": limits.max_processes,
             "RLIMIT_NOFILE": _MAX_OPEN_FILES,
             "RLIMIT_CORE": 0,
             "RLIMIT_MSGQUEUE": 0,
@@ -268,14 +259,14 @@ class Job:
         return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{name: (value, value) for name, value in equal.items()}}
 
 
-async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
-    """Run the code; returns the result, and the launcher's notes ("SUBJECT TEXT"). The calling thread must outlive the run.
+async def execute(job: Job) -> SandboxResult:
+    """Run the code. The calling thread must outlive the run.
 
     Raises:
         SandboxError: the sandbox failed, not the code.
     """
-    if NAMESPACES in job.mechanisms or not job.is_confined:
-        return await _execute(job, "")  # its directory is in memory and disappears with it, or it needs none
+    if not job.is_confined:
+        return await _execute(job, "")
     base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")
     try:
         return await _execute(job, base)
@@ -286,7 +277,7 @@ async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
             removing.result()
 
 
-async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
+async def _execute(job: Job, base: str) -> SandboxResult:
     limit = job.limits.max_output_chars
     report, stdout, stderr = _Report(), _Output(limit), _Output(job.stderr_end or limit, keeps_end=bool(job.stderr_end))
     status = None
@@ -308,15 +299,15 @@ async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
     if not report.started.done():
         what = f"took over {START_TIMEOUT_S:.0f} s to start" if status else "ended before it had started the code"
         raise SandboxError(f"the sandbox {what}; is the machine overloaded? {stderr.text[-500:]}".rstrip())
-    if status is None and report.is_out_of_memory:
-        status = SandboxStatus.MEMORY
+    if status is None and report.has_written_too_much:
+        status = SandboxStatus.WRITTEN
     exit_code, cpu_s = None, 0.0
     if status is None:
         if report.ended is None:
             raise SandboxError("the sandbox's launcher was killed; did the machine run out of memory?")
         exit_code, cpu_s = report.ended
         status = _status_of(exit_code, cpu_s, job.limits, stderr.text)
-    result = SandboxResult(
+    return SandboxResult(
         status=status,
         stdout=stdout.text,
         stderr=stderr.text,
@@ -324,7 +315,6 @@ async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
         duration_s=duration_s,
         cpu_s=cpu_s,
     )
-    return result, report.notes
 
 
 async def _wait(timeout_s: float, *which: asyncio.Future[None]) -> None:
@@ -371,7 +361,7 @@ async def _start(job: Job, base: str, report_in: int) -> ChildProcess:
                 *command,
                 env=job.interpreter.launcher_environment,
                 cwd="/" if job.is_confined else None,
-                pass_fds=[plan.fileno(), report_in, *job.pass_descriptors, *filter(None, [job.loopback])],
+                pass_fds=[plan.fileno(), report_in, *job.pass_descriptors],
             )
     except OSError as error:
         raise SandboxError(f"no process can be started: {error}") from error
@@ -414,9 +404,8 @@ class _Report:
     def __init__(self) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.problem: tuple[str, str] | None = None
-        self.notes: list[str] = []
         self.ended: tuple[int, float] | None = None  # exit code, negative for a signal; CPU seconds
-        self.is_out_of_memory = False
+        self.has_written_too_much = False
 
     async def read(self, lines: asyncio.StreamReader) -> None:
         async for line in lines:  # until the launcher is dead
@@ -426,10 +415,8 @@ class _Report:
             elif word == "ended":
                 status, cpu_s = rest.split()
                 self.ended = os.waitstatus_to_exitcode(int(status)), float(cpu_s)
-            elif word == "memory":
-                self.is_out_of_memory = True
-            elif word == "note":
-                self.notes.append(rest)
+            elif word == "written":
+                self.has_written_too_much = True
             elif word == "problem" and self.problem is None:
                 mechanism, _, problem = rest.partition(" ")
                 self.problem = (mechanism, problem)
@@ -446,8 +433,8 @@ def _status_of(exit_code: int, cpu_s: float, limits: SandboxLimits, stderr: str)
 
 
 def _remove_tree(path: str) -> None:
-    """Remove the directory `path` and everything that the code left in it, however deep or locked; follows no link. The code and
-    all its processes are dead by then.
+    """Remove the directory `path` and everything that the code left in it, however deep or locked; follows no link. The code is
+    dead by then.
 
     Each folder is moved up before it is emptied, so no path is longer than two levels: a chain of 4000 folders, which `rm -rf`
     and shutil.rmtree take minutes for or give up on, takes no longer than as many side by side.

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox.execution import Job, SandboxLimits, SandboxResult, execute, find_interpreter
-from grpo_async.sandbox.inside import NAMESPACES
-from grpo_async.sandbox.restrictions import (
-    LIMITS,
-    NAMES,
-    NETWORK,
-    PROCESSES,
-    capabilities,
-    probe_result,
-)
-
-REQUIRED = (LIMITS, NETWORK, PROCESSES)
-"""Without these, one completion can end the run or leave the machine, so the sandbox refuses to start without them unless told
-otherwise. Missing `filesystem`, `signals` and `totals` are only reported at the start: the place where the run is started can
-provide the same protection (a container, a separate user), and malicious code is rare in training."""
+from grpo_async.sandbox.wall import CONSEQUENCES, MECHANISMS, missing
 
 
 class Sandbox:
@@ -28,24 +14,21 @@ class Sandbox:
 
     Args:
         limits: limits of each run.
-        require: names of required capabilities; see `restrictions`.
+        require: the parts of the wall without which it refuses; what is left out may be missing on this machine.
         with_site_packages: whether the code can import the packages of this environment (numpy, ...).
-        read_paths: further files and folders that the code may read.
 
     Raises:
-        ConfigError: a required capability is not available on this machine, or its name is unknown.
+        ConfigError: a required part is missing on this machine, or there is none of this name.
     """
 
     def __init__(
         self,
         limits: SandboxLimits | None = None,
         *,
-        require: Iterable[str] = REQUIRED,
+        require: Iterable[str] = MECHANISMS,
         with_site_packages: bool = False,
-        read_paths: Sequence[str] = (),
     ) -> None:
         self.limits = limits or SandboxLimits()
-        self._read_paths = read_paths
         self._interpreter = find_interpreter(with_site_packages=with_site_packages)
         _check(require)
 
@@ -57,7 +40,7 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         pass_descriptors: Sequence[int] = (),
     ) -> SandboxResult:
-        """Run code as the main program of a fresh interpreter. Cancelling it kills the code and all its processes first.
+        """Run code as the main program of a fresh interpreter. Cancelling it kills the code first.
 
         Example: await Sandbox().run("print(int(input()) + 1)", stdin="41") -> status OK, stdout "42\\n".
 
@@ -74,54 +57,29 @@ class Sandbox:
             _checked_path(name): content.encode("utf-8", "replace") if isinstance(content, str) else content
             for name, content in (files or {}).items()
         }
-        return await self._execute(code=code, stdin=stdin, files=contents, pass_descriptors=pass_descriptors)
-
-    async def run_command(
-        self, command: Sequence[str], *, environment: Mapping[str, str], stdin: str, loopback: int, stderr_end: int
-    ) -> SandboxResult:
-        """Like `run`, for a program and its arguments, whose paths contain no links.
-
-        Args:
-            environment: variables added to the sandbox's own.
-            loopback: descriptor of a Unix socket. The program may then use sockets, and reaches only one address, the port of
-                `inside.loopback`, whose listening socket is sent through this one. Needs namespaces (`has_loopback`).
-            stderr_end: number of characters kept from the end of its stderr.
-        """
-        return await self._execute(
-            command=command, environment=environment, stdin=stdin, loopback=loopback, stderr_end=stderr_end
-        )
-
-    async def _execute(self, **options: Any) -> SandboxResult:
         job = Job(
+            code=code,
+            stdin=stdin,
+            files=contents,
             limits=self.limits,
             interpreter=self._interpreter,
-            mechanisms=probe_result().mechanisms,
-            read_paths=self._read_paths,
-            **options,
+            mechanisms=frozenset(MECHANISMS) - missing().keys(),
+            pass_descriptors=pass_descriptors,
         )
-        return (await execute(job))[0]
-
-
-def has_loopback() -> bool:
-    """Whether code in the sandbox can have its own network on this machine, in which it reaches only its owner.
-    Without namespaces it has no sockets at all."""
-    return NAMESPACES in probe_result().mechanisms
+        return await execute(job)
 
 
 def _check(require: Iterable[str]) -> None:
     wanted = list(require)
-    unknown = [name for name in wanted if name not in NAMES]
-    if unknown:
-        raise ConfigError(f"sandbox: `require` names {unknown}, which do not exist; there are {list(NAMES)}")
-    missing = [c for c in capabilities() if c.name in wanted and not c.is_available]
-    if missing:
-        lines = [f"  {c.name}: {c.consequence} (tried: {c.how})" for c in missing]
-        rest = [name for name in wanted if name not in {c.name for c in missing}]
+    if unknown := [name for name in wanted if name not in MECHANISMS]:
+        raise ConfigError(f"sandbox: `require` names {unknown}, which do not exist; there are {list(MECHANISMS)}")
+    lacking = {name: why for name, why in missing().items() if name in wanted}
+    if lacking:
+        lines = [f"  {name}: {why}. Without it {CONSEQUENCES[name]}" for name, why in lacking.items()]
         raise ConfigError(
-            "the sandbox for model-written code cannot enforce this here:\n" + "\n".join(lines) + "\n"
-            "Allow unprivileged user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0, or "
-            "user.max_user_namespaces > 0), or run on Linux 5.13 or later with Landlock and seccomp, in a container too; "
-            f"or do without them at your own risk: `require: {rest}`"
+            "the sandbox for model-written code needs Landlock and seccomp (Linux 5.13 or later on x86-64 or ARM64, in most "
+            "containers too), and this machine lacks\n" + "\n".join(lines) + "\n"
+            f"Run it on a machine that has them, or at your own risk with `require: {[n for n in wanted if n not in lacking]}`."
         )
 
 
@@ -134,16 +92,11 @@ def _checked_path(name: str) -> str:
     return name
 
 
-def startup_notes(require: Iterable[str] = REQUIRED) -> list[str]:
-    """Lines for the start of a run: what is enforced on this machine, what is not, and the consequences.
+def startup_notes(require: Iterable[str] = MECHANISMS) -> list[str]:
+    """Lines for the start of a run: which part of the wall is missing on this machine, and the consequences.
 
     Raises:
-        ConfigError: a required capability is not available on this machine, or its name is unknown.
+        ConfigError: a required part is missing on this machine, or there is none of this name.
     """
     _check(require)
-    found = capabilities()
-    notes = [f"sandbox enforces: {', '.join(f'{c.name} ({c.how})' for c in found if c.is_available) or 'nothing'}"]
-    for c in found:
-        if not c.is_available:
-            notes.append(f"sandbox does NOT enforce {c.name}: {c.consequence} (tried: {c.how})")
-    return notes
+    return [f"the sandbox has no {name} here ({why}): {CONSEQUENCES[name]}" for name, why in missing().items()]

@@ -30,7 +30,7 @@ from grpo_async.records import (
 )
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import Advantages, combine_rewards
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import span
 from grpo_async.utils.concurrency import all_of
 
 _LOG_HISTORY = 100  # steps: every call of a reward gets a copy
@@ -46,7 +46,6 @@ class Scorer:
         train_truncated: whether to make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
         state: for reward functions that ask for `trainer_state`; at the start of the run.
-        timeline: records a span for each group.
     """
 
     def __init__(
@@ -58,9 +57,7 @@ class Scorer:
         train_truncated: bool = True,
         environment_weights: Mapping[str, float] | None = None,
         state: TrainerState | None = None,
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        self._tracks = timeline.slots("scoring")
         self._rewards = rewards
         self._train_zero_variance = train_zero_variance
         self._train_truncated = train_truncated
@@ -184,13 +181,14 @@ class Scorer:
         if AGENT_REWARD in self._environment_names:
             columns["branches"] = [list(map(_branch_column, completion.branches)) for completion in completions]
         ids = [completion.completion_ids.tolist() for completion in completions]
-        with self._tracks.span("score", group=group.name, rollouts=len(completions)) as (_, span):
+        began = time.time()
+        with span("score", group=group.name, rollouts=len(completions)) as details:
 
             async def score(reward: RewardFunction) -> RewardOutcome:
                 outcome = await reward.score(
                     given, texts, ids, columns, trainer_state=self._state, environments=environments
                 )
-                span.details[f"{reward.name} s"] = time.time() - span.start
+                details[f"{reward.name} s"] = time.time() - began
                 return outcome
 
             results = await all_of(map(score, self._rewards))

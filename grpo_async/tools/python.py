@@ -1,7 +1,8 @@
 """A tool that runs Python in the sandbox. In a config: `function: grpo_async.tools.python:run_python`.
 
 The model sees only `code`. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages (whether the
-code may import installed packages) and require (what the sandbox must enforce). The tool's own `timeout_s` must be above wall_s.
+code may import installed packages) and require (the parts of the sandbox's wall without which it refuses). The tool's own
+`timeout_s` must be above wall_s.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 from collections.abc import Iterable
 
 from grpo_async.sandbox import (
-    REQUIRED,
+    MECHANISMS,
     Sandbox,
     SandboxLimits,
     SandboxResult,
@@ -32,7 +33,8 @@ async def _run_python(
 ) -> str:
     """Runs a Python program and returns what it printed.
 
-    Every call starts afresh: nothing is kept from earlier calls. There is no network, and there are no files.
+    Every call starts afresh: nothing is kept from earlier calls. There is no network, there are no files, and it cannot start
+    threads or other programs.
 
     Args:
         code: The program. Use print() to see results.
@@ -54,7 +56,7 @@ run_python = functools.partial(
     memory_mb=512,
     max_output_chars=8192,
     with_site_packages=False,
-    require=REQUIRED,
+    require=MECHANISMS,
 )
 run_python.startup_notes = startup_notes  # type: ignore[attr-defined]
 
@@ -68,6 +70,7 @@ def _describe(result: SandboxResult, limits: SandboxLimits) -> str:
         SandboxStatus.CPU: f"Stopped: the program used more than {limits.cpu_s:g} seconds of CPU time.",
         SandboxStatus.MEMORY: f"Stopped: the program used more than {limits.memory_mb} MiB of memory.",
         SandboxStatus.OUTPUT: f"Stopped: the program printed more than {limits.max_output_chars} characters.",
+        SandboxStatus.WRITTEN: f"Stopped: the program wrote more than {limits.written_mb} MiB.",
         SandboxStatus.KILLED: "The program crashed.",
     }[result.status]
     parts = [part for part in (result.stdout.rstrip("\n"), problem) if part]

@@ -1,197 +1,188 @@
-"""Records what happened when. Any thread and any coroutine records; one thread writes, about once a second.
+"""events.jsonl: what happened when, one line of JSON for each span that is over.
 
-Times are unix seconds; an instant has start = end. A track is a row of a drawing. What runs at the same time on a track has a slot
-each (`Slots`), which is a row of its own: "rollout/3" is slot 3 of the track "rollout". So within one row spans only ever nest. The
-tracks are in `events.EVENTS`.
+    {"name": "forward", "start": 1700000000.25, "end": 1700000000.5, "thread": "MainThread", "details": {"micro_batch": 0}}
 
-Invariant: recording never waits, never raises, and holds at most `_MAX_PENDING` events, including those that wait while the disk
-is full; what does not fit is counted, and the count is written. The file itself: timeline_file.
+Any thread and any coroutine of a process that has opened the file (`recording`) may record; one thread writes, about once a second.
+Recording never waits and never raises. While the disk is full, the newest spans wait in memory; those that do not fit are counted
+in the log. A resume goes on in the same file; a file that is full becomes `older`, in the place of the one before.
 """
 
 from __future__ import annotations
 
-import heapq
+import asyncio
+import json
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from grpo_async.tracking.timeline_file import LOST, Event, EventWriter, event_line
+from grpo_async.utils.files import Outage, append_whole, json_safe, parse_object, whole_bytes
+from grpo_async.utils.text import clipped, finite
 
 logger = logging.getLogger(__name__)
 
+ATTEMPT = "attempt"
+"""Name of the instant with which each attempt of a run begins, and of the span that it leaves when it ends by itself."""
 SHORTEST_WAIT_S = 0.001
-"""Shorter waits are left out of the timeline: every request and every group has one."""
+"""Shorter waits are not worth a line: every request and every group has one."""
+
 _INTERVAL_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_PENDING = 100_000
-_BATCH = 5_000  # events made into text at once, so that the text stays small
+_BATCH = 5_000  # lines made at once, so that the text stays small
+_MAX_BYTES = 128 << 20
+_MAX_TEXT = 200  # of one detail: names of tools and errors may come from a model
+
+Span = dict[str, Any]
+"""One line: `name`, `start` and `end` (unix seconds, equal for an instant), `details`, and the `thread` or the `task` that it was
+recorded in, if it ran in only one."""
+
+_recorder: _Recorder | None = None
 
 
-class Span:
-    """Records itself when its `with` block ends, also by an error, whose type is then the detail `error`."""
-
-    __slots__ = ("_name", "_timeline", "_track", "details", "start")
-
-    def __init__(self, timeline: Timeline, name: str, track: str, details: dict[str, Any]) -> None:
-        self._timeline = timeline
-        self._name = name
-        self._track = track
-        self.details = details
-        """May be added to until the block ends."""
-        self.start = 0.0
-
-    def __enter__(self) -> Self:
-        self.start = time.time()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.details["error"] = kind.__name__
-        self._timeline.add(self._name, self._track, self.start, time.time(), **self.details)
+@contextmanager
+def recording(path: Path) -> Iterator[None]:
+    """While the block runs, the spans of this process are written to `path`."""
+    global _recorder
+    before, recorder = _recorder, _Recorder(path)
+    _recorder = recorder
+    try:
+        yield
+    finally:
+        _recorder = before
+        recorder.close()
 
 
-class Timeline:
-    """See the module's docstring. Recording is safe from every thread.
+@contextmanager
+def span(name: str, **details: Any) -> Iterator[dict[str, Any]]:
+    """Record the block, also if it ends by an error, whose type is then the detail `error`. Yields the details, which may be added
+    to until it ends: numbers, texts, and lists of them."""
+    start = time.time()
+    try:
+        yield details
+    except BaseException as error:
+        details["error"] = type(error).__name__
+        raise
+    finally:
+        _add(name, start, time.time(), details, **_place())
 
-    Args:
-        path: events.jsonl; what is there is kept.
-        max_mb: the largest size of the file.
+
+def record(name: str, start: float, end: float, **details: Any) -> None:
+    """Record what is over, and did not run in this thread or task alone."""
+    _add(name, start, end, details)
+
+
+def older(path: Path) -> Path:
+    """Where the lines before those of `path` are, once it has been full."""
+    return path.with_name("events.older.jsonl")
+
+
+def read_spans(path: Path) -> Iterator[Span]:
+    """All spans of a run in the order of their ends; what is torn or is no span is left out.
+
+    Raises:
+        OSError: the file cannot be read.
     """
+    for each in (older(path), path):
+        if each != path and not each.exists():
+            continue
+        with each.open("rb") as file:
+            for line in file:
+                content = parse_object(line) or {}
+                start, end = finite(content.get("start")), finite(content.get("end"))
+                if isinstance(content.get("name"), str) and None not in (start, end):
+                    yield content
 
-    def __init__(self, path: Path, *, max_mb: int = 256) -> None:
-        self._events: deque[Event] = deque()
+
+def _place() -> dict[str, str]:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        task = None
+    return {"thread": threading.current_thread().name} if task is None else {"task": task.get_name()}
+
+
+def _add(name: str, start: float, end: float, details: dict[str, Any], **place: str) -> None:
+    if _recorder is not None:
+        _recorder.add({"name": name, "start": start, "end": max(start, end), **place, "details": details})
+
+
+class _Recorder:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pending: deque[Span] = deque()
         self._num_lost = 0
-        self._lost_lock = threading.Lock()  # held for a few instructions only
         self._closing = threading.Event()
-        self._file = EventWriter(path, max_bytes=max_mb << 20)
+        self._descriptor: int | None = None
+        self._outage = Outage(path, meanwhile="its lines wait", afterward="what memory could not hold is missing")
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
         self._thread.start()
 
-    def span(self, name: str, track: str, **details: Any) -> Span:
-        """`with timeline.span("forward", "trainer"): ...`. Details are numbers, strings, and lists of them."""
-        return Span(self, name, track, details)
-
-    def add(self, name: str, track: str, start: float, end: float, **details: Any) -> None:
-        """A span that is over, in unix seconds (`time.time()`). One that ends before its start (the clock was set) has length 0."""
-        if self._closing.is_set() or len(self._events) >= _MAX_PENDING:
-            with self._lost_lock:
-                self._num_lost += 1
-            return
-        self._events.append(Event(name, track, start, max(start, end), details))
-
-    def instant(self, name: str, track: str, **details: Any) -> None:
-        """Something that happens now."""
-        now = time.time()
-        self.add(name, track, now, now, **details)
-
-    def slots(self, track: str) -> Slots:
-        """Slots of `track` for what runs at the same time."""
-        return Slots(self, track)
+    def add(self, span: Span) -> None:
+        if len(self._pending) < _MAX_PENDING:
+            self._pending.append(span)
+        else:
+            self._num_lost += 1
 
     def close(self) -> None:
-        """Write what there is; takes `_CLOSE_TIMEOUT_S` at most. Safe to call twice; what is recorded later is dropped."""
+        """Write what there is; takes `_CLOSE_TIMEOUT_S` at most."""
         self._closing.set()
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("the last events were not written to %s: the disk hangs", self._file.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            logger.warning("the last spans were not written to %s: the disk hangs", self._path)
 
     def _write_on(self) -> None:
         while not self._closing.wait(timeout=_INTERVAL_S):  # close ends it, or the process
             self._write()
         self._write()
-        self._file.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
     def _write(self) -> None:
-        while self._events or self._num_lost:
-            batch = [self._events.popleft() for _ in range(min(_BATCH, len(self._events)))]
-            with self._lost_lock:
-                num_lost, self._num_lost = self._num_lost, 0
-            if num_lost:
-                now = time.time()
-                batch.append(Event(LOST, "run", now, now, {"events": num_lost}))
-            if not self._file.append("".join(map(event_line, batch))):
-                self._events.extendleft(reversed(batch))  # the disk is full, say: the next try is a second away
+        if self._num_lost:
+            logger.warning(
+                "%s: %d spans are missing: they came faster than they are written", self._path, self._num_lost
+            )
+            self._num_lost = 0
+        while self._pending:
+            batch = [self._pending.popleft() for _ in range(min(_BATCH, len(self._pending)))]
+            try:
+                self._append("".join(map(_line, batch)).encode())
+            except OSError as error:
+                self._outage.lasts(error)
+                self._pending.extendleft(reversed(batch))
                 return
+            self._outage.end()
+
+    def _append(self, lines: bytes) -> None:
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            os.ftruncate(self._descriptor, whole_bytes(self._descriptor))  # a line that a kill has torn
+        size = os.fstat(self._descriptor).st_size
+        if size and size + len(lines) > _MAX_BYTES:
+            os.replace(self._path, older(self._path))
+            os.close(self._descriptor)
+            self._descriptor = None
+            self._append(lines)
+            return
+        append_whole(self._descriptor, lines)
 
 
-class Slots:
-    """The slots of one track: what runs at the same time has a slot each, the lowest that is free. Safe from every thread."""
-
-    def __init__(self, timeline: Timeline, track: str) -> None:
-        self._timeline = timeline
-        self._track = track
-        self._free: list[int] = []
-        self._num = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def span(self, name: str, **details: Any) -> Iterator[tuple[Track, Span]]:
-        """A span on a slot of its own, and that slot for what happens within it."""
-        track = self.take()
-        try:
-            with track.span(name, **details) as span:
-                yield track, span
-        finally:
-            self.release(track)
-
-    def take(self) -> Track:
-        """A free slot; give it back with `release`."""
-        with self._lock:
-            if self._free:
-                slot = heapq.heappop(self._free)
-            else:
-                slot, self._num = self._num, self._num + 1
-        return Track(self._timeline, f"{self._track}/{slot}", slot)
-
-    def release(self, track: Track) -> None:
-        """Give back a slot that `take` returned, once."""
-        with self._lock:
-            heapq.heappush(self._free, track.slot)
+def _line(span: Span) -> str:
+    times = {"start": round(span["start"], 6), "end": round(span["end"], 6)}
+    details = {name: _detail(value) for name, value in span["details"].items()}
+    return json.dumps({**span, **times, "details": details}, separators=(",", ":")) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
-    """Records on one track of a timeline, or on one slot of it."""
-
-    timeline: Timeline
-    name: str
-    slot: int = 0
-
-    def span(self, name: str, **details: Any) -> Span:
-        """See Timeline.span."""
-        return self.timeline.span(name, self.name, **details)
-
-    def add(self, name: str, start: float, end: float, **details: Any) -> None:
-        """See Timeline.add."""
-        self.timeline.add(name, self.name, start, end, **details)
-
-
-class _NoTimeline(Timeline):
-    def __init__(self) -> None:
-        """Nothing is opened."""
-
-    def add(self, name: str, track: str, start: float, end: float, **details: Any) -> None:
-        """Nothing is recorded."""
-
-    def close(self) -> None:
-        """There is nothing to write."""
-
-
-NO_TIMELINE: Timeline = _NoTimeline()
-"""Records nothing."""
-NO_TRACK = Track(NO_TIMELINE, "")
+def _detail(value: Any) -> Any:
+    """A number or a short text, or a list of them."""
+    if isinstance(value, list | tuple):
+        return [_detail(each) for each in value]
+    if isinstance(value, float):
+        return json_safe(round(value, 6))
+    return value if isinstance(value, int | None) else clipped(str(value), _MAX_TEXT)

@@ -15,7 +15,7 @@ from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.inference.router import Servers
 from grpo_async.inference.token import token_from_environment
 from grpo_async.processes.control import ControlClient
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import record
 from grpo_async.utils.retry import RetryPolicy
 
 _MIN_INTERVAL_S = 1.0
@@ -26,7 +26,6 @@ def open_fleet(
     urls: Sequence[str],
     control: ControlClient,
     stack: ExitStack,
-    timeline: Timeline = NO_TIMELINE,
 ) -> Fleet:
     """The fleet of servers at `urls`, not watched yet (`start`). It asks the launcher to restart the launcher's own servers and
     listens for their restarts; it reports the state and the load of all servers to the launcher. `stack` closes it."""
@@ -45,12 +44,11 @@ def open_fleet(
     stack.callback(fleet.close)
     control.listen(fleet.on_server_event)
     # the launcher itself reports changes of its own servers
-    reporter = FleetReporter(fleet, control, timeline=timeline, tells_changes=bool(inference.urls))
+    reporter = FleetReporter(fleet, control, tells_changes=bool(inference.urls))
     fleet.subscribe(reporter.on_change)
     fleet.subscribe_info(reporter.on_load)
     stack.callback(reporter.close)
-    if timeline is not NO_TIMELINE:
-        reporter.on_change()  # their starts begin now
+    reporter.on_change()  # their starts begin now
     return fleet
 
 
@@ -81,17 +79,16 @@ def make_client(config: ExperimentConfig, servers: Servers, *, vocab_size: int) 
 
 class FleetReporter:
     """Reports the fleet's changes, on any thread. The launcher gets the state of all servers, at once when one changes, otherwise
-    at most once per second. The timeline gets a track for each server, with a span for each state that it was in, and an instant
-    for each change (a span is written only when it is over).
+    at most once per second. The timeline gets a span for each state that a server was in, and an instant for each change (a span is
+    written only when it is over).
 
     Args:
         tells_changes: the launcher also gets a note or a warning for each change.
     """
 
-    def __init__(self, fleet: Fleet, control: ControlClient, *, timeline: Timeline, tells_changes: bool) -> None:
+    def __init__(self, fleet: Fleet, control: ControlClient, *, tells_changes: bool) -> None:
         self._fleet = fleet
         self._control = control
-        self._timeline = timeline
         self._tells_changes = tells_changes
         self._told_at = 0.0
         self._since: dict[int, tuple[ServerState, float]] = {}  # by server: its state, and when the state began
@@ -124,7 +121,8 @@ class FleetReporter:
         state, why = server.state, self._fleet.last_message(server.index)
         self._since[server.index] = state, time.time()
         is_lost = state in (ServerState.DOWN, ServerState.GONE)
-        self._timeline.instant(str(state), f"server/{server.index}", **({"reason": why} if is_lost else {}))
+        now = time.time()
+        record(str(state), now, now, server=server.index, **({"reason": why} if is_lost else {}))
         texts = {ServerState.SERVING: "serves", ServerState.GONE: f"is given up: {why}"}
         if not is_first:  # at first a server may not be up yet
             texts[ServerState.DOWN] = f"is down: {why}"
@@ -135,7 +133,7 @@ class FleetReporter:
 
     def _end(self, index: int) -> None:
         if (before := self._since.pop(index, None)) is not None:
-            self._timeline.add(str(before[0]), f"server/{index}", before[1], time.time())
+            record(str(before[0]), before[1], time.time(), server=index)
 
     def _describe(self, server: Server) -> dict[str, Any]:
         described = {

@@ -16,7 +16,6 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.families import check_tokenizer_size, check_vocabulary
 from grpo_async.training.load import build_policy, load_weights
@@ -58,9 +57,7 @@ def device_kind(assignment: Assignment) -> str:
     return "cuda"
 
 
-def build_context(
-    assignment: Assignment, config: ExperimentConfig, *, tokenizer: Any, timeline: Timeline = NO_TIMELINE
-) -> TrainerContext:
+def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer: Any) -> TrainerContext:
     """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
     kind = device_kind(assignment)
     device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", assignment.local_rank)
@@ -99,13 +96,10 @@ def build_context(
             device=torch.device("cpu") if assignment.transport == "gloo" and assignment.rank == 0 else device,
         ),
         channel=CommandChannel(timeout_s=command_timeout_s),
-        checkpoints=CheckpointWriter(
-            assignment.run_dir, timeout_s=config.training.collective_timeout_s, timeline=timeline
-        ),
+        checkpoints=CheckpointWriter(assignment.run_dir, timeout_s=config.training.collective_timeout_s),
         tokenizer=tokenizer,
         device=device,
         world_size=assignment.world_size,
-        timeline=timeline,
     )
 
 

@@ -39,7 +39,7 @@ from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenSta
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsWriter, Trackers, open_trackers
-from grpo_async.tracking.timeline import Timeline
+from grpo_async.tracking.timeline import record, span
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
 from grpo_async.trainer.packed_step import PackedStep, divide_step
@@ -89,13 +89,13 @@ _MAX_NONFINITE_STEPS = 3  # in a row; each is skipped, then the run ends
 
 def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerContext, renderer: ChatRenderer) -> None:
     """Run rank 0. Everything that it opened is closed when it returns or raises."""
-    run_dir, timeline, step = assignment.run_dir, context.timeline, assignment.resume_step
+    run_dir, step = assignment.run_dir, assignment.resume_step
     with ExitStack() as stack:
         fingerprints = run_fingerprints(context.config, renderer)
         state = load_state(run_dir, step) if step is not None else None
         if state is not None:
             check_fingerprints(state.fingerprints, fingerprints, step=state.step)
-        fleet = open_fleet(context.config, assignment.server_urls, control, stack, timeline)
+        fleet = open_fleet(context.config, assignment.server_urls, control, stack)
         store = stack.enter_context(RolloutStore(run_dir.rollouts, settings=context.config.record.rollouts))
         num_embeddings = context.policy.model.get_input_embeddings().num_embeddings
         side = build_rollout_side(
@@ -105,7 +105,6 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             vocab_size=num_embeddings,
             store=store,
             state=state,
-            timeline=timeline,
         )
         stack.callback(side.source.close)
         config = context.config = side.config
@@ -113,7 +112,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             context.load(step)
             set_aside_later_checkpoints(run_dir, step)
             side.supersede()  # only now: a start that fails must leave the run's files untouched
-        with _phase("waiting for the server", control, timeline):
+        with _phase("waiting for the server", control):
             fleet.start()
             is_ready = fleet.wait_until_up(deadline_s=config.inference.startup_timeout_s, stop=control.stop_requested)
         if not is_ready:  # stopped before anything was trained: there is nothing to save
@@ -140,7 +139,6 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
                 heartbeat=lambda: leader.heartbeat(),
                 on_change=lambda: leader.push_if_needed(),
             ),
-            timeline=timeline,
         )
         stack.callback(evaluations.close)
         transport = WeightTransport(
@@ -165,7 +163,6 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             context.parameters,
             probes=probes,
             on_serving=lambda server: control.send("server_serving", index=server.index),
-            timeline=timeline,
         )
         log = stack.enter_context(MetricsWriter(run_dir.metrics, first_step=start + 1))
         trackers = open_trackers(config, run_dir) if is_run else Trackers(())
@@ -208,10 +205,10 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
 
 
 @contextmanager
-def _phase(name: str, control: ControlClient, timeline: Timeline) -> Iterator[None]:
+def _phase(name: str, control: ControlClient) -> Iterator[None]:
     """Tell the launcher what rank 0 does, and record it in the timeline."""
     control.send("phase", name=name)
-    with timeline.span(name, "run"):
+    with span(name):
         yield
 
 
@@ -250,7 +247,6 @@ class Leader:
         self._control = control
         self._context = context
         self._config = context.config
-        self._timeline = context.timeline
         self._fleet = fleet
         self._source = source
         self._store = store
@@ -275,7 +271,7 @@ class Leader:
         self._is_complete = False  # the run reached its last step, or the end of the data
         self.version = 0
         """Version of the weights in this process: the number of finished steps."""
-        self.activity = Activity(context.timeline)
+        self.activity = Activity()
 
     def run(self, preflight: Callable[[Sequence[Server]], list[Check]]) -> None:
         """Do everything from the first push on.
@@ -283,7 +279,7 @@ class Leader:
         Args:
             preflight: compares trainer and servers.
         """
-        with _phase("pushing the first weights", self._control, self._timeline):
+        with _phase("pushing the first weights", self._control):
             is_pushed = self._push_first()  # also proves the transport before anything is generated
         if is_pushed:
             self._fleet.subscribe(self._source.wake)
@@ -333,7 +329,7 @@ class Leader:
 
     def _check_before_training(self, preflight: Callable[[Sequence[Server]], list[Check]]) -> None:
         """Check everything that would spoil the run; repeat this if a server died meanwhile."""
-        with _phase("checking trainer and servers against each other", self._control, self._timeline):
+        with _phase("checking trainer and servers against each other", self._control):
             for attempt in range(1, _PREFLIGHTS + 1):
                 while not (servers := self._fleet.serving()):  # the server has died since the push
                     if not self._push_first():
@@ -360,11 +356,11 @@ class Leader:
     def _train_and_save(self) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
         source = self._source
-        with _phase("training", self._control, self._timeline):
+        with _phase("training", self._control):
             self._meter.restart(self._read_counters())
             source.start()
             finished = self.train()
-        with _phase("saving", self._control, self._timeline):
+        with _phase("saving", self._control):
             self.activity.begin("ending the run")
             if not self._is_complete:
                 self.save(finished, wait=True)  # before generation stops: a resume continues the groups in flight
@@ -411,7 +407,7 @@ class Leader:
             return {"sync/skipped": 1.0}
         began = time.time()
         if verified := self._sync.verify(self.score):
-            self._timeline.add("verify weights", "trainer", began, time.time())
+            record("verify weights", began, time.time())
             metrics.update(verified)
         self._pushed_version = version
         self._source.advance(version)
@@ -466,7 +462,7 @@ class Leader:
                     packed = self._pack(groups, step)
                 result, statistics = self._train(packed, step)
             self.version = step
-            with self._timeline.span("close groups", "trainer", step=step):
+            with span("close groups", step=step):
                 empty = [group for group in groups if not group.samples]
                 self._source.close_groups(empty, GroupStatus.FILTERED, step=step)
                 trained = self._close_groups(packed.minibatches, result, statistics, step)
@@ -494,12 +490,12 @@ class Leader:
                 failure = self._push_step(step, metrics)
             if failure is None:
                 self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
-            with self._timeline.span("log", "trainer", step=step):
+            with span("log", step=step):
                 self._report(step, metrics, groups)
             if failure is not None:
                 self._save_before_error(step)
                 raise failure
-            self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
+            record("step", began, time.time(), step=step, tokens=result.num_tokens)
             self._check_finite(result, step)
             if step % config.checkpoint.every_steps == 0 and step < config.num_steps:
                 self.save(step)
@@ -558,7 +554,7 @@ class Leader:
         context.channel.send(commands)
         context.pack(commands[0])
         num_rows = sum(len(group.samples) for group in groups)
-        self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
+        record("plan and pack", began, time.time(), step=step, rows=num_rows)
         return packed
 
     def _pack_next(self, step: int) -> None:

@@ -8,35 +8,32 @@ from __future__ import annotations
 import os
 import random
 import time
+from contextlib import nullcontext
+from typing import Any
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.run_directory import attempt_number
-from grpo_async.tracking.timeline import NO_TIMELINE, Span, Timeline
-from grpo_async.tracking.timeline_file import ATTEMPT
+from grpo_async.tracking.timeline import ATTEMPT, record, recording, span
 from grpo_async.utils.seeds import seed_of
 
 
 def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """Run this rank from start to end."""
-    timeline = Timeline(assignment.run_dir.events) if assignment.rank == 0 else NO_TIMELINE
     number = attempt_number(assignment.attempt_dir)
     details = {"attempt": number, "process": os.getpid()}
     if assignment.resume_step is not None:
         details["resume_step"] = assignment.resume_step
-    timeline.instant(ATTEMPT, "run", **details)  # an attempt that is killed has no span
-    try:
-        with timeline.span(ATTEMPT, "run", **details) as attempt:
-            _run(assignment, config, control, timeline, attempt)
-    finally:
-        timeline.close()
+    with recording(assignment.run_dir.events) if assignment.rank == 0 else nullcontext():
+        now = time.time()
+        record(ATTEMPT, now, now, **details)  # an attempt that is killed has no span
+        with span(ATTEMPT, **details) as attempt:
+            _run(assignment, config, control, attempt)
 
 
-def _run(
-    assignment: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline, attempt: Span
-) -> None:
+def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, attempt: dict[str, Any]) -> None:
     control.send("phase", name="loading the model")
     began = time.time()
     import numpy as np
@@ -49,7 +46,7 @@ def _run(
     from grpo_async.training.checkpoint import find_undamaged
     from grpo_async.training.ranks import follow
 
-    timeline.add("importing", "run", began, time.time())
+    record("importing", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
     seed = seed_of(config.run.seed, assignment.resume_step, assignment.rank)  # for the user's code
     random.seed(seed)
@@ -58,18 +55,18 @@ def _run(
     join_process_group(assignment, config)
     try:
         if assignment.resume_step is not None:
-            with timeline.span("checking the checkpoint", "run") as check:
+            with span("checking the checkpoint") as check:
                 step, notes = find_undamaged(
                     assignment.run_dir, assignment.resume_step, is_named=assignment.resume_is_named
                 )
-                check.details["resume_step"] = attempt.details["resume_step"] = step
+                check["resume_step"] = attempt["resume_step"] = step
             for note in notes:
                 control.send("warning", text=note)
             assignment = assignment.model_copy(update={"resume_step": step})
-        with timeline.span("loading the tokenizer", "run"):
+        with span("loading the tokenizer"):
             renderer = load_renderer(config)
-        context = build_context(assignment, config, tokenizer=renderer.tokenizer, timeline=timeline)
-        timeline.add("loading the model", "run", began, time.time())
+        context = build_context(assignment, config, tokenizer=renderer.tokenizer)
+        record("loading the model", began, time.time())
         if assignment.rank == 0:
             lead_ranks(assignment, control, context, renderer)
         else:

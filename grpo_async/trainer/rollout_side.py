@@ -25,7 +25,6 @@ from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.connections import make_client
 from grpo_async.training.checkpoint import CheckpointState
 
@@ -67,9 +66,7 @@ class RolloutInputs:
     scorer: Scorer
 
 
-def load_rollout_inputs(
-    config: ExperimentConfig, renderer: ChatRenderer, timeline: Timeline = NO_TIMELINE
-) -> RolloutInputs:
+def load_rollout_inputs(config: ExperimentConfig, renderer: ChatRenderer) -> RolloutInputs:
     """Import and read what the configuration names, and check that it fits together.
 
     Raises:
@@ -104,7 +101,6 @@ def load_rollout_inputs(
         train_truncated=config.rollout.overlong == "train",
         environment_weights=components.reward_weights,
         state=state,
-        timeline=timeline,
     )
     return RolloutInputs(components=components, data=data, rewards=rewards, scorer=scorer)
 
@@ -117,7 +113,6 @@ def build_rollout_side(
     vocab_size: int,
     store: RolloutStore,
     state: CheckpointState | None,
-    timeline: Timeline = NO_TIMELINE,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` comes from the checkpoint to resume from, `vocab_size` is the
     number of rows of the policy's embedding.
@@ -126,7 +121,7 @@ def build_rollout_side(
         ConfigError: data or reward functions cannot be used.
     """
     start = state.step if state else 0
-    inputs = load_rollout_inputs(config, renderer, timeline)
+    inputs = load_rollout_inputs(config, renderer)
     components, data, scorer = inputs.components, inputs.data, inputs.scorer
     config = config.with_rows(len(data.train))
     rollout = config.rollout
@@ -159,7 +154,6 @@ def build_rollout_side(
             client=client,
             renderer=renderer,
             errors=errors,
-            tracks=timeline.slots("rollout"),
         ),
         errors=errors,
         scorer=scorer,
@@ -167,7 +161,6 @@ def build_rollout_side(
         num_steps=config.num_steps,
         resume=resume,
         version=start,
-        timeline=timeline,
     )
     source = RolloutSource(
         config,
@@ -186,9 +179,7 @@ def build_rollout_side(
     return RolloutSide(
         config=config,
         source=source,
-        evaluator=build_evaluator(
-            config, data, components, scorer, client=client, renderer=renderer, timeline=timeline
-        ),
+        evaluator=build_evaluator(config, data, components, scorer, client=client, renderer=renderer),
         first_prompts=first,
         first_prompt_ids=[
             renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)

@@ -23,11 +23,11 @@ from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError,
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import span
 from grpo_async.training.verify import LogprobDifference, Score, coarsest_dtype, compare_server
 from grpo_async.utils.text import count, format_bytes, shortlist
 from grpo_async.weights.buckets import GatheredParameters
-from grpo_async.weights.push import TRACK, PushFailedError, WeightTransport, push_weights
+from grpo_async.weights.push import PushFailedError, WeightTransport, push_weights
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ class FleetSync:
         parameters: parameters of the policy, gathered on every rank.
         probes: token sequences whose log-probabilities are compared.
         on_serving: called with each server that serves for the first time after a start.
-        timeline: records the phases of each push.
     """
 
     def __init__(
@@ -54,9 +53,7 @@ class FleetSync:
         *,
         probes: Sequence[Sequence[int]],
         on_serving: Callable[[Server], None],
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        self._timeline = timeline
         self._config = config
         self._fleet = fleet
         self._transport = transport
@@ -110,7 +107,7 @@ class FleetSync:
         if self._group != group:
             self._transport.close()
         self._group = group
-        with self._timeline.span("push", TRACK, version=version, servers=len(servers)) as span:
+        with span("push", version=version, servers=len(servers)) as details:
             metrics = push_weights(
                 self._parameters,
                 version=version,
@@ -119,9 +116,8 @@ class FleetSync:
                 settings=self._config.weights,
                 before_gather=before_gather,
                 loading=self._fleet.loading_weights,
-                timeline=self._timeline,
             )
-            span.details["bytes"] = int(metrics["sync/bytes"])
+            details["bytes"] = int(metrics["sync/bytes"])
         phases = ", ".join(
             f"{name} {1000.0 * metrics[f'sync/phase/{name}_s']:.0f}"
             for name in ("pause", "start", "transfer", "finish", "resume")

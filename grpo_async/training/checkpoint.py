@@ -54,7 +54,7 @@ from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
 from grpo_async.run_directory import PARTIAL_PREFIX, RunDir, partial_of
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import record, span
 from grpo_async.training.checkpoint_manifest import (
     STATE,
     best_first,
@@ -252,11 +252,9 @@ class CheckpointWriter:
 
     Args:
         timeout_s: deadline of the collectives within a write; a whole write has twice as long.
-        timeline: records what the writer's thread does.
     """
 
-    def __init__(self, run_dir: RunDir, *, timeout_s: float, timeline: Timeline = NO_TIMELINE) -> None:
-        self._timeline = timeline
+    def __init__(self, run_dir: RunDir, *, timeout_s: float) -> None:
         self._run_dir = run_dir
         self._timeout_s = timeout_s
         # separate: the writer's collectives must not mix with those of the training thread
@@ -397,8 +395,8 @@ class CheckpointWriter:
         put_in_place(folder, final, aside=final.with_name(f"{PARTIAL_PREFIX}replaced_{final.name}"))
         took_s = time.monotonic() - began
         self._metrics |= {"checkpoint/written_s": took_s, "checkpoint/bytes": float(num_bytes)}
-        self._timeline.add("write checkpoint", "checkpoint", time.time() - took_s, time.time(), step=step)
-        with self._timeline.span("remove old checkpoints", "checkpoint", step=step):
+        record("write checkpoint", time.time() - took_s, time.time(), step=step)
+        with span("remove old checkpoints", step=step):
             on_written()
 
 

@@ -23,7 +23,6 @@ from grpo_async.batching.pack import MicroBatch, RankSamples
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import CheckpointState, CheckpointWriter, load_tensors
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
@@ -184,7 +183,6 @@ class TrainerContext:
     tokenizer: Any
     device: torch.device
     world_size: int
-    timeline: Timeline = NO_TIMELINE
     packed: Sequence[Sequence[MicroBatch]] = ()
     """This rank's micro-batches of the next step, on the CPU. [num_minibatches][num_micro_batches]"""
     peaks: Sequence[int] | None = None
@@ -245,7 +243,6 @@ class TrainerContext:
             device=self.device,
             num_iterations=self.config.training.num_iterations,
             tokens=tokens,
-            timeline=self.timeline,
             loss_scale=command.loss_scale,
             before_sync=before_sync,
         )

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import span
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
@@ -67,7 +67,6 @@ def train_step(
     device: torch.device,
     num_iterations: int = 1,
     tokens: TokenCollector | None = None,
-    timeline: Timeline = NO_TIMELINE,
     loss_scale: float = 1.0,
     before_sync: Callable[[], None] = lambda: None,
 ) -> StepResult:
@@ -80,7 +79,6 @@ def train_step(
         max_grad_norm: maximum total norm of the gradients over all ranks.
         num_iterations: passes over the minibatches (mu in GRPO, arXiv 2402.03300, algorithm 1).
         tokens: collects the statistics of this rank's tokens in the first pass, if they are stored.
-        timeline: records the parts of the step. On a GPU the host runs ahead of them, and waits in "clip gradients".
         loss_scale: a power of two; see `training.loss_scale`.
         before_sync: called in the last update, after its backward passes have been launched and before the host waits for the
             device. It costs a GPU no time while its queue of launched kernels lasts, except with `training.cpu_offload`, for which
@@ -90,7 +88,7 @@ def train_step(
         group["lr"] = lr
     old_logprobs: Sequence[Sequence[torch.Tensor | None]] = [[None] * len(batches) for batches in minibatches]
     if objective.needs_old_policy:
-        with timeline.span("old log-probabilities", "trainer"):
+        with span("old log-probabilities"):
             old_logprobs = _old_policy_logprobs(policy, minibatches, device)
     updates: list[UpdateMetrics] = []
     ref_of_batches: dict[tuple[int, int], torch.Tensor] = {}  # the reference does not change within a step
@@ -106,18 +104,18 @@ def train_step(
                     assert reference is not None
                     # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing
                     # may run through them between a forward and its backward
-                    with timeline.span("reference", "trainer", micro_batch=number):
+                    with span("reference", micro_batch=number):
                         ref_logprobs = reference.logprobs(batch)
                     if num_iterations > 1:
                         ref_of_batches[index, number] = ref_logprobs
-                with timeline.span("forward", "trainer", micro_batch=number):
+                with span("forward", micro_batch=number):
                     output: PolicyOutput = policy(
                         batch,
                         objective=objective.of_tokens(batch, ref_logprobs=ref_logprobs, old=old),
                         is_per_token=objective.is_per_token,
                         loss_scale=loss_scale,
                     )
-                with timeline.span("backward", "trainer", micro_batch=number):
+                with span("backward", micro_batch=number):
                     assert output.objective is not None
                     torch.autograd.backward(output.objective * (num_ranks() * loss_scale))
                 if batch.num_trained_tokens == 0:
@@ -130,13 +128,13 @@ def train_step(
             is_last = index == len(minibatches) - 1
             if is_last and collector is not None:
                 collector.begin_copy()  # before this update's transfer, so that one wait covers both
-            with timeline.span("clip gradients", "trainer"):
+            with span("clip gradients"):
                 norm = square_norm(policy.parameters(), device) / loss_scale**2
                 if is_last and iteration == num_iterations - 1:
                     metrics = sums.gather(norm, before_sync=before_sync)
                 else:
                     metrics = sums.gather(norm)
-            with timeline.span("optimizer", "trainer"):
+            with span("optimizer"):
                 if metrics.is_finite:
                     clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm, loss_scale=loss_scale)
                     optimizer.step()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import span
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
@@ -25,8 +25,7 @@ class Activity:
         clock: monotonic seconds.
     """
 
-    def __init__(self, timeline: Timeline = NO_TIMELINE, clock: Callable[[], float] = time.monotonic) -> None:
-        self._timeline = timeline
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._now = "starting", clock()
         self._kinds: list[str] = []  # kinds of the current blocks, the innermost last
@@ -41,8 +40,8 @@ class Activity:
         self.num_begun += 1
 
     @contextmanager
-    def during(self, what: str, span: str, kind: str, **details: int) -> Iterator[None]:
-        """Set the activity to `what` for this block, and record `span` in the timeline; afterward the previous activity is
+    def during(self, what: str, name: str, kind: str, **details: int) -> Iterator[None]:
+        """Set the activity to `what` for this block, and record it as `name` in the timeline; afterward the previous activity is
         restored."""
         before = self._now
         self._count()
@@ -50,7 +49,7 @@ class Activity:
         self.num_begun += kind != "pushing"
         self._kinds.append(kind)
         try:
-            with self._timeline.span(span, "trainer", **details):
+            with span(name, **details):
                 yield
         finally:
             self._count()

@@ -160,7 +160,7 @@ def json_safe(value: Any) -> Any:
 # Files of lines that are whole as soon as their line feed is there, so that readers may look while a process appends.
 #
 # What a full disk does is said in one way (`Outage`), and costs what the file is worth: metrics wait in memory for a minute and
-# rollouts for ten seconds, because their queue is bounded; then the run ends. The timeline only helps: events that memory does not
+# rollouts for ten seconds, because their queue is bounded; then the run ends. The timeline only helps: spans that memory does not
 # hold are lost, and counted.
 
 logger = logging.getLogger(__name__)
@@ -248,8 +248,8 @@ class Writer(ABC):
 class GrowingFile:
     """The whole lines of a file, each once. A last line without a line feed waits until it has one. Not safe in several threads.
 
-    A file that became shorter, that was put in the place of another (as when a resume cuts metrics.jsonl, or a full timeline loses
-    its older half) or that is gone is another file: `forget` is called, and its lines come from the first on.
+    A file that became shorter, that was put in the place of another (as when a resume cuts metrics.jsonl) or that is gone is
+    another file: `forget` is called, and its lines come from the first on.
     """
 
     def __init__(self, path: Path, forget: Callable[[], None]) -> None:

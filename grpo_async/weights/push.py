@@ -38,7 +38,7 @@ from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavail
 from grpo_async.inference.api import OUT_OF_ORDER, PauseMode, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import span
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights.backends import NOT_FORMED, Backend, Rendezvous, check_device
 from grpo_async.weights.buckets import GatheredParameters, pack
@@ -52,8 +52,6 @@ _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
 }
 """What servers do, by weights.mode: the pause mode, and whether caches are kept."""
 
-TRACK = "weights"
-"""Name of the timeline's track that shows the phases of pushes."""
 GRACE_S = 10.0
 """Waited beyond the deadline of a call itself, so that the call's own error message comes first."""
 _SETTING = "weights.timeout_s"
@@ -222,7 +220,6 @@ def push_weights(
     settings: WeightsSection,
     before_gather: Callable[[int], None] = lambda _: None,
     loading: Callable[[], AbstractContextManager[None]] = nullcontext,
-    timeline: Timeline = NO_TIMELINE,
 ) -> dict[str, float]:
     """Rank 0: push all parameters to all servers and make `version` their policy version.
 
@@ -231,7 +228,6 @@ def push_weights(
         before_gather: called with the size of the buckets when the servers are ready to receive; makes the other ranks take part in
             the gather.
         loading: a context for the phases in which engines are busy with the update and answer nothing else.
-        timeline: records the phases and, within "transfer", the gathering and (on a separate track) sending of each bucket.
 
     Returns:
         The metrics sync/* of this push (tracking.catalog explains them).
@@ -242,7 +238,7 @@ def push_weights(
         WeightPushError: the trainer itself failed.
     """
     started, timeout_s = time.monotonic(), settings.timeout_s
-    clock = _Clock(timeline)
+    clock = _Clock()
 
     def call_all(
         phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = timeout_s, setting: str = _SETTING
@@ -300,14 +296,13 @@ def push_weights(
 class _Clock:
     """Measures the phases: the total seconds of each, and a timeline span for every time that it ran."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str, track: str = TRACK) -> Iterator[None]:
+    def part(self, name: str) -> Iterator[None]:
         began = time.monotonic()
-        with self._timeline.span(name, track):
+        with span(name):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
@@ -345,7 +340,7 @@ def _transfer(
                 packed = transport.pack(tensors) if tensors is not None and failure is None else None
             if failure is not None:
                 continue
-            with clock.part("send", f"{TRACK}/send"):
+            with clock.part("send"):
                 try:
                     in_flight()  # within the transport's deadline
                     sent_at = time.monotonic()

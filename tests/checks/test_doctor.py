@@ -137,22 +137,16 @@ def test_vllm_is_judged_without_importing_it(
 # The sandbox.
 
 
-def test_restrictions_that_the_sandbox_lacks_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
-        sandbox.Capability(name="limits", is_available=True, how="x", consequence=""),
-        sandbox.Capability(name="network", is_available=False, how="refused", consequence="it reaches the network"),
-        sandbox.Capability(name="signals", is_available=False, how="refused", consequence="it ends programs"),
-    ]
-    monkeypatch.setattr(sandbox, "capabilities", lambda: found)
-    _, network, signals = doctor.check_sandbox()
-    assert (network[0], signals[0]) == ("warn", "warn")
-    assert "it reaches the network (tried: refused). The Python tool and the code reward refuse" in network[1]
-    assert "refuse to work" not in signals[1]  # not required
+def test_a_part_of_the_sandbox_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"landlock": "no such call"})
+    ((status, text),) = doctor.check_sandbox()
+    assert status == "warn"
+    assert "no landlock here (no such call)" in text
 
-    def fail() -> Any:
+    def fail(require: object) -> Any:
         raise sandbox.SandboxError("no interpreter")
 
-    monkeypatch.setattr(sandbox, "capabilities", fail)
+    monkeypatch.setattr(sandbox, "startup_notes", fail)
     assert _statuses(doctor.check_sandbox()) == ["warn"]
 
 

@@ -71,8 +71,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
         ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "environment; function and command are set"),
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
-        ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "apply to the process of a `command` only"),
-        ({"rollout": {"agent": {"command": ["x"], "read_paths": ["d"]}}}, "read_paths: without `sandbox: true`"),
+        ({"rollout": {"agent": {"function": "a:b", "memory_mb": 64}}}, "applies to the process of a `command` only"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
@@ -179,7 +178,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
         {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
         {"rollout": {"agent": {"function": "a:b", "arguments": {"x": 1}}}, "rewards": []},
-        {"rollout": {"agent": {"command": ["x"], "sandbox": True, "read_paths": ["d"], "memory_mb": 64}}},
+        {"rollout": {"agent": {"command": ["x"], "memory_mb": 64}}},
     ],
 )
 def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.tracking.timeline_file import read_events
-from grpo_async.viewer.timeline import track_group
+from grpo_async.tracking.timeline import read_spans
 from tests.e2e.support import REPOSITORY, SMALL, assert_on_policy, make_run
 from tests.support.stored import read_groups
 
@@ -74,13 +73,13 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
     assert any("there is no tool 'guess'" in result for result in results)
     assert any(result.isdecimal() for result in results)
     assert "parser" in printed  # the plan says how calls are read
-    # its calls stand on the track of their rollout
-    events = list(read_events(run.folder / "events.jsonl"))
-    kinds = {(track_group(event.track), event.name) for event in events}
-    assert {("rollout", "tools"), ("rollout", "environment")} <= kinds
-    tools = next(event for event in events if event.name == "tools")
-    assert tools.details["seconds"][0] <= tools.duration_s + 1e-3
-    assert any(event.name == "generate" and event.details.get("turn") == 1 for event in events)
+    spans = list(read_spans(run.folder / "events.jsonl"))
+    rollouts = {span["task"] for span in spans if span["name"] == "rollout"}
+    tools = next(span for span in spans if span["name"] == "tools")
+    assert tools["task"] in rollouts  # its calls stand in the task of their rollout
+    assert tools["details"]["seconds"][0] <= tools["end"] - tools["start"] + 1e-3
+    assert any(span["name"] == "generate" and span["details"].get("turn") == 1 for span in spans)
+    assert any(span["name"] == "environment" for span in spans)
 
 
 def test_a_rollout_function_written_for_trl_makes_the_rollouts(tmp_path: Path) -> None:

@@ -281,9 +281,6 @@ def test_clean_never_removes_what_the_run_reads(tmp_path: Path, monkeypatch: pyt
         "loss.reference": {"loss": {"reference": "runs/test/model", "beta": 0.1}},
         "rewards.0.model": {"rewards": [{"model": "runs/test/model"}]},
         "data.train.name": {"data": {"train": {"type": "hub", "name": "runs/test/model"}}},
-        "rollout.agent.read_paths": {
-            "rollout": {"agent": {"command": ["true"], "sandbox": True, "read_paths": ["runs/test/model"]}}
-        },
     }
     monkeypatch.chdir(tmp_path)
     for key, sections in reads.items():

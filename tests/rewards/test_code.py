@@ -18,7 +18,7 @@ from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.rewards.code import code_tests, is_same_output, prepare_worker
 from grpo_async.rewards.code_rows import code_in, read_row
 from grpo_async.rollout.components import startup_notes
-from grpo_async.sandbox import Capability, Sandbox, SandboxError
+from grpo_async.sandbox import Sandbox, SandboxError
 from tests.rewards.helpers import loaded, score
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -345,7 +345,8 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, faili
         asyncio.run(score(RewardFunction(code_tests), [ADD], columns={"tests": [TWO]}))
 
 
-def test_a_partial_has_the_notes_of_its_function_and_its_arguments() -> None:
+def test_a_partial_has_the_notes_of_its_function_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"landlock": "no such call"})
     without = functools.partial(code_tests, require=[])
     assert startup_notes(without) == startup_notes(code_tests, {"require": []}) != []
     with pytest.raises(ConfigError, match="levitation"):
@@ -365,8 +366,7 @@ def test_it_works_as_a_configured_reward(run_in: str) -> None:
 def test_a_worker_starts_where_nothing_is_enforced_that_the_section_may_not_require(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    missing = Capability(name="network", is_available=False, how="", consequence="")
-    monkeypatch.setattr("grpo_async.sandbox.sandbox.capabilities", lambda: [missing])
+    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"seccomp": "no such call"})
     prepare_worker()
 
 

@@ -47,9 +47,6 @@ class ScriptedAgent(Agent):
         self.sessions.append(session)
         return await self._run(dict(row), session, int(session.rollout_id.rpartition("r")[2]))
 
-    def notes(self) -> list[str]:
-        return []
-
     async def aclose(self) -> None:
         self.sessions.clear()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Collection, Mapping
 
 import psutil
 
-from grpo_async.sandbox import SandboxResult
-
-Run = Callable[..., SandboxResult]
-"""`conftest.run_code`, under the restrictions of the test."""
+from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxResult
 
 # Puts `trial(action)` before an attack: prints what it raised, or that it went through.
 TRIAL = """
@@ -21,6 +19,14 @@ def trial(action):
     else:
         print("went through")
 """
+
+
+def run(
+    code: str, *, stdin: str = "", files: Mapping[str, str | bytes] | None = None, **limits: float
+) -> SandboxResult:
+    values: dict[str, float] = {"wall_s": 20.0, "cpu_s": 10.0, **limits}
+    sandbox = Sandbox(SandboxLimits(**values))  # type: ignore[arg-type]
+    return asyncio.run(sandbox.run(code, stdin=stdin, files=files))
 
 
 def descendants(before: Collection[psutil.Process] = ()) -> list[psutil.Process]:

@@ -5,21 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from grpo_async.sandbox.restrictions import ProbeResult
-from tests.sandbox.support import TRIAL, Run
+from tests.sandbox.support import TRIAL, run
 
 
-@pytest.fixture(autouse=True)
-def network(needs: Callable[..., None], restrictions: ProbeResult) -> None:
-    needs(restrictions, "network")
-
-
-def test_a_server_on_this_machine_is_not_reached(run: Run) -> None:
+def test_a_server_on_this_machine_is_not_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         code = f"""{TRIAL}
@@ -38,8 +31,8 @@ trial(lambda: connect(socket.AF_INET, socket.SOCK_DGRAM))
             listener.accept()
 
 
-def test_no_kind_of_socket_can_be_made(run: Run) -> None:
-    """Not every family lives in a network namespace (vsock), and some have no place in one (netlink, packet, crypto)."""
+def test_no_kind_of_socket_can_be_made() -> None:
+    """Of IP, Unix, netlink, packets, crypto, vsock."""
     code = f"""{TRIAL}
 import socket
 for family in (1, 2, 10, 16, 17, 38, 40):
@@ -51,7 +44,7 @@ print(b.recv(1))
     assert run(code).stdout == "PermissionError\n" * 7 + "b'x'\n"
 
 
-def test_unix_sockets_outside_are_not_reached(run: Run, tmp_path: Path) -> None:
+def test_unix_sockets_outside_are_not_reached(tmp_path: Path) -> None:
     """By path (docker.sock) and by abstract name (session buses)."""
     name = f"\0grpo-async-{uuid.uuid4().hex}"
     os.chmod(tmp_path, 0o777)

@@ -22,9 +22,10 @@ def check_trace(records: list[dict[str, Any]]) -> None:
     """Assert that every record is sound, and that they fit together."""
     last = 0
     threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    depths: dict[str, int] = defaultdict(int)  # by id
     named = {(record["pid"], record["tid"]) for record in records if record["name"] == "thread_name"}
     for record in records:
-        assert record["ph"] in ("M", "X", "i"), record
+        assert record["ph"] in ("M", "X", "b", "e"), record
         assert isinstance(record["name"], str), record
         assert isinstance(record["pid"], int), record
         assert isinstance(record["tid"], int), record
@@ -36,8 +37,10 @@ def check_trace(records: list[dict[str, Any]]) -> None:
             assert record["dur"] >= 0, record
             assert (record["pid"], record["tid"]) in named, record
             threads[record["pid"], record["tid"]].append((record["ts"], record["ts"] + record["dur"]))
-        elif record["ph"] == "i":
-            assert record["s"] in ("g", "p", "t"), record
+        elif record["ph"] in ("b", "e"):
+            depths[record["id"]] += 1 if record["ph"] == "b" else -1
+            assert depths[record["id"]] >= 0, f"ends before it begins: {record}"
+    assert not any(depths.values()), "begun, and never ended"
     for spans in threads.values():
         open_until: list[int] = []
         for start, end in spans:

@@ -36,6 +36,7 @@ def test_the_model_sees_the_code_alone() -> None:
         ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero"),
         ("def", "SyntaxError: invalid syntax"),
         ("x = bytearray(1 << 30)", "Stopped: the program used more than 512 MiB of memory."),
+        ("open('/etc/passwd')", "PermissionError: [Errno 13] Permission denied: '/etc/passwd'"),
     ],
 )
 def test_the_answer_is_the_output_or_what_went_wrong(code: str, answer: str) -> None:

@@ -15,7 +15,6 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.records import ScoredGroup
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers
-from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer.lead import Leader
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.step import StepResult
@@ -85,7 +84,6 @@ def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> 
         "pack": lambda command: None,
         "step": lambda *_, **__: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
         "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
-        "timeline": NO_TIMELINE,
         "device": torch.device("cpu"),
         "peaks": None,
     }

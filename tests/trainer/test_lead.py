@@ -25,7 +25,6 @@ from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer import connections as connections_module
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.lead import Leader, lead_ranks
@@ -47,6 +46,9 @@ class _Fleet:
         self.start = lambda: events.append("look for servers")
         self.close = lambda: closed.append("fleet")
         self.subscribe_info: Callable[[Callable[[], None]], None] = lambda listener: None
+
+    def servers(self) -> list[Any]:
+        return []
 
     def wait_until_up(self, *, deadline_s: float, stop: Any, heartbeat: Callable[[], object] = lambda: None) -> bool:
         heartbeat()
@@ -203,7 +205,7 @@ def _lead(
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7), config=sizes)
     cpu = torch.device("cpu")
     context: Any = SimpleNamespace(
-        config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), timeline=NO_TIMELINE,
+        config=config, run_dir=run_dir, policy=SimpleNamespace(model=model),
         load=lambda step: stub.events.append(f"restore {step}"), export=lambda **_: stub.events.append("export"),
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], device=cpu), num_parameters=0, world_size=1, device=cpu, peaks=[1 << 30],

@@ -11,7 +11,6 @@ import torch
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError, RunError
 from grpo_async.records import ScoredGroup
-from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer.lead import Leader
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.step import StepResult
@@ -30,7 +29,7 @@ class _Stub(FakeSource):
         self._num_taken = 0
         # a TrainerContext
         self.world_size = 1
-        self.timeline, self.device, self.peaks = NO_TIMELINE, torch.device("cpu"), None
+        self.device, self.peaks = torch.device("cpu"), None
         self.channel = self.checkpoints = self
 
     def leader(self, state: CheckpointState | None = None, **more: Any) -> Leader:

@@ -20,7 +20,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.timeline_file import ATTEMPT, read_events
+from grpo_async.tracking.timeline import ATTEMPT, read_spans
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.main import run_rank
 from grpo_async.training.checkpoint_manifest import write_manifest
@@ -91,9 +91,9 @@ def test_the_timeline_has_the_step_that_an_attempt_resumed_from(
         write_manifest(folder, step=step, checksums={"__0_0.distcp": "0" * 64} if step == 2 else {})
     run_rank(place, config, ControlClient(None))
     steps = {
-        event.name: event.details["resume_step"]
-        for event in read_events(place.run_dir.events)
-        if "resume_step" in event.details and event.end > event.start
+        span["name"]: span["details"]["resume_step"]
+        for span in read_spans(place.run_dir.events)
+        if "resume_step" in span["details"] and span["end"] > span["start"]
     }
     assert steps == {ATTEMPT: 1, "checking the checkpoint": 1}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet
-from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer.connections import FleetReporter
 from tests.support.configs import small_config
 
@@ -24,7 +23,7 @@ def test_every_change_that_matters_is_told_once() -> None:
 
     control: Any = SimpleNamespace(send=send)
     fleet = Fleet(["http://a", "http://b"], small_config().inference, token=None, control_timeout_s=1.0)
-    reporter = FleetReporter(fleet, control, timeline=NO_TIMELINE, tells_changes=True)
+    reporter = FleetReporter(fleet, control, tells_changes=True)
     fleet.subscribe(reporter.on_change)
 
     def serves(index: int) -> None:

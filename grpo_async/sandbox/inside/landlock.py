@@ -1,4 +1,4 @@
-"""Landlock: without namespaces, kernel rules that limit which files this process may access.
+"""Landlock: kernel rules that limit which files this process may access.
 
 It does not hide the names, sizes and times of files. Operations that it covers only in later versions (truncate by
 path) or never (chmod, chown, times) are denied by the system call filter.

@@ -1,10 +1,10 @@
 """The system call filter: a list of what Python programs need. All other calls fail with "operation not permitted", and calls newer
 than this list with "no such call", for which libraries have fallbacks.
 
-Not on the list: sockets (`socketpair` works; Unix and IP work if the code has its own loopback), namespaces and mounts, access to
-other processes, kernel modules and the like, io_uring (it would bypass this filter), and memory that no limit counts (memfd,
-System V, message queues).
-With namespaces the list also has calls that these make harmless: new processes, signals to others, changes to others' files.
+Not on the list: sockets (`socketpair` works), new processes and threads (so nothing needs to be counted or found), signals to
+others and access to them, changes to files that Landlock does not cover (mode, owner, times), namespaces and mounts, kernel
+modules and the like, io_uring (it would bypass this filter), and memory or disk that no limit counts (memfd, System V, message
+queues, fallocate).
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import struct
 
 from grpo_async.utils.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
-_EPERM, _ENOSYS = 1, 38
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_EPERM, _ENOSYS, _EOPNOTSUPP = 1, 38, 95
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 _NUMBER_AT, _MACHINE_AT, _ARGUMENT_AT = 0, 4, 16
 _UNIX = 1
-_NEW_NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEW*: net, pid, user, ipc, uts, cgroup, mount
-_THREAD = 0x00010000
 _X32 = 0x40000000  # on x86-64: bit of the numbers of the x32 ABI
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -33,7 +31,7 @@ _READING_AND_WRITING = """
     preadv2 327 286           pwritev2 328 287          lseek 8 62                close 3 57
     close_range 436 436       dup 32 23                 dup2 33 -                 dup3 292 24
     fcntl 72 25               flock 73 32               ioctl 16 29               fsync 74 82
-    fdatasync 75 83           sync_file_range 277 84    ftruncate 77 46           fallocate 285 47
+    fdatasync 75 83           sync_file_range 277 84    ftruncate 77 46
     fadvise64 221 223         readahead 187 213         sendfile 40 71            splice 275 76
     tee 276 77                copy_file_range 326 285   pipe 22 -                 pipe2 293 59
     poll 7 -                  ppoll 271 73              select 23 -               pselect6 270 72
@@ -87,77 +85,54 @@ _TIME_AND_SIGNALS = """
     rt_sigprocmask 14 135      rt_sigreturn 15 139        rt_sigpending 127 136      rt_sigsuspend 130 133
     rt_sigtimedwait 128 137    sigaltstack 131 132
 """
-_WITH_NAMESPACES = """
-    fork 57 -                    vfork 58 -                   setpgid 109 154              setsid 112 157
-    tkill 200 130                rt_sigqueueinfo 129 138      rt_tgsigqueueinfo 297 240    pidfd_open 434 434
-    pidfd_send_signal 424 424    setpriority 141 140          sched_setparam 142 118       sched_setscheduler 144 119
-    sched_setattr 314 274        sched_setaffinity 203 122    ioprio_set 251 30            truncate 76 45
-    chmod 90 -                   fchmod 91 52                 fchmodat 268 53              fchmodat2 452 452
-    chown 92 -                   lchown 94 -                  fchown 93 55                 fchownat 260 54
-    utime 132 -                  utimes 235 -                 futimesat 261 -              utimensat 280 88
-    setxattr 188 5               lsetxattr 189 6              fsetxattr 190 7              removexattr 197 14
-    lremovexattr 198 15          fremovexattr 199 16
-"""
-_WITH_SOCKETS = """
-    connect 42 203    bind 49 200    listen 50 201    accept 43 202    accept4 288 242
-"""
-_SOCKET, _SOCKET_FAMILIES = (41, 198), (1, 2, 10)  # Unix, IPv4, IPv6; no netlink, no packets
-_SOCKETPAIR, _CLONE, _CLONE3, _PRCTL = (53, 199), (56, 220), (435, 435), (157, 167)
-_KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
+_SOCKETPAIR, _PRCTL, _KILL, _TGKILL = (53, 199), (157, 167), (62, 129), (234, 131)
+_PRLIMIT, _FALLOCATE = (302, 261), (285, 47)
+_PR_SET_PDEATHSIG = 1
 
 
-def install(*, with_namespaces: bool, with_threads: bool, with_sockets: bool = False) -> None:
-    """Filter the system calls of this process and its children. OSError if the kernel refuses."""
+def install() -> None:
+    """Filter the system calls of this process. OSError if the kernel refuses."""
     machine = os.uname().machine
     if machine not in _AUDIT:
         raise OSError(f"the system call numbers of {machine} are not known")
-    program = _program(machine, with_namespaces=with_namespaces, with_threads=with_threads, with_sockets=with_sockets)
+    program = _program(machine)
     prctl("no_new_privs", PR_SET_NO_NEW_PRIVS, 1)
     code = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     prctl("seccomp", PR_SET_SECCOMP, 2, ctypes.create_string_buffer(head, len(head)), 0, 0)
 
 
-def _program(machine: str, *, with_namespaces: bool, with_threads: bool, with_sockets: bool = False) -> bytes:
+def _program(machine: str) -> bytes:
     column = 0 if machine == "x86_64" else 1
     lines = [_line(_LOAD, _MACHINE_AT), _line(_EQUAL, _AUDIT[machine], 1, 0), _fail(_EPERM)]
     lines.append(_line(_LOAD, _NUMBER_AT))
     if machine == "x86_64":
         lines += [_line(_AT_LEAST, _X32, 0, 1), _fail(_EPERM)]
     lines += [_line(_AT_LEAST, _NEWEST + 1, 0, 1), _fail(_ENOSYS)]
-    tables = [_READING_AND_WRITING, _FILES, _MEMORY, _ITSELF, _TIME_AND_SIGNALS]
-    tables += [_WITH_NAMESPACES] if with_namespaces else []
-    tables += [_WITH_SOCKETS] if with_sockets else []
-    words = "".join(tables).split()
+    words = "".join([_READING_AND_WRITING, _FILES, _MEMORY, _ITSELF, _TIME_AND_SIGNALS]).split()
     for number in words[1 + column :: 3]:
         if number != "-":
             lines += [_line(_EQUAL, int(number), 0, 1), _line(_RETURN, _ALLOW)]
-    lines += [_line(_EQUAL, _CLONE3[column], 0, 1), _fail(_ENOSYS)]  # its flags are out of reach; libc then uses clone
-    lines += _if_argument(_SOCKETPAIR[column], [_line(_EQUAL, _UNIX, 1, 0), _fail(_EPERM)])
-    if with_sockets:
-        families = [_line(_EQUAL, family, 0, 1) for family in _SOCKET_FAMILIES]
-        allowed = [line for each in families for line in (each, _line(_RETURN, _ALLOW))]
-        lines += _if_argument(_SOCKET[column], [*allowed, _fail(_EPERM)])
-    limits = [_line(_EQUAL, 0, 1, 0), _fail(_EPERM)]  # 0 means the process itself; init may run as the same user
-    if with_namespaces:
-        lines += _if_argument(_CLONE[column], [_line(_ANY_BIT, _NEW_NAMESPACE_FLAGS, 0, 1), _fail(_EPERM)])
-        lines += _if_argument(_KILL[column], []) + _if_argument(_TGKILL[column], [])
-    else:
-        clone = [_line(_ANY_BIT, _THREAD, 1, 0), _fail(_EPERM)] if with_threads else [_fail(_EPERM)]
-        lines += _if_argument(_CLONE[column], clone)
-        own = os.getpid()
-        for numbers in (_KILL, _TGKILL):
-            lines += _if_argument(numbers[column], [_line(_EQUAL, own, 1, 0), _fail(_EPERM)])
-    # Without namespaces, only the parent-death signal ends this process with its owner.
-    lines += _if_argument(_PRCTL[column], [] if with_namespaces else [_line(_EQUAL, 1, 0, 1), _fail(_EPERM)])
-    lines += _if_argument(_PRLIMIT[column], limits)
+    lines += _if_first_argument(_SOCKETPAIR[column], _UNIX)
+    lines += _if_first_argument(_KILL[column], os.getpid())
+    lines += _if_first_argument(_TGKILL[column], os.getpid())
+    lines += _if_first_argument(_PRLIMIT[column], 0)  # 0 means the process itself
+    # The parent-death signal ends this process with its owner.
+    forbidden = [
+        _line(_LOAD, _ARGUMENT_AT),
+        _line(_EQUAL, _PR_SET_PDEATHSIG, 1, 0),
+        _line(_RETURN, _ALLOW),
+        _fail(_EPERM),
+    ]
+    lines += [_line(_EQUAL, _PRCTL[column], 0, len(forbidden)), *forbidden]
+    lines += [_line(_EQUAL, _FALLOCATE[column], 0, 1), _fail(_EOPNOTSUPP)]  # libc then writes
     lines.append(_fail(_EPERM))
     return b"".join(lines)
 
 
-def _if_argument(number: int, checks: list[bytes]) -> list[bytes]:
-    """Run `checks` on the low half of the first argument of one system call, then allow it."""
-    inside = [_line(_LOAD, _ARGUMENT_AT), *checks, _line(_RETURN, _ALLOW)]
+def _if_first_argument(number: int, allowed: int) -> list[bytes]:
+    """Allow one system call if the low half of its first argument is this."""
+    inside = [_line(_LOAD, _ARGUMENT_AT), _line(_EQUAL, allowed, 0, 1), _line(_RETURN, _ALLOW), _fail(_EPERM)]
     return [_line(_EQUAL, number, 0, len(inside)), *inside]
 
 

@@ -27,7 +27,6 @@ from grpo_async.store.query import QueryError
 from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.validation import problems_of
-from grpo_async.viewer.timeline import load_events
 from grpo_async.viewer.trace import write_trace
 from grpo_async.viewer.web.guard import Guard
 from grpo_async.viewer.web.report import STATIC, render_report
@@ -114,7 +113,7 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: InitialV
         run = registry.source(parameters.run).run
         with TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"
-            write_trace(load_events(run.events).events, path, title=run.root.name)
+            write_trace(run.events, path, title=run.root.name)
             return Response(path.read_bytes(), media_type="application/gzip")
 
     def view(name: str) -> Callable[[RequestParameters], Json]:

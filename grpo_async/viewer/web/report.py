@@ -92,7 +92,7 @@ def _answers(registry: RunRegistry) -> Iterator[Answer]:
     runs = [run_entry(registry.source(name)) for name in names]
     yield "runs", {}, {"runs": runs, "folder": None, "opening": {"view": view}, "names": []}, ""
     for name in names:
-        for view in ("card", "run", "waits", "config"):
+        for view in ("card", "run", "config"):
             yield _answer(registry, view, {"run": name})
         yield _answer(registry, "curves", {"run": name, "axis": "step"})
         yield from _sampled(registry, name, _MAX_SAMPLE_BYTES // len(names))

@@ -1,4 +1,4 @@
-"""What the page of a run says beside its curves: verdict, findings, advice, evaluations, who waited for whom."""
+"""What the page of a run says beside its curves: verdict, findings, advice, evaluations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.findings import Finding, Severity, Verdict, find, judge
 from grpo_async.findings.finding import sentence
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
-from grpo_async.run_directory import RunDir
 from grpo_async.utils.text import format_number
-from grpo_async.viewer.timeline import load_events, usage
 from grpo_async.viewer.web.run_data import RunData
 
 LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
@@ -21,8 +19,6 @@ _VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
 
 _ADVICE_STEPS = 50  # of the end of the run
 _WARM_UP = 2  # steps at its beginning that are unlike the others
-
-_TIMELINE_STEPS = 20
 
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 
@@ -113,35 +109,3 @@ def _evaluation_names(run: RunData) -> list[str]:
 def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
     """The value of each name; "" where there is none."""
     return [format_number(metrics[name]) if name in metrics else "" for name in names]
-
-
-# -- timeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """Who waited for whom in the last steps of a run, (what, seconds, fraction); `steps` names them. `why_not` where that is not
-    known."""
-
-    why_not: str = ""
-    steps: str = ""
-    notes: Sequence[str] = ()
-    rows: Sequence[tuple[str, float, float]] = ()
-
-
-def waits(run_dir: RunDir) -> Waits:
-    if not run_dir.events.is_file():
-        return Waits(why_not="There is no timeline (events.jsonl).")
-    try:
-        found = load_events(run_dir.events, newest_steps=_TIMELINE_STEPS)
-    except ConfigError as error:
-        return Waits(why_not=str(error))
-    used = usage(found.events)
-    if used is None:
-        return Waits(why_not="The timeline has no events.")
-    steps = sorted(found.steps)[-_TIMELINE_STEPS:]
-    return Waits(
-        steps=f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is",
-        notes=found.notes,
-        rows=[(what, seconds, seconds / used.wall_s) for what, seconds in used.rows],
-    )

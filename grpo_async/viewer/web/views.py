@@ -28,7 +28,6 @@ from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web import overview
 from grpo_async.viewer.web.before_after import before_after
 from grpo_async.viewer.web.plots import MAX_SERIES
-from grpo_async.viewer.web.sections import waits
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
 
@@ -184,7 +183,6 @@ VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "prompt": lambda source, given: {"groups": source.table().same_prompt(given.hash)},
     "card": lambda source, _: overview.card(source),
     "run": lambda source, _: overview.page(source),
-    "waits": lambda source, _: waits(source.run),
     "curves": lambda source, given: overview.curves(together(source, given)[:MAX_SERIES], given.axis),
     "config": lambda source, given: overview.settings(together(source, given)[:MAX_SERIES]),
     "logs": lambda source, given: overview.logs(source.run, given.attempt, given.file),

@@ -331,7 +331,7 @@ def test_the_timeline_of_a_run_is_a_trace_for_perfetto(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(8))
     with serving(run.root) as inspector:
         assert "events.jsonl" in inspector.get("api/trace").json()["error"]  # there is none yet
-        run.events.write_text('{"name":"forward","track":"trainer","start":1.0,"end":2.5,"details":{}}\n')
+        run.events.write_text('{"name":"forward","thread":"MainThread","start":1.0,"end":2.5,"details":{}}\n')
         trace = json.loads(gzip.decompress(inspector.get("api/trace").content))
         (span,) = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
         assert (span["name"], span["dur"]) == ("forward", 1_500_000)  # microseconds

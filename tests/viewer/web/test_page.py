@@ -479,7 +479,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
         write_store(good.evaluation(step), held_out)
     write_run(folder, "flat", metrics=steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0))
     good.events.write_text(
-        '{"name":"forward","track":"trainer","start":1.0,"end":2.5,"details":{}}\n', encoding="utf-8"
+        '{"name":"forward","thread":"MainThread","start":1.0,"end":2.5,"details":{}}\n', encoding="utf-8"
     )
     (good.logs / "attempt_1").mkdir()
     (good.logs / "attempt_1" / "trainer.log").write_text("INFO begins\nERROR <b>broke</b>\n", encoding="utf-8")

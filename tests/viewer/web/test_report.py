@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store.files import Metadata, write_metadata
 from grpo_async.viewer.web.report import write_report
-from grpo_async.viewer.web.sections import waits
 from tests.support.browser import SIZES, WatchedPage, watched_page
 from tests.viewer.support import Group, answers_by_view, answers_of, evaluation, steps, write_run, write_store
 from tests.viewer.web.pages import go, ready
@@ -123,7 +121,6 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
     assert "CUDA out of memory" in top["error"]
     assert "Cannot say. No optimizer step was finished." in top["verdict"]["text"]
     assert any("There are no metrics" in each for each in top["problems"])
-    assert "There is no timeline" in found["waits"]["why_not"]
 
 
 def test_a_value_of_group_by_may_have_any_name(tmp_path: Path) -> None:
@@ -192,26 +189,6 @@ def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path) -> None:
         assert "Servers idle 70%: training takes" in advice or "servers idle 70%: training takes" in advice
         assert ("launch.num_trainer_ranks" in advice) is on_gpu
         assert ("a faster trainer would help" in advice) is not on_gpu
-
-
-def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(3))
-    generate = [("generate", "rollout/0", place / 20, place / 20 + 0.04, {"turn": 0}) for place in range(20)]
-    with run.events.open("w") as file:
-        for step in range(1, 1001):
-            for name, track, start, end, details in [*generate, ("step", "trainer", 0.0, 1.0, {"step": step})]:
-                at = 1000.0 + step
-                event = {"name": name, "track": track, "start": at + start, "end": at + end, "details": details}
-                file.write(json.dumps(event, separators=(",", ":")) + "\n")
-    tracemalloc.start()
-    try:
-        found = waits(run)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert found.rows
-    assert found.steps == "Steps 981 to 1000"
-    assert peak < 3e6, "21,000 events take 12 MB and more"
 
 
 def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
@@ -322,13 +299,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step, reward in ((0, 0.0), (20, 0.5), (40, 1.0)):
         asked = [Group(rewards=[reward], prompt=HOSTILE, text=HOSTILE, step=step, columns={HOSTILE: HOSTILE})]
         write_store(run.evaluation(step), asked)
-    spans = [("step", "trainer", 0.0, 1.0), ("generate", "rollout/0", 0.0, 0.5)]
-    events = [
-        {"name": name, "track": track, "start": step + start, "end": step + end, "details": {"step": step}}
-        for step in (1, 2)
-        for name, track, start, end in spans
-    ]
-    run.events.write_text("".join(json.dumps(each) + "\n" for each in events))
     return write_report([run])
 
 

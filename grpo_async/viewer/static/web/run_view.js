@@ -1,7 +1,7 @@
 /* One run as a whole: whether it learns and why not, its main curves, a held-out prompt before and after. It follows a running run. */
 
 import { address, get, report, reportAddress, traceAddress } from "./api.js";
-import { arrange, badge, copyLink, h, heading, hint, link, number, panel, part, percent, spacer, statistics, table } from "./dom.js";
+import { arrange, badge, copyLink, h, heading, hint, link, panel, part, spacer, statistics, table } from "./dom.js";
 import { pair } from "./change_view.js";
 import { Plots } from "./plots.js";
 
@@ -36,13 +36,6 @@ export async function runView({ main, parameters, signal }) {
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
   const evaluations = part((tables) => tables.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
-  const waits = part(({ why_not: why, steps, notes, rows }) =>
-    panel(
-      h("h3", {}, "Who waited for whom"),
-      [why || `${steps}. All of it: grpo-async trace ${run}`, ...notes].map((each) => h("p", { class: "hint said" }, each)),
-      rows.length ? table(["", "#seconds", "#of the time"], rows.map(([what, seconds, fraction]) => [what, number(seconds, 2), percent(fraction)]), { isNamed: true }) : null,
-    ),
-  );
   const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folders.join(", ")}.`);
   let found = null;
   let state = null; // of the last poll
@@ -55,7 +48,7 @@ export async function runView({ main, parameters, signal }) {
     findings.show(found.findings);
     foot.show({ advice, statistics: found.statistics, problems });
     evaluations.show(found.evaluations);
-    arrange(main, [head.element, place, example.element, findings.element, foot.element, evaluations.element, waits.element, made]);
+    arrange(main, [head.element, place, example.element, findings.element, foot.element, evaluations.element, made]);
     plots.show(place, found.plots);
     if (found.num_evaluations !== before?.num_evaluations) {
       example.show(await get("change", { run, limit: 1 }, signal).catch(() => ({ rows: [] })));
@@ -63,7 +56,6 @@ export async function runView({ main, parameters, signal }) {
   }
 
   await draw();
-  get("waits", { run }, signal).then(waits.show, () => {}); // it reads a long file: once
   return {
     title: "Overview",
     leave: () => plots.leave(),
