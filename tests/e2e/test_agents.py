@@ -30,7 +30,7 @@ SCRIPT = REPOSITORY / "tests" / "agents" / "command_agent.py"
 
 
 def _run(folder: Path, *overrides: str) -> Run:
-    settings = ("training.max_steps=4", "evaluation.num_prompts=4", "rollout.max_completion_tokens=24", *overrides)
+    settings = ("rollout.max_completion_tokens=24", *overrides)
     return make_run(folder, "quickstart.yaml", (*SMALL, *settings))
 
 
@@ -45,6 +45,8 @@ def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
         'rollout.agent={"function": "tests.e2e.agents:length", "reward_weight": 0.5}',
         'rewards=[{"function": "tests.e2e.agents:branches_are_seen"}]',
         "rollout.max_turn_tokens=16",  # leaves some for the second call
+        "training.max_steps=2",
+        "evaluation=null",
     )
     run.complete()
     last = run.metrics()[-1]
@@ -68,8 +70,16 @@ def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_kill_nine_of_agents_fails_their_rollouts_alone_and_they_wait_for_a_killed_server(tmp_path: Path) -> None:
     """Then of the trainer and of the launcher, which leave no agent; a resume continues each time."""
-    settings = ("rewards=[]", "rollout.group_size=8", "rollout.max_in_flight=16", "checkpoint.every_steps=1",
-                "inference.restart_delay_s=0.2", "inference.max_restarts=5", "training.max_steps=12")  # fmt: skip
+    settings = (
+        "rewards=[]",
+        "evaluation.num_prompts=4",
+        "rollout.group_size=8",
+        "rollout.max_in_flight=16",
+        "checkpoint.every_steps=1",
+        "inference.restart_delay_s=0.2",
+        "inference.max_restarts=5",
+        "training.max_steps=12",
+    )
     run = _run(tmp_path, _command(0.3), *settings)
     process = run.start()
     run.wait_for_step(1, process)  # an evaluation of four prompts would not stand it

@@ -54,25 +54,22 @@ def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int)
     return summary
 
 
-def test_a_server_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
-    _kill_kill_and_stop(tmp_path, "quickstart.yaml")
-
-
-@pytest.mark.nightly
-@pytest.mark.vllm
 @pytest.mark.timeout(1500)
-@pytest.mark.usefixtures("needs_vllm")
-def test_a_vllm_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
-    _kill_kill_and_stop(tmp_path, "quickstart-vllm.yaml", heartbeat_s=VLLM_HEARTBEAT_S)
-
-
-def _kill_kill_and_stop(tmp_path: Path, base: str, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+@pytest.mark.parametrize(
+    ("base", "heartbeat_s"),
+    [
+        ("quickstart.yaml", HEARTBEAT_S),
+        pytest.param("quickstart-vllm.yaml", VLLM_HEARTBEAT_S, marks=[pytest.mark.nightly, pytest.mark.vllm]),
+    ],
+)
+def test_a_server_that_is_killed_or_hangs_comes_back_and_the_run_finishes(
+    tmp_path: Path, base: str, heartbeat_s: float, request: pytest.FixtureRequest
+) -> None:
     """kill -9 while it generates, kill -9 between pause and resume of a push, SIGSTOP: one after the other."""
-    run = make_run(
-        tmp_path,
-        base,
-        (*SETTINGS, "training.max_steps=60", f"inference.heartbeat_timeout_s={heartbeat_s}", "weights.timeout_s=60"),
-    )
+    if base == "quickstart-vllm.yaml":
+        request.getfixturevalue("needs_vllm")
+    limits = (f"inference.heartbeat_timeout_s={heartbeat_s}", "weights.timeout_s=60")
+    run = make_run(tmp_path, base, (*SETTINGS, "training.max_steps=36", *limits))
     process = run.start()
     run.wait_for_step(2, process, timeout_s=RECOVERY_S)
 

@@ -34,7 +34,7 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
     """One run of three lives: interrupted, its launcher killed, finished."""
     run = _run(tmp_path, "record.report=true")
     process = run.start()
-    run.wait_for_step(3, process)
+    run.wait_for_step(2, process)
     process.send_signal(signal.SIGINT)
     run.end(process, 130, timeout_s=60.0)
     stopped_at = len(run.metrics())
@@ -46,7 +46,7 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
     assert cancelled, "a run that is stopped has groups in flight"
 
     process = run.start("--resume")
-    run.wait_for_step(stopped_at + 3, process)
+    run.wait_for_step(stopped_at + 2, process)
     # it is written beside training
     run.wait_for(lambda: run.checkpoints()[-1] > stopped_at, process, what="a checkpoint of the second life")
     code, status = status_of(run.folder)

@@ -1,10 +1,18 @@
-"""The inspector on a run of the real quickstart: what the trainer found for each token reaches its page."""
+"""The inspector and the report on a run of the real quickstart: what the trainer found for each token reaches their pages.
+
+The report of a run that is stopped: test_failures.
+"""
 
 from __future__ import annotations
 
+import pytest
+
+from grpo_async.findings import Evidence, judge
 from grpo_async.run_directory import RunDir
+from grpo_async.store.table import RolloutTable
 from tests.e2e.conftest import GoldenRun
 from tests.support.stored import read_groups
+from tests.viewer.support import answers_by_view
 from tests.viewer.web.serving import serving
 
 
@@ -18,10 +26,30 @@ def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(golden_run: G
         tokens = inspector.json("api/rollout", id=row["rollout_id"], seq=row["seq"])["tokens"]
         rollout = stored[row["rollout_id"]]
         assert tokens["trainer_logprobs"] == rollout.trainer_logprobs
-        assert isinstance(tokens["trainer_logprobs"][0], float)
         assert tokens["entropies"] == rollout.entropies
         assert (tokens["texts"][0], tokens["texts_missing"]) == ("<think>", None)
         (run,) = inspector.json("api/runs")["runs"]
         evaluation = run["evaluations"][-1]
         assert evaluation["step"] == 6
         assert inspector.json("api/summary", run=evaluation["name"])["counts"]["groups"] == 16
+
+
+def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:
+    report = golden_run.run.folder / "report.html"
+    assert str(report) in golden_run.quiet
+    found = answers_by_view(report)
+    assert "6 of 6 steps" in found["run"]["outcome"]
+    assert found["run"]["advice"]
+    assert found["waits"]["rows"]
+    assert found["rollout"]["tokens"]["texts"]
+    plots = {plot["name"] for chapter in found["curves"]["chapters"] for plot in chapter["plots"]}
+    assert plots >= {"reward", "ess", "staleness", "throughput", "push", "held-out"}
+
+
+def test_every_view_tells_the_same_reward_of_a_step_and_the_same_verdict(golden_run: GoldenRun) -> None:
+    """Filtered groups count in both: the store's mean over the rows of a step is what metrics.jsonl says."""
+    evidence = Evidence.read(RunDir(golden_run.run.folder))
+    with RolloutTable.open(golden_run.run.folder / "rollouts") as table:
+        stored = {step.step: step.reward_mean for step in table.by_step() if step.step is not None}
+    assert stored == pytest.approx({int(row["step"]): row["reward"] for row in evidence.metrics})
+    assert golden_run.run.summary()["learning"]["text"] == judge(evidence).text

@@ -23,7 +23,7 @@ from tests.support.stored import read_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SHORT = (1, 8)  # kills and steps: a life lasts for one to five steps, so that all kills are over before the run is
+SHORT = (1, 5)  # kills and steps: a life lasts for one to five steps, so that all kills are over before the run is
 LONG = (10, 60)
 MAX_STEPS = 5  # of a life
 SETTINGS = (

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import signal
 import socket
 import stat
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
+import httpx
 import psutil
 import pytest
 
@@ -23,31 +22,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
-INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 READABLE = ("/rollout/info", "/rollout/parameters", "/is_paused")
-PATHS = (
-    *READABLE,
-    "/rollout/generate",
-    "/rollout/score",
-    "/pause",
-    "/resume",
-    "/sleep",
-    "/wake_up",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    # what is not there, and what looks like /health to some but not to others (the guard alone: tests/servers/test_guard.py)
-    "/docs",
-    "/no_such_path",
-    "/./health",
-    "/health/../rollout/info",
-    "/health%2f..%2frollout/info",
-    "/rollout/info?/health",
-    "/rollout/info#/health",
-    "http://127.0.0.1/rollout/info",
-)
-METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS")
 
 
 @dataclass
@@ -64,49 +39,10 @@ class Live:
         launcher = psutil.Process(self.process.pid)
         return list({process.pid: process for process in [*self.run.processes(), *_below(launcher)]}.values())
 
-    def assert_only_its_user_can_reach_it(self, *, least_sockets: int) -> None:
-        """TCP and UDP sockets are bound to loopback, Unix sockets are out of the reach of others; nothing shows the token."""
-        processes = self.tree()
-        every, beyond = _open_to_others(processes)
-        assert len(every) >= least_sockets, every
-        assert beyond == []
-        sockets = _unix_listeners(processes)
-        assert any(path.endswith("/control") for path in sockets), sockets
-        assert [path for path in sockets if _others_can_reach(path)] == []
-        shown = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in processes]
-        assert not any(self.token.encode() in command for command in shown)
-        assert _files_with(self.run.folder, self.token) == ["token"]
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return [process, *process.children(recursive=True)]
-    return []
-
-
-@contextlib.contextmanager
-def _live(run: Run, *, step: int, timeout_s: float = 180.0) -> Iterator[Live]:
-    process = run.start(environment={INSECURE: "1"})
-    try:
-        run.wait_for_step(step, process, timeout_s=timeout_s)
-        plan = (run.folder / "plan.txt").read_text().splitlines()
-        urls = [line.split()[1] for line in plan if line.startswith("server ")]
-        yield Live(run, process, (run.folder / "token").read_text().strip(), urls)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            finish(process, timeout_s=90.0)
-        try:
-            run.assert_nothing_is_left()
-        finally:
-            for left in run.processes():  # of a test that fails
-                left.kill()
-
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Two servers, two ranks, a reward in a process of its own. The last two tests kill what is in it."""
-    folder = tmp_path_factory.mktemp("live")
     settings = (
         *ENDLESS,
         "inference.replicas=2",
@@ -115,12 +51,23 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "weights.verify_every_pushes=1",
         rewards("user_rewards:by_place_in_no_hurry", run_in="process"),
     )
-    run = make_run(folder, "quickstart.yaml", settings)
-    with _live(run, step=2) as live:
-        yield live
+    run = make_run(tmp_path_factory.mktemp("live"), "quickstart.yaml", settings)
+    process = run.start()
+    try:
+        run.wait_for_step(2, process, timeout_s=180.0)
+        plan = (run.folder / "plan.txt").read_text().splitlines()
+        urls = [line.split()[1] for line in plan if line.startswith("server ")]
+        yield Live(run, process, (run.folder / "token").read_text().strip(), urls)
+    finally:
+        if process.poll() is None:  # a test has failed
+            run.kill_everything(process)
+    run.assert_nothing_is_left()
 
 
-# -- sockets
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def _open_to_others(processes: Iterable[psutil.Process]) -> tuple[list[str], list[str]]:
@@ -165,57 +112,33 @@ def _others_can_reach(path: str) -> bool:
 def test_a_run_can_be_reached_by_its_user_on_this_machine_only_and_the_token_stands_in_its_file_only(
     live: Live,
 ) -> None:
-    assert len(live.tree()) >= 6  # launcher, two servers, torchrun, two ranks, a reward's worker
-    live.assert_only_its_user_can_reach_it(least_sockets=4)  # two servers, gloo of each rank
+    """TCP and UDP sockets are bound to loopback, Unix sockets are out of the reach of others; nothing shows the token."""
+    processes = live.tree()
+    assert len(processes) >= 6  # launcher, two servers, torchrun, two ranks, a reward's worker
+    every, beyond = _open_to_others(processes)
+    assert len(every) >= 4, every  # two servers, gloo of each rank
+    assert beyond == []
+    sockets = _unix_listeners(processes)
+    assert any(path.endswith("/control") for path in sockets), sockets
+    assert [path for path in sockets if _others_can_reach(path)] == []
+    shown = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in processes]
+    assert not any(live.token.encode() in command for command in shown)
+    assert _files_with(live.run.folder, live.token) == ["token"]
     assert len(live.token) >= 32
     assert stat.S_IMODE((live.run.folder / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(live.run.folder.stat().st_mode) == 0o700
 
 
-# -- HTTP
-
-
-def _status(url: str, method: str, target: str, authorization: str | None, *, body: bytes = b"") -> int:
-    """The status of a request that is sent as it is written here; a client would tidy the path."""
-    address = urlsplit(url)
-    lines = [
-        f"{method} {target} HTTP/1.1",
-        f"Host: {address.netloc}",
-        "Connection: close",
-        f"Content-Length: {len(body)}",
-    ]
-    if authorization is not None:
-        lines.append(f"Authorization: {authorization}")
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=20.0) as connection:
-        connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        answer = connection.makefile("rb").readline()
-    return int(answer.split()[1]) if answer else 0
-
-
-def test_every_path_of_every_server_answers_401_without_the_token_which_opens_each(live: Live) -> None:
+def test_both_servers_answer_401_without_the_token(live: Live) -> None:
+    """And without another one; whatever is not GET /health: tests/servers/test_guard.py. All paths of vLLM: tests/vllm."""
     assert len(live.urls) == 2
-    token = live.token
-    open_paths = []
-    for url, paths in zip(live.urls, (PATHS, READABLE), strict=True):  # both servers are the same program
-        assert _status(url, "GET", "/health", None) == 200
-        for path in paths:
-            for method in METHODS:
-                for given in (None, f"Bearer {token}x"):
-                    status = _status(url, method, path, given)
-                    # 400: no request at all to the HTTP parser, so that it reaches no path
-                    if status != 401 and not ("#" in path and status == 400):
-                        open_paths.append((method, path, given and given.replace(token, "TOKEN"), status))
-        assert _status(url, "POST", "/health", None) == 401
-        assert _status(url, "GET", f"/rollout/info?token={token}", None) == 401
-        assert _status(url, "GET", "/rollout/info", "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
-        right = f"Bearer {token}"
-        assert [_status(url, "GET", path, right) for path in READABLE] == [200, 200, 200]
-        assert _status(url, "GET", "/no_such_path", right) == 404
-        assert _status(url, "POST", "/rollout/generate", right, body=b"{}") in (400, 422)
-    assert open_paths == []
-
-
-# -- the token
+    for url in live.urls:
+        assert httpx.get(f"{url}/health").status_code == 200
+        for path in READABLE:
+            for given, status in (("", 401), (f"Bearer {live.token}x", 401), (f"Bearer {live.token}", 200)):
+                assert httpx.get(url + path, headers={"authorization": given}).status_code == status, path
+        assert httpx.post(f"{url}/pause").status_code == 401
+        assert httpx.get(f"{url}/rollout/info?token={live.token}").status_code == 401
 
 
 def _files_with(folder: Path, secret: str) -> list[str]:
@@ -227,9 +150,6 @@ def _files_with(folder: Path, secret: str) -> list[str]:
                 if secret.encode() in file.read_bytes():
                     found.append(file.relative_to(folder).as_posix())
     return found
-
-
-# -- processes
 
 
 def _still_run(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -276,31 +196,3 @@ def test_a_killed_rank_ends_the_run_with_its_number_and_afterwards_no_process_an
     assert live.token not in done.stdout
     assert _files_with(live.run.folder, live.token) == []
     assert not (live.run.folder / "token").exists()
-
-
-# -- the real vLLM
-
-
-@pytest.mark.nightly
-@pytest.mark.vllm
-@pytest.mark.usefixtures("needs_vllm")
-def test_a_run_on_vllm_is_closed_to_others_and_its_dead_server_leaves_no_orphan(tmp_path: Path) -> None:
-    """vLLM starts processes of its own, which open sockets of their own and outlive their parent unless they are kept from it."""
-    run = make_run(tmp_path, "quickstart-vllm.yaml", ENDLESS)
-    with _live(run, step=2, timeout_s=400.0) as live:
-        live.assert_only_its_user_can_reach_it(least_sockets=2)
-        (server,) = [process for process in live.tree() if _is_a_vllm_server(process)]
-        dying = _below(server)
-        assert len(dying) >= 2, "vLLM's engine is a process of its own"
-        for process in dying:
-            assert INSECURE.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
-        server.kill()
-        assert eventually(lambda: not _still_run(dying), 20.0), "the processes of the killed server to end"
-        assert live.process.poll() is None, "one dead server does not end the run"
-    assert not (run.folder / "token").exists()
-
-
-def _is_a_vllm_server(process: psutil.Process) -> bool:
-    """The API server itself: it listens for HTTP."""
-    command = process.cmdline()
-    return "vllm" in " ".join(command) and ("api_server" in " ".join(command) or "--port" in command)

@@ -14,10 +14,10 @@ SYNCHRONOUS = (*SMALL, "rollout.max_staleness=0", "optimizer.lr=0.001", "rollout
 
 
 def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_leaves_no_vllm(tmp_path: Path) -> None:
-    settings = (*SYNCHRONOUS, "training.max_steps=5000", "evaluation.num_prompts=8")
+    settings = (*SYNCHRONOUS, "training.max_steps=5000", "evaluation=null")
     run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
     process = run.start()
-    run.wait_for_step(4, process, timeout_s=400.0)
+    run.wait_for_step(3, process, timeout_s=400.0)
     assert len(run.processes("vllm")) >= 1
     process.kill()
     process.communicate(timeout=30.0)

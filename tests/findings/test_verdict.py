@@ -248,7 +248,7 @@ def test_what_of_a_run_cannot_be_read_is_said_beside_what_follows_from_the_rest(
 
 @pytest.mark.parametrize("name", ["learns", "all rewards 1"])
 def test_status_report_and_advisor_give_the_same_verdict(tmp_path: Path, name: str) -> None:
-    """The summary's is that of the evidence: tests/e2e/test_report.py."""
+    """The summary's is that of the evidence: tests/e2e/test_inspector.py."""
     _, verdict = _judged(name, tmp_path)
     run_dir = RunDir(tmp_path / "run")
     assert read_status(run_dir).as_json()["learning"] == verdict.as_dict()

@@ -129,18 +129,6 @@ def test_truncated_completions_count_in_the_mean_and_are_trained_only_if_wanted(
     assert scored.rewards == [0.0, 1.0, 2.0]
 
 
-def test_what_functions_log_is_kept_for_the_store() -> None:
-    def reward(completions: list[Any], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
-        log_extra("extracted", ["4", "5"])
-        log_metric("parsed", 0.5)
-        return [0.0, 1.0]
-
-    scored = _score([make_completion("a"), make_completion("b")], reward)
-    assert scored.extra_columns == {"extracted": ["4", "5"]}
-    assert scored.metrics["parsed"] == 0.5
-    assert scored.metrics.keys() == {"parsed", "scoring/duration_s"}
-
-
 @pytest.mark.parametrize("run_in", ["thread", "process"])
 def test_a_reward_that_changes_its_arguments_changes_no_other_call_and_no_record(run_in: Any) -> None:
     """For each completion 1 message + 1 message + 2 ids + 1 column entry + 2 parts of it = 7, in every call."""

@@ -26,11 +26,8 @@ def _served(server: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in server.engine.parameters().items()}
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_an_adapter_push_changes_projections_alone_and_as_a_merged_push_does_to_the_last_bit(
-    tmp_path: Path, tied: bool
-) -> None:
-    folder = build_tiny_model(tmp_path, tie_word_embeddings=tied)
+def test_an_adapter_push_changes_projections_alone_and_as_a_merged_push_does_to_the_last_bit(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path, tie_word_embeddings=False)
     policy, section = adapted_policy(folder)
     with live(load(folder), model_path=str(folder)) as server:
         found = [_served(server)]
@@ -79,10 +76,8 @@ def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
     for wrong in (
         [b],
         [b, _spec(WEIGHT + LORA_A, 3, 64)],
-        [_spec(WEIGHT + LORA_B, 32, 4), a],
         [_spec("unknown.lora_B", 4, 4), _spec("unknown.lora_A", 4, 4)],
         [_spec(WEIGHT + LORA_B, 64, 4, dtype="bfloat16"), a],
-        [_spec(WEIGHT + LORA_B, 256), a],
     ):
         assert "needs two float32 factors" in base.update_problems(wrong, shapes, [])[0], wrong
     assert f"{WEIGHT}.middle is no factor" in base.update_problems([b, a, _spec(f"{WEIGHT}.middle", 4)], shapes, [])[0]

@@ -27,15 +27,8 @@ def _one(
     compiled: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One forward and backward of the rank's rows (none: padding only). The loss is the sum over ranks of logprobs and
-    entropies.
-
-    Args:
-        rows: of each rank, lists of sample numbers.
-
-    Returns:
-        A weighted sum of each gradient, and the loss.
-    """
+    """One forward and backward of the rank's rows of sample numbers (none: padding only): a weighted sum of each gradient, and
+    the loss, which is the sum over ranks of logprobs and entropies."""
     model = build_family(family, **(settings or {}))
     policy = Policy(model, temperature=0.7, chunk_tokens=16)
     recompute_activations(model, recompute)  # type: ignore[arg-type]

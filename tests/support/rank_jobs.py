@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -13,13 +12,12 @@ from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.config.sections import BaseLoss, ClippedLoss, LoraSection, ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
-from grpo_async.training import step as step_module
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.reference import Reference, score_twice
+from grpo_async.training.reference import Reference
 from grpo_async.training.step import StepResult, train_step
 from tests.support.loss_inputs import loss_section
 from tests.support.records import make_sample
@@ -127,18 +125,6 @@ def fingerprint(policy: Policy) -> dict[str, float]:
     return values
 
 
-def train_two_steps(model: str, **settings: Any) -> dict[str, Any]:
-    policy, optimizer = build(model)
-    results = [one_step(policy, optimizer, random_samples(seed=seed), **settings) for seed in (0, 1)]
-    return {
-        "losses": [result.loss for result in results],
-        "norms": [result.grad_norm for result in results],
-        "tokens": [result.num_tokens for result in results],
-        "metrics": results[1].metrics,
-        "weights": fingerprint(policy),
-    }
-
-
 def train_with_each_loss(
     model: str, reference: str, losses: dict[str, dict[str, Any]], **settings: Any
 ) -> dict[str, Any]:
@@ -165,24 +151,3 @@ def train_with_each_loss(
             "weights": fingerprint(policy),
         }
     return results
-
-
-def train_two_steps_reducing_each_micro_batch(model: str, **settings: Any) -> dict[str, Any]:
-    """As on GPUs: the choice goes by the kind of device alone."""
-    original = step_module._set_gradient_sync
-
-    def as_on_gpu(policy: Policy, device: torch.device, *, is_last: bool) -> None:
-        original(policy, torch.device("cuda"), is_last=is_last)
-
-    step_module._set_gradient_sync = as_on_gpu
-    return train_two_steps(model, **settings)
-
-
-def score_between_steps(model: str, sequences: list[list[int]]) -> dict[str, Any]:
-    policy, optimizer = build(model)
-    how = {"device": torch.device("cpu"), "compute": torch.float32, "rounding": torch.bfloat16}
-    scores = [score_twice(policy, sequences, **how)]
-    one_step(policy, optimizer, random_samples())
-    scores.append(score_twice(policy, sequences, **how))
-    result = one_step(policy, optimizer, random_samples(seed=1))
-    return {"scores": [asdict(each) for each in scores], "loss": result.loss, "weights": fingerprint(policy)}

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import distribute_tensor
 
-from grpo_async.training.model import Policy, reshard
+from grpo_async.training import step as step_module
+from grpo_async.training.model import Policy
 from grpo_async.training.parameters import list_sources
 from grpo_async.training.reference import Reference, one_row, score_sequences
 from tests.support.rank_jobs import build, one_step, random_samples
@@ -33,10 +33,15 @@ def load_sharded(model: str, out: str) -> dict[str, Any]:
     return {"local": sizes, "logprobs": score_sequences(policy, SEQUENCES, device=torch.device("cpu"))[0]}
 
 
-def train(model: str, *, out: str, loss_scale: float = 1.0, **settings: Any) -> dict[str, Any]:
-    """Two steps; merged weights go to `out`."""
+def train(
+    model: str, *, out: str, cut: dict[str, Any] | None = None, as_on_gpu: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Two steps; merged weights go to `out`. `as_on_gpu`: gradients travel after every micro-batch."""
+    if as_on_gpu:
+        original = step_module._set_gradient_sync
+        step_module._set_gradient_sync = lambda policy, device, **more: original(policy, torch.device("cuda"), **more)
     policy, optimizer = build(model, **settings)
-    results = [one_step(policy, optimizer, random_samples(seed=seed), loss_scale=loss_scale) for seed in (0, 1)]
+    results = [one_step(policy, optimizer, random_samples(seed=seed), **(cut or {})) for seed in (0, 1)]
     weights = weights_of(policy)
     if dist.get_rank() == 0:
         torch.save(weights, out)
@@ -59,20 +64,10 @@ def ask_references(model: str, other: str) -> dict[str, Any]:
         one_step(policy, optimizer, random_samples(seed=seed))
         second = {name: reference.logprobs(batch).tolist() for name, reference in references.items()}
         gathered = sum(not hasattr(parameter, "to_local") for parameter in policy.parameters())
-    with torch.no_grad():
-        moved = policy(batch).logprobs.tolist()
-    reshard(policy)
-    merged = build(model)[0]  # what the policy has learned, in a model of its own
-    sources = {source.name: source for source in list_sources(merged.model)}
-    for name, tensor in weights_of(policy).items():
-        target = sources[name].tensor
-        target.data.copy_(distribute_tensor(tensor, target.device_mesh, target.placements))  # type: ignore[attr-defined]
     return {
         "first": first,
         "second": second,
         "nothing": nothing,
         "gathered": gathered,
-        "moved": moved,
-        "merged": Reference(merged).logprobs(batch).tolist(),
         "frozen": sum(parameter.requires_grad for parameter in frozen.parameters()),
     }

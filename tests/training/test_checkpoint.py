@@ -20,9 +20,7 @@ def run_on_ranks(job: str, world_size: int, folder: Path, **arguments: Any) -> d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on", "optimizer"), [(2, 2, "adamw"), (2, 1, "adamw"), (1, 2, "adamw"), (2, 1, "muon")]
-)
+@pytest.mark.parametrize(("saved_on", "loaded_on", "optimizer"), [(2, 2, "adamw"), (1, 2, "adamw"), (2, 1, "muon")])
 def test_a_loaded_run_goes_on_as_the_saved_one_did(
     tiny_model: Path, tmp_path: Path, saved_on: int, loaded_on: int, optimizer: str
 ) -> None:
@@ -36,9 +34,6 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(
     assert loaded["lines"] == ["{}"]
     assert saved["metrics"]["checkpoint/bytes"] > 100_000
     assert problem_of(RunDir(run).checkpoint(1)) is None
-    # checksums are taken while files are written, not by reading them again
-    assert not [name for name in saved["read_again"] if name.endswith(".distcp")]
-    assert saved["metrics"].keys() == {"checkpoint/staged_s", "checkpoint/written_s", "checkpoint/bytes"}
     if saved_on == loaded_on:  # to the last bit
         assert (loaded["loss"], loaded["weights"]) == (saved["loss"], saved["weights"])
         return
@@ -48,11 +43,8 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_settings_of_the_optimizer_that_a_resume_changes_take_effect(
-    tiny_model: Path, tmp_path: Path, optimizer: str
-) -> None:
-    settings = {"model": tiny_model, "run": tmp_path / "run", "optimizer": optimizer}
+def test_settings_of_the_optimizer_that_a_resume_changes_take_effect(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {"model": tiny_model, "run": tmp_path / "run", "optimizer": "muon"}
     result = run_on_ranks("load_with_other_settings", 1, tmp_path / "job", **settings)
     assert result["before"][0]["betas"] == [0.5, 0.6]
     assert result["after"] == result["before"]
@@ -97,33 +89,21 @@ def test_ranks_find_a_flipped_bit_and_go_on_from_the_checkpoint_before_it(tiny_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_adapters_are_saved_without_their_base_and_go_on_with_that_of_the_models_folder(
-    tiny_model: Path, tmp_path: Path, world_size: int
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    job = "save_adapters_and_go_on"
-    result = run_on_ranks(job, world_size, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    result = run_on_ranks("save_adapters_and_go_on", 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
     assert result["again"] == result["first"]  # to the last bit
     assert result["names"]
     assert [name for name in result["names"] if "lora_" not in name] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_synced_reference_is_a_mixture_and_goes_on_where_it_was(
-    tiny_model: Path, tmp_path: Path, world_size: int
-) -> None:
+def test_a_synced_reference_is_a_mixture_and_goes_on_where_it_was(tiny_model: Path, tmp_path: Path) -> None:
     job = "save_a_reference_that_moves"
-    result = run_on_ranks(job, world_size, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    result = run_on_ranks(job, 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
     assert result["is_synced"]
     assert result["again"] == result["first"]  # to the last bit
-
-
-@pytest.mark.slow
-def test_a_checkpoint_loads_although_a_parameter_never_had_a_gradient(tiny_model: Path, tmp_path: Path) -> None:
-    job = "save_and_load_with_a_parameter_without_gradient"
-    result = run_on_ranks(job, 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
-    assert result["loaded"] == result["saved"]
 
 
 def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(

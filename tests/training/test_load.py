@@ -18,8 +18,6 @@ from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE, SEQUENCES
 from tests.training.tiny_models import load_tiny, save_model
 
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma"]
-
 
 def _load(folder: Path, **settings: Any) -> Any:
     return load_tiny(folder, **settings).model
@@ -44,8 +42,7 @@ def _assert_equal(model: Any, expected: Any) -> None:
         assert torch.equal(buffer, buffers[name]), name
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True), ("qwen3_moe", False), ("gemma", True)])
 def test_the_model_is_that_of_from_pretrained(tmp_path: Path, family: str, tied: bool) -> None:
     folder = save_model(tmp_path, family, tied=tied)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7], "top_k": 11}))
@@ -60,9 +57,8 @@ def test_the_model_is_that_of_from_pretrained(tmp_path: Path, family: str, tied:
     assert model.generation_config.eos_token_id == [3, 7]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_files_in_several_parts_and_in_bfloat16(tmp_path: Path, family: str) -> None:
-    folder = save_model(tmp_path, family, max_shard_size="60KB")
+def test_files_in_several_parts_and_in_bfloat16(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3_moe", max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     _assert_equal(_load(folder), _pretrained(folder))
     _assert_equal(_load(folder, dtype="bfloat16"), _pretrained(folder, dtype=torch.bfloat16))

@@ -20,12 +20,7 @@ from grpo_async.training.logprobs import LogitTransform, TokenObjective, chunked
 
 ROOT = Path(__file__).resolve().parents[2]
 N, H, VOCAB = 7, 8, 50
-TRANSFORMS = {
-    "plain": LogitTransform(),
-    "softcap": LogitTransform(softcap=2.0),
-    "scaled": LogitTransform(scale=0.25),
-    "scaled-softcap": LogitTransform(scale=3.0, softcap=1.5),
-}
+TRANSFORMS = {"plain": LogitTransform(), "scaled-softcap": LogitTransform(scale=3.0, softcap=1.5)}
 
 
 def _full(
@@ -49,19 +44,6 @@ def _weighted(dtype: torch.dtype = torch.float32) -> TokenObjective:
     """A sum over tokens that depends on both, differently on each."""
     weights = torch.randn(N, generator=torch.Generator().manual_seed(1)).to(dtype)
     return lambda logprobs, entropy, rows: (weights[rows] * (torch.exp(logprobs) + entropy.square())).sum()
-
-
-def test_a_large_vocabulary_costs_no_precision() -> None:
-    """Sums of 150 000 numbers in float32, one after the other, would be wrong by 1e-3."""
-    torch.manual_seed(0)
-    logits = 3.0 * torch.randn(5, 150_000)
-    head = nn.Linear(5, 150_000, bias=False)
-    head.weight.data = logits.T.contiguous()
-    targets = torch.randint(0, 150_000, (5,))
-    log_p = torch.log_softmax(logits.double(), dim=-1)
-    found = chunked_logprobs(torch.eye(5), targets, head, temperature=1.0, chunk_tokens=4)
-    torch.testing.assert_close(found.logprobs.double(), log_p.gather(-1, targets[:, None])[:, 0], atol=1e-5, rtol=0.0)
-    torch.testing.assert_close(found.entropy.double(), -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=0.0)
 
 
 def test_certain_and_uniform_distributions() -> None:
@@ -117,9 +99,7 @@ class _Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("frozen", ["nothing", "hidden", "head"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("is_per_token", [True, False])
-@pytest.mark.parametrize(
-    ("chunk_tokens", "dtype"), [(1, torch.float64), (3, torch.float64), (100, torch.float64), (3, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("chunk_tokens", "dtype"), [(3, torch.float64), (100, torch.float64), (3, torch.bfloat16)])
 def test_values_and_gradients_are_those_of_full_logits(
     chunk_tokens: int, dtype: torch.dtype, is_per_token: bool, transform: LogitTransform, frozen: str
 ) -> None:

@@ -84,11 +84,10 @@ def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(tied_model: P
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"target_modules": ["q_proj", "nonsense"]}, r"ends in 'nonsense'.*q_proj"),
-        ({"target_modules": ["lm_head"]}, r"ends in 'lm_head', the head aside"),
-        ({"modules_to_save": ["nonsense"]}, r"no module with parameters has a name that ends in 'nonsense'"),
+        ({"target_modules": ["q_proj", "nonsense"]}, "nonsense"),
+        ({"target_modules": ["lm_head"]}, "lm_head"),
+        ({"modules_to_save": ["nonsense"]}, "nonsense"),
         ({"modules_to_save": ["lm_head"]}, r"tied to one of \['lm_head'\]"),
-        ({"modules_to_save": ["embed_tokens"]}, r"lm_head.weight is tied to one of \['embed_tokens'\]"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused(tied_model: Path, section: dict[str, Any], words: str) -> None:
@@ -97,57 +96,33 @@ def test_modules_that_do_not_fit_are_refused(tied_model: Path, section: dict[str
         build_policy(model, temperature=1.0, chunk_tokens=16, max_model_len=64)
 
 
-def test_adapters_are_float32_beside_a_base_in_bfloat16(tied_model: Path) -> None:
-    policy = _load(tied_model, dtype="bfloat16")
-    dtypes = {parameter.requires_grad: parameter.dtype for parameter in policy.parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
-    sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
-    expected = collect(ShardedParameters(_load(tied_model).model, wire_dtype=torch.float32))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(sent[name], tensor, rtol=1e-2, atol=1e-3)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dtype": "bfloat16", "compute_dtype": "bfloat16", "activation_checkpointing": "full"},
-        {"dtype": "bfloat16", "lora": {**LORA, "modules_to_save": ["embed_tokens", "lm_head", "norm"]}},
-    ],
-    ids=["bfloat16-base", "modules-trained-whole"],
-)
-def test_two_ranks_train_adapters_as_one_does(tied_model: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
-    runs = {}
-    for ranks in (1, 2):
-        own = {"lora": LORA, **settings}
-        if ranks == 1:
-            own.pop("activation_checkpointing", None)
-        out = tmp_path / f"{ranks}.pt"
-        result = run_on_ranks("train", ranks, tmp_path / str(ranks), module=MODULE, model=tied_model, out=out, **own)
-        runs[ranks] = result, torch.load(out, weights_only=True)
+def test_two_ranks_train_adapters_on_a_bfloat16_base_as_one_does(tied_model: Path, tmp_path: Path) -> None:
+    """With modules that are trained whole; on two ranks with activations that are computed again."""
+    whole, runs = ["embed_tokens", "lm_head", "norm"], {}
+    settings = {"lora": {**LORA, "modules_to_save": whole}, "dtype": "bfloat16", "compute_dtype": "bfloat16"}
+    for ranks, recompute in ((1, "none"), (2, "full")):
+        own = {**settings, "activation_checkpointing": recompute, "out": tmp_path / f"{ranks}.pt"}
+        result = run_on_ranks("train", ranks, tmp_path / str(ranks), module=MODULE, model=tied_model, **own)
+        runs[ranks] = result, torch.load(own["out"], weights_only=True)
     (one, weights), (two, other) = runs[1], runs[2]
-    loose = settings.get("dtype") == "bfloat16"
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4, abs=1e-2 if loose else 1e-6)
-    assert two["norms"] == pytest.approx(one["norms"], rel=5e-2 if loose else 1e-4)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4, abs=1e-2)
+    assert two["norms"] == pytest.approx(one["norms"], rel=5e-2)
     assert two["frozen"] == one["frozen"] > 20
-    own_start = _load(tied_model, moved=False, lora=settings.get("lora"))
-    start = collect(ShardedParameters(own_start.model, wire_dtype=torch.float32))
+    start = collect(ShardedParameters(_load(tied_model, moved=False).model, wire_dtype=torch.float32))
     changed = {name for name in start if not torch.allclose(weights[name].float(), start[name], rtol=1e-2, atol=1e-4)}
-    whole = tuple(f"{name}.weight" for name in own["lora"].get("modules_to_save", ()))
-    assert changed <= {name for name in start if "proj" in name or name.endswith(whole)}
-    assert bool(whole) == ("model.embed_tokens.weight" in changed)
+    names = ("proj.weight", *(f"{name}.weight" for name in whole))
+    assert changed <= {name for name in start if name.endswith(names)}
+    assert "model.embed_tokens.weight" in changed
     assert any((weights[name].float() - start[name]).abs().max() > 1e-3 for name in start if "proj" in name)
     for name, tensor in weights.items():
-        far = (other[name].float() - tensor.float()).abs() > (2e-2 if loose else 2e-4)
+        far = (other[name].float() - tensor.float()).abs() > 2e-2
         assert far.float().mean() < 5e-3, name
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_dropout_acts_in_an_update_alone_and_is_the_same_when_it_is_recomputed(
-    tied_model: Path, recompute: str
-) -> None:
+def test_dropout_acts_in_an_update_alone_and_is_the_same_when_it_is_recomputed(tied_model: Path) -> None:
     plain, policy = _load(tied_model), _load(tied_model, lora={"dropout": 0.5})
-    recomputing = _load(tied_model, lora={"dropout": 0.5}, activation_checkpointing=recompute)
+    recomputing = _load(tied_model, lora={"dropout": 0.5}, activation_checkpointing="full")
     assert torch.equal(_logprobs(policy), _logprobs(plain))  # before a step, and of scores
     gradients, values = [], []
     for each in (policy, recomputing):

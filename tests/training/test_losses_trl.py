@@ -116,7 +116,7 @@ def _gradients(loss: torch.Tensor, batch: TrlBatch) -> list[torch.Tensor]:
 
 def _assert_equal(section: BaseLoss, *, mask_one: bool = False, **trl: Any) -> dict[str, float]:
     section = section.model_copy(update={"proximal": "recomputed"})
-    for seed in range(4):
+    for seed in range(3):
         batch = _batch(seed=seed, mask_one=mask_one)
         theirs = trl_loss(batch, max_completion_tokens=MAX_TOKENS, **trl)
         ours, metrics = _ours(batch, section)
@@ -164,11 +164,12 @@ IDS = [section.type for section, _ in LOSSES]
 
 @pytest.mark.parametrize("weighed", [None, False], ids=["as-by-default", "not-weighed"])
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
-def test_kl_with_a_reference(section: BaseLoss, trl: dict[str, Any], weighed: bool | None) -> None:
-    """By default both weigh it by the ratio."""
-    chosen = {} if weighed is None else {"use_bias_correction_kl": weighed}
-    both = _assert_equal(section.model_copy(update={"beta": 0.07, **chosen}), beta=0.07, **chosen, **trl)
-    assert "kl" in both
+def test_kl_with_a_reference_and_entropy_bonus(section: BaseLoss, trl: dict[str, Any], weighed: bool | None) -> None:
+    """By default both weigh the KL by the ratio."""
+    settings: dict[str, Any] = {"beta": 0.07, "entropy_bonus": 0.3}
+    settings |= {} if weighed is None else {"use_bias_correction_kl": weighed}
+    both = _assert_equal(section.model_copy(update=settings), **settings, **trl)
+    assert both.keys() >= {"kl", "policy_loss"}
 
 
 def test_the_defaults_of_the_kl_are_those_of_trl() -> None:
@@ -181,25 +182,18 @@ def test_the_defaults_of_the_kl_are_those_of_trl() -> None:
 
 
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
-def test_entropy_bonus(section: BaseLoss, trl: dict[str, Any]) -> None:
-    section = section.model_copy(update={"entropy_bonus": 0.3, "beta": 0.07})
-    both = _assert_equal(section, entropy_bonus=0.3, beta=0.07, **trl)
-    assert "policy_loss" in both
-
-
-@pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
 def test_off_policy_mask(section: BaseLoss, trl: dict[str, Any]) -> None:
     """Threshold 0.05: the sampler is about as often above the policy as below it, so some are left out and some are not."""
     section = section.model_copy(update={"off_policy_mask": 0.05})
     _assert_equal(section, off_policy_mask=0.05, **trl)
-    ours = [_ours(_batch(seed=seed), section.model_copy(update={"proximal": "recomputed"}))[1] for seed in range(4)]
+    ours = [_ours(_batch(seed=seed), section.model_copy(update={"proximal": "recomputed"}))[1] for seed in range(3)]
     assert any(0.0 < metrics["masked/off_policy"] < 1.0 for metrics in ours)
 
 
 @pytest.mark.parametrize("floor", [None, 0.6])
 @pytest.mark.parametrize("action", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
+@pytest.mark.parametrize(("section", "trl"), LOSSES[-4:], ids=IDS[-4:])
 def test_corrections(section: BaseLoss, trl: dict[str, Any], level: Any, action: Any, floor: float | None) -> None:
     correction = ImportanceSamplingSection(level=level, action=action, cap=1.5, floor=floor)
     section = section.model_copy(update={"correction": correction, "beta": 0.07})

@@ -55,10 +55,9 @@ def test_a_loss_gets_the_inputs_and_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("needs_more", {}, r"does not take \(inputs\): missing a required argument: 'tau'"),
-        ("reinforce", {"scael": 1.0}, r"does not take \(inputs, scael=\): got an unexpected keyword argument 'scael'"),
+        ("needs_more", {}, "tau"),
+        ("reinforce", {"scael": 1.0}, "scael"),
         ("is_async", {}, "is async"),
-        ("not_there", {}, "has no `not_there`"),
     ],
 )
 def test_a_loss_that_cannot_be_called_is_refused_at_the_start(name: str, arguments: dict[str, Any], words: str) -> None:
@@ -70,9 +69,9 @@ def test_a_loss_that_cannot_be_called_is_refused_at_the_start(name: str, argumen
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("returns_a_number", r"returned a float; it has to return a floating-point tensor of shape \(2,\)"),
-        ("returns_the_mean", r"returned a tensor of shape \(\) and torch.float32"),
-        ("forgets_the_gradient", "without gradient, so nothing would be learned"),
+        ("returns_a_number", "returned a float"),
+        ("returns_the_mean", r"shape \(\)"),
+        ("forgets_the_gradient", "without gradient"),
     ],
 )
 def test_a_result_that_cannot_be_used_is_explained(name: str, words: str) -> None:

@@ -25,6 +25,4 @@ def test_references_answer_as_their_models_do_on_two_ranks(tmp_path: Path) -> No
     for name, logprobs in expected.items():
         assert done["first"][name] == pytest.approx(logprobs, abs=1e-5)
         assert done["second"][name] == pytest.approx(logprobs, abs=1e-5)  # the policy has moved, the reference has not
-    assert done["moved"] == pytest.approx(done["merged"], abs=1e-5)
-    assert max(abs(a - b) for a, b in zip(done["moved"], expected["off"], strict=True)) > 1e-4
     assert (done["nothing"], done["gathered"], done["frozen"]) == ([0, 0], 0, 0)

@@ -28,7 +28,6 @@ def _factors(**optimizer: Any) -> list[float]:
         ("cosine", {}),
         ("cosine_with_restarts", {"num_cycles": 3}),
         ("polynomial", {"power": 2.0, "lr_end": 1e-5}),
-        ("inverse_sqrt", {}),
         ("inverse_sqrt", {"timescale": 5}),
         ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}),
     ],
@@ -54,20 +53,13 @@ def test_a_floor_is_where_a_schedule_ends() -> None:
     """Nine steps behind the warmup: the last one is at 8/9 of the way."""
     assert _factors(schedule="linear", min_lr_ratio=0.1, warmup_steps=3)[-1] == pytest.approx(1 - 0.9 * 8 / 9)
     assert _factors(schedule="polynomial", min_lr_ratio=0.1)[-1] == pytest.approx(1 - 0.9 * 11 / 12)
-    for schedule in ("linear", "polynomial"):
-        assert _factors(schedule=schedule, min_lr_ratio=1.0) == [1.0] * STEPS
     decay = {"num_decay_steps": 2, "decay_type": "linear"}
     stable = _factors(schedule="warmup_stable_decay", min_lr_ratio=0.2, schedule_kwargs=decay)
     assert stable == pytest.approx([1.0] * 11 + [0.6])
-    cosine = _factors(schedule="cosine", min_lr_ratio=0.5)
-    assert cosine[6] == pytest.approx(0.75)
+    assert _factors(schedule="cosine", min_lr_ratio=0.5)[6] == pytest.approx(0.75)
 
 
-def test_a_constant_rate_has_its_warm_up() -> None:
-    assert _factors(warmup_steps=3) == pytest.approx([1 / 3, 2 / 3] + [1.0] * 10)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_run_that_is_shorter_than_its_warm_up_ends_with_it(schedule: str) -> None:
     factors = _factors(schedule=schedule, warmup_steps=STEPS + 8)
     assert factors == pytest.approx([(step + 1) / STEPS for step in range(STEPS)])

@@ -29,29 +29,31 @@ def _train(ranks: int, folder: Path, model: Path, **settings: Any) -> tuple[dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        (2, {"reshard_after_forward": False, "activation_checkpointing": "full"}),
-        (4, {"num_nodes": 2}),  # 2 x 2: sharded over the ranks of a machine, replicated over machines
-    ],
-    ids=["two-ranks-checkpointed", "hybrid"],
-)
-def test_two_steps_are_those_of_one_rank(
-    tmp_path: Path,
-    tied_model: Path,
-    one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]],
-    ranks: int,
-    settings: dict[str, Any],
+def test_two_steps_of_a_hybrid_mesh_with_checkpointed_activations_are_those_of_one_rank(
+    tmp_path: Path, tied_model: Path, one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]]
 ) -> None:
-    expected, expected_weights = one_rank
-    result, weights = _train(ranks, tmp_path, tied_model, **settings)
-    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4, abs=1e-6)
-    assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
-    for name, tensor in expected_weights.items():
+    """2 x 2: sharded over the ranks of a machine, replicated over machines."""
+    settings = {"num_nodes": 2, "reshard_after_forward": False, "activation_checkpointing": "full"}
+    _assert_same(_train(4, tmp_path, tied_model, **settings), one_rank)
+
+
+def _assert_same(
+    found: tuple[dict[str, Any], dict[str, torch.Tensor]], expected: tuple[dict[str, Any], dict[str, torch.Tensor]]
+) -> None:
+    assert found[0]["losses"] == pytest.approx(expected[0]["losses"], rel=1e-4, abs=1e-6)
+    assert found[0]["norms"] == pytest.approx(expected[0]["norms"], rel=1e-4)
+    for name, tensor in expected[1].items():
         # AdamW's first step is lr x sign(g): an element whose gradient is all rounding may go either way
-        far = (weights[name] - tensor).abs() > 2e-4
+        far = (found[1][name] - tensor).abs() > 2e-4
         assert far.float().mean() < 2e-3, name
+
+
+@pytest.mark.slow
+def test_gradients_that_travel_after_every_micro_batch_make_the_same_step(
+    tmp_path: Path, tied_model: Path, one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]]
+) -> None:
+    """As on GPUs, where a rank never holds a whole gradient; here forced on two CPU ranks."""
+    _assert_same(_train(2, tmp_path, tied_model, as_on_gpu=True, cut={"micro_batch_tokens": 64}), one_rank)
 
 
 @pytest.mark.slow
@@ -59,7 +61,7 @@ def test_two_steps_in_float16_with_a_loss_scale_are_nearly_those_in_float32(
     tmp_path: Path, tied_model: Path, one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]]
 ) -> None:
     expected, _ = one_rank
-    result, _ = _train(2, tmp_path, tied_model, compute_dtype="float16", loss_scale=4096.0)
+    result, _ = _train(2, tmp_path, tied_model, compute_dtype="float16", cut={"loss_scale": 4096.0})
     assert result["losses"] == pytest.approx(expected["losses"], rel=2e-2, abs=1e-3)
     assert result["norms"] == pytest.approx(expected["norms"], rel=2e-2)
     assert result["norms"] != pytest.approx(expected["norms"], rel=1e-6), "it was float16"

@@ -23,26 +23,15 @@ def test_the_figures_are_those_of_the_formulas() -> None:
     assert (found.mean, found.max, found.num_tokens) == pytest.approx((0.5, 1.0, 3))
     assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 3)
     assert compare_logprobs([[-1.0]], [[-1.0 - 1e-8]]).k3 == pytest.approx(0.5e-16, rel=1e-3, abs=0.0)
-    assert compare_logprobs([[0.0]], [[-5000.0]]).k3 == pytest.approx(math.exp(80.0))  # capped, as in the loss
     hundredth = compare_logprobs([[0.0] * 200], [[0.0] * 197 + [-1.0, -2.0, -3.0]])
     assert (hundredth.p99, hundredth.max) == (1.0, 3.0)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "server"), [(math.nan, -1.0), (-1.0, math.nan), (-math.inf, -math.inf), (-1.0, -math.inf)]
-)
+@pytest.mark.parametrize(("trainer", "server"), [(math.nan, -1.0), (-math.inf, -math.inf), (-1.0, -math.inf)])
 def test_what_is_not_finite_is_within_no_limit(trainer: float, server: float) -> None:
     found = compare_logprobs([[-1.0, trainer, -1.0]], [[-1.0, server, -1.0]])
     assert not found.mean <= 1e9
     assert not found.max <= 1e9
-
-
-@pytest.mark.parametrize(
-    ("trainer", "server"), [([[-1.0]], [[-1.0, -2.0]]), ([[-1.0]], []), ([[-1.0], []], [[-1.0], [-1.0]])]
-)
-def test_other_numbers_of_tokens_are_refused(trainer: list[list[float]], server: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="different numbers of tokens"):
-        compare_logprobs(trainer, server)
 
 
 def test_the_coarsest_dtype_decides_what_is_rounding(tmp_path: Path) -> None:

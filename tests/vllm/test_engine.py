@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,37 +24,6 @@ from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer, experiment, running_server
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.mark.parametrize(
-    ("form", "pattern"),
-    [
-        ({"choice": ["hello world", "the answer"]}, "hello world|the answer"),
-        ({"regex": "[a-c]{4,6}!"}, "[a-c]{4,6}!"),
-        ({"json": {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"],
-                   "additionalProperties": False}}, r'\{\s*"a"\s*:\s*"(x|yy)"\s*\}'),
-        ({"grammar": 'root ::= "one" | "two " root'}, "(two )*one"),
-        ({"structural_tag": json.dumps({"type": "structural_tag", "format": {"type": "tag", "begin": "<tool_call>",
-          "content": {"type": "const_string", "value": "add"}, "end": "</tool_call>"}})}, "<tool_call>add</tool_call>"),
-    ],
-)  # fmt: skip
-def test_structured_outputs_have_their_form_and_logprobs_of_what_it_leaves(
-    vllm_server: VllmServer, version: int, model_a: Any, tiny_model: Path, form: dict[str, Any], pattern: str
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    request = make_request(PROMPT, max_tokens=200, structured_outputs=form, ignore_eos=False)
-    output = vllm_server.generate(request)
-    assert output.finish_reason == "stop"
-    assert output.token_ids[-1] == tokenizer.eos_token_id
-    assert re.fullmatch(pattern, tokenizer.decode(output.token_ids[:-1]))
-    free = teacher_forced(model_a, PROMPT, output.token_ids).tolist()
-    above = [mine - full for mine, full in zip(output.logprobs, free, strict=True)]
-    assert min(above) > -vllm_server.tolerance  # what is left is divided by its probability
-    assert max(above) > 0.5
-    wrong = request.model_copy(update={"structured_outputs": {"regex": "("}})
-    assert vllm_server.post("/rollout/generate", wrong.model_dump()).status_code == 400
 
 
 def test_a_clients_seed_does_not_end_the_server_while_long_prompts_are_prefilled_in_chunks(
@@ -238,19 +205,3 @@ def test_a_healthy_model_of_200_million_parameters_is_within_the_limit_and_a_wro
         found[name] = difference.mean / limit
         print(f"{dtype}, head {head or dtype}, {name}: mean {difference.mean:.2g}, limit {limit:.2g}")
     assert found["right"] < 1.0 < found["wrong"]
-
-
-@pytest.mark.nightly
-def test_two_servers_of_one_config_sample_different_completions(
-    needs_vllm: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    config = experiment(str(tiny_model))
-    request = make_request(PROMPT, max_tokens=32, temperature=1.0)
-    completions = []
-    folders = [tmp_path / "one", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
-    with running_server(config, folders[0]) as one, running_server(config, folders[1]) as other:
-        for server in (one, other):
-            completions += [tuple(server.generate(request).token_ids) for _ in range(3)]
-    assert len(set(completions)) == 6

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights import backends
-from grpo_async.weights.backends import GlooBackend, GroupClosedError, Handle, IpcBackend, Rendezvous, join_group
+from grpo_async.weights.backends import GlooBackend, Handle, IpcBackend, Rendezvous, join_group
 from grpo_async.weights.buckets import pack
 
 TIMEOUT_S = 60.0
@@ -124,18 +124,9 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
     assert received.tolist() == list(range(8))  # a copy, not the buffer
 
 
-def test_a_trainer_whose_end_is_closed_while_it_packs_says_so(tmp_path: Path) -> None:
-    trainer = _Files(_group_of_two()[0], tmp_path)
-    packed = trainer.buffer(8)
-    trainer.close()
-    with pytest.raises(GroupClosedError):
-        trainer.send(packed, timeout_s=TIMEOUT_S)
-
-
 def test_a_worker_refuses_handles_and_sizes_that_it_does_not_expect(tmp_path: Path) -> None:
     for num_bytes, handles, message in (
         (8, "[{}]", "no handles of the trainer"),
-        (8, "[]", "no handles of the trainer: none for rank 1"),
         (9, None, "less than the 9 bytes"),
     ):
         trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
@@ -155,7 +146,7 @@ def test_a_handle_is_checked_and_mapped_on_its_own_device_only(monkeypatch: pyte
     handle = Handle.model_validate_json(json.dumps(HANDLE))
     assert (handle.handle, handle.counter) == (b"\x00\xff", b"/a")
     assert Handle.model_validate_json(handle.model_dump_json()) == handle
-    for wrong in ({"size": "100"}, {"size": -1}, {"handle": "ff" * 5000}, {"handle": "zz"}, {"more": 1}):
+    for wrong in ({"size": -1}, {"handle": "ff" * 5000}, {"handle": "zz"}):
         with pytest.raises(ValidationError, match=next(iter(wrong))):
             Handle.model_validate_json(json.dumps({**HANDLE, **wrong}))
     monkeypatch.setattr(backends, "_uuid", lambda device: "GPU-2")
