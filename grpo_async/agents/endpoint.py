@@ -37,7 +37,7 @@ _EXCHANGES: Mapping[str, type[Exchange]] = {
     "/messages": Messages,
     "/messages/count_tokens": Messages,
 }
-_MAX_REQUEST_BYTES = 64 << 20
+_MAX_REQUEST_BYTES = 8 << 20  # to parse more would hold up all other rollouts
 _BACKLOG = 4096  # all agents of a run may begin at once
 _KEEPALIVE_S = 75.0
 _END_TIMEOUT_S = 5.0
@@ -150,7 +150,7 @@ class AgentEndpoint:
             body = await _body(request, session)
             exchange = kind(body, str(body.get("model") or self.sessions.model), session.api_state)
             if path == "/messages/count_tokens":
-                return _json({"input_tokens": session.prompt_length(exchange.call, is_trained=is_trained)})
+                return _json({"input_tokens": await session.prompt_length(exchange.call, is_trained=is_trained)})
             reply = await session.complete(exchange.call, exchange.id, is_trained=is_trained)
             answer = exchange.answer(reply)
             if exchange.is_stream:
@@ -191,11 +191,14 @@ def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
 async def _body(request: web.BaseRequest, session: AgentSession) -> Mapping[str, Any]:
     """The JSON object of a request. One that no context can hold is refused here: to read it would hold up all other rollouts."""
     most = min(_MAX_REQUEST_BYTES, session.max_body_bytes)
+    length = request.content_length or 0
     try:
-        content = await request.read()  # ends when the connection does
-    except web.HTTPRequestEntityTooLarge as error:
-        raise _too_large(f"{_MAX_REQUEST_BYTES} bytes") from error
-    if len(content) > most:
+        if length <= most:
+            content = await request.read()  # ends when the connection does
+            length = len(content)
+    except web.HTTPRequestEntityTooLarge:
+        length = _MAX_REQUEST_BYTES + 1
+    if length > most:
         raise _too_large(f"{most} bytes")
     try:
         body = orjson.loads(content)
@@ -210,7 +213,7 @@ async def _body(request: web.BaseRequest, session: AgentSession) -> Mapping[str,
 
 
 def _too_large(limit: str) -> ApiError:
-    message = f"the request has more than {limit}, which no context of inference.max_model_len holds"
+    message = f"the request has more than {limit}, the most that is read with this inference.max_model_len"
     return ApiError(413, "invalid_request_error", message)
 
 

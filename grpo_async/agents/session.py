@@ -58,6 +58,7 @@ from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
+_LONG_CHARS = 100_000
 _IGNORED = (
     "an agent's call sets `%s`, which is ignored: its answer is sampled with the settings of the run (rollout.temperature, top_p "
     "and the others) and prompted with its chat template (model.chat_template_kwargs)"
@@ -166,7 +167,7 @@ class AgentSession:
         """
         self._check(call, is_trained=is_trained)
         constraint = self._constraint(call)
-        request = self._history.prepare(call)
+        request = await self._prepare(call)
         self._tool_names |= dict.fromkeys(tool["function"]["name"] for tool in call.tools)
         context = request.context
         number = next(self._numbers)
@@ -261,14 +262,23 @@ class AgentSession:
             for task in self._running:
                 task.cancel()
 
-    def prompt_length(self, call: Call, *, is_trained: bool) -> int:
+    async def prompt_length(self, call: Call, *, is_trained: bool) -> int:
         """Number of tokens of a call's context, without generating anything.
 
         Raises:
             ApiError: as in `complete`.
         """
         self._check(call, is_trained=is_trained)
-        return self._history.prepare(call).num_tokens
+        return (await self._prepare(call)).num_tokens
+
+    async def _prepare(self, call: Call) -> Request:
+        """Find the tokens of a call: those of a long one in a thread, because 1 MB takes a second."""
+        if sum(len(message.get("content") or "") for message in call.messages) < _LONG_CHARS:
+            return self._history.prepare(call)
+        request = await asyncio.to_thread(self._history.prepare, call)
+        if self.is_closed:
+            raise unknown_key()
+        return request
 
     def _check(self, call: Call, *, is_trained: bool) -> None:
         if self.is_closed:

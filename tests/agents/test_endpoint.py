@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_
@@ -525,6 +526,33 @@ def test_a_message_that_no_context_holds_is_refused_for_its_characters_before_it
                 assert caught.value.code == "context_length_exceeded"
 
     _run(policy, agent, max_model_len=200)
+
+
+def test_a_long_message_is_tokenized_off_the_loop_and_one_of_a_length_over_the_limit_is_not_read() -> None:
+    policy = _policy("hello")
+    threads: dict[int, threading.Thread] = {}
+    plain = policy.chat._encoder.plain
+
+    def spell(text: str, **more: Any) -> list[int]:
+        threads[len(text)] = threading.current_thread()
+        return plain(text, **more)
+
+    policy.chat._encoder.plain = spell  # type: ignore[method-assign]
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            await client.chat.completions.create(model="m", messages=[user("y" * 120_000)])
+        assert threads[max(threads)] is not threading.current_thread()
+        url = httpx.URL(session.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {session.key}\r\n"
+        writer.write(f"{head}content-length: {9 << 20}\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            assert b" 413 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+    _run(policy, agent)
 
 
 def test_a_client_that_hangs_up_cancels_its_call() -> None:

@@ -182,7 +182,7 @@ def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCap
 def test_a_limit_that_cuts_or_refuses_what_is_not_trained_does_not_truncate_the_rollout() -> None:
     async def agent(session: AgentSession) -> None:
         call = Call(messages=[user("q")], response_format={"type": "json_object"})
-        assert session.prompt_length(call, is_trained=False) > 0
+        assert await session.prompt_length(call, is_trained=False) > 0
         assert (await session.complete(call, "v", is_trained=False)).finish_reason == "length"
         assert not session.is_truncated
         await ask(session, user("q"))

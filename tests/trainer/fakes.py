@@ -102,13 +102,13 @@ def make_leader(
     sync: Any = None,
     evaluations: Any = NO_EVALUATIONS,
     state: CheckpointState | None = None,
-    sync_lines: Callable[[], None] = lambda: None,
+    log: Any = None,
 ) -> Leader:
-    """Rank 0 whose metrics go to `lines`, beside a generation that does nothing. `stores`: whether a group is kept."""
+    """Rank 0 whose metrics go to `lines` (or `log`), beside a generation that does nothing. `stores`: whether a group is kept."""
     here = Path("unused")
     store: Any = SimpleNamespace(stores=lambda group_id, status: stores(group_id))
     sync = sync or FakeSync()
-    log: Any = SimpleNamespace(write=lambda step, metrics: lines.append(metrics), sync=sync_lines)
+    log = log or SimpleNamespace(write=lambda step, metrics: lines.append(metrics), sync=lambda: None)
     return Leader(
         Assignment(run_dir=RunDir(here), attempt_dir=here, private_dir=here),
         ControlClient(None),

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +17,8 @@ import torch
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError, RunError
 from grpo_async.records import ScoredGroup
+from grpo_async.tracking import MetricsWriter
+from grpo_async.tracking.jsonl import append_whole
 from grpo_async.trainer.lead import Leader
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.step import StepResult
@@ -120,6 +128,67 @@ def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
     assert len(stub.lines) == 2
 
 
+class _Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["", "disk full"])
+@pytest.mark.parametrize("moment", ["line", "sync", "copy", "written", "resume"])
+def test_a_kill_between_a_line_and_its_checkpoint_leaves_neither_a_hole_nor_a_line_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, is_full: bool
+) -> None:
+    """Of six steps with a checkpoint after every second: killed at the moment of step 4, and resumed. With a full disk the lines of
+    steps 3 and 4 wait meanwhile."""
+    path, saved = tmp_path / "metrics.jsonl", [CheckpointState(step=0, rollouts={})]
+    killed: list[str] = []
+
+    class Life(_Stub):
+        step_now = 0
+
+        def at(self, place: str) -> None:
+            if place == moment and self.step_now == 4 and not killed:
+                killed.append(place)
+                raise _Killed
+
+        def save(self, step: int, state: CheckpointState, **_: Any) -> None:
+            self.at("copy")
+            saved.append(state)
+            self.at("written")
+
+        def live(self) -> None:
+            life, log = self, MetricsWriter(path, first_step=saved[-1].step + 1)
+
+            class Log:
+                def write(self, step: int, metrics: dict[str, float]) -> None:
+                    life.step_now = step
+                    log.write(step, metrics)
+                    life.at("line")
+
+                def sync(self) -> None:
+                    log.sync()
+                    life.at("sync")
+
+            self.leader(saved[-1], log=Log()).train()
+
+    def append(descriptor: int, lines: bytes) -> None:
+        if is_full and b'"step": 3' in lines:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append_whole(descriptor, lines)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_async.tracking.jsonl.append_whole", append)
+        with contextlib.suppress(_Killed, RunError):
+            Life(steps=5 if moment == "resume" else 6).live()
+    if moment == "resume":
+        with monkeypatch.context() as patched:
+            patched.setattr("grpo_async.utils.files.os.replace", Mock(side_effect=_Killed))
+            with pytest.raises(_Killed):
+                Life().live()
+    killed.append("")
+    Life(steps=6).live()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
 def test_no_checkpoint_is_begun_while_the_lines_of_its_steps_cannot_be_written() -> None:
     """A kill right after it would leave a hole in metrics.jsonl."""
     stub = _Stub()
@@ -127,6 +196,7 @@ def test_no_checkpoint_is_begun_while_the_lines_of_its_steps_cannot_be_written()
     def refuse() -> None:
         raise RunError("cannot write metrics.jsonl")
 
+    log = SimpleNamespace(write=lambda step, metrics: stub.lines.append(metrics), sync=refuse)
     with pytest.raises(RunError, match=r"metrics\.jsonl"):
-        stub.leader(sync_lines=refuse).train()
+        stub.leader(log=log).train()
     assert (len(stub.lines), stub.states) == (2, [])
