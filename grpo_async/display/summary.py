@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.checks.memory import describe_peak
-from grpo_async.display.progress import PASS_OR_MEAN_AT_K, join
+from grpo_async.display.render import PASS_OR_MEAN_AT_K, diagnosis_rows, join
 from grpo_async.records import LEDGER_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
@@ -36,7 +35,13 @@ _MAX_NAME = 18
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
     """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one is written."""
-    rows = [*summary_rows(summary), ("directory", str(run_dir)), ("model", str(summary.get("model") or ""))]
+    rows = [
+        *((name, text) for name, text, _ in diagnosis_rows(summary.get("learning"))),
+        ("run", f"{summary.get('status', '?')} after {_steps(summary)}"),
+        *summary_rows(summary),
+        ("directory", str(run_dir)),
+        ("model", str(summary.get("model") or "")),
+    ]
     print_rows(console, [(name, Text(plain(value))) for name, value in rows if value])
     _print_evaluation(console, summary.get("evaluation") or {})
     console.print(Text("\nnext:"))
@@ -52,11 +57,8 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         values = [value for name in names if (value := finite(summary.get(name))) is not None]
         return form.format(*values) if len(values) == len(names) else None
 
-    took = duration(round(finite(summary.get("wall_s")) or 0.0))
-    steps = finite(summary.get("steps"))
-    done = "? steps" if steps is None else count(int(steps), "step")
-    yield "run", f"{summary.get('status', '?')} after {done} in {took}"
-    yield "learning", str((summary.get("learning") or {}).get("text") or "")
+    if (took := finite(summary.get("wall_s"))) is not None:
+        yield "training", f"{_steps(summary)} in {duration(round(took))}"
     first, last = finite(summary.get("reward_first")), finite(summary.get("reward_last"))
     if first is not None and last is not None:
         yield "reward", f"{first:.3f} -> {last:.3f} (all groups of the first and last 3 steps, {last - first:+.3f})"
@@ -71,11 +73,12 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATUSES if groups.get(state)]
         balance = "balanced" if summary.get("ledger_closed") else "NOT BALANCED: groups are missing, please report this"
         yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({balance})"
-    memory = summary.get("memory") or {}
-    if memory.get("peaks"):
-        peak = describe_peak(memory["peaks"], finite(memory.get("estimated")), on_gpu=bool(summary.get("on_gpu")))
-        yield "memory", f"a trainer rank held {peak}"
     yield "servers", _server_failures(summary.get("server_failures") or ())
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    steps = finite(summary.get("steps"))
+    return "? steps" if steps is None else count(int(steps), "step")
 
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:

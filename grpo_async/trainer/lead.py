@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
-from grpo_async.findings import Evidence, Verdict, judge
+from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.inference.fleet import Fleet, Server
 from grpo_async.inference.token import token_from_environment
 from grpo_async.processes.addresses import weights_host
@@ -112,6 +113,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             timeline=timeline,
         )
         stack.callback(side.source.close)
+        side.source.tell_of_failures(lambda text: control.send("warning", text=text))
         config = context.config = side.config
         if step is not None:
             context.load(step)
@@ -511,7 +513,7 @@ class Leader:
         if "eval/step" in metrics and self._config.tracking:
             self._track_evaluation(step)
         if is_first and self._context.peaks:
-            self._report_memory(step)
+            self._check_memory()
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
         """The groups of a step; see RolloutSource.take. If generation has failed for good, the finished steps are saved before
@@ -522,12 +524,18 @@ class Leader:
                 return self._source.take(
                     self._config.rollout.groups_per_step,
                     trainer_version=step - 1,
-                    heartbeat=self.heartbeat,
+                    heartbeat=partial(self._wait_for_samples, step),
                     on_change=self.push_if_needed,
                 )
         except RunError:
             self._save_before_error(step - 1)
             raise
+
+    def _wait_for_samples(self, step: int) -> None:
+        self.heartbeat()
+        groups = self._source.ledger_snapshot()["groups"]
+        counts = ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in groups.items() if number)
+        self._control.send("phase", name=f"training: step {step} waits for groups ({counts})")
 
     def _save_before_error(self, step: int) -> None:
         try:
@@ -698,24 +706,22 @@ class Leader:
         estimated = sum(trainer_memory(self._config, size).values())
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": context.device.type == "cuda"}
 
-    def _report_memory(self, step: int) -> None:
-        """Compare the memory of the first step with the plan; warn if it was far more, or if little is left."""
+    def _check_memory(self) -> None:
+        """Warn if the first step took far more memory than planned, or left little."""
         memory = self._memory_summary()
-        text = f"memory of a trainer rank after step {step}: {describe_peak(**memory)}"
-        logger.info(text)
-        self._control.send("note", text=text)
         most, left = max(memory["peaks"]), available_memory()
         if memory["on_gpu"]:
             left = torch.cuda.mem_get_info(self._context.device)[0]
         if left < _MIN_FREE_MEMORY * most or (memory["on_gpu"] and most > _MAX_OVER_ESTIMATE * memory["estimated"]):
-            self._control.send("warning", text=f"{text}; {format_bytes(left)} are left on its device; {ADVICE}")
+            text = f"a trainer rank held {describe_peak(**memory)} in its first step; {format_bytes(left)} are left; {ADVICE}"
+            self._control.send("warning", text=text)
 
-    def _track_evaluation(self, step: int) -> Verdict:
-        """Give trackers the completions of evaluations that have ended. Returns the verdict whether the run is learning by now."""
-        verdict = judge(Evidence.read(self._assignment.run_dir))
+    def _track_evaluation(self, step: int) -> Diagnosis:
+        """Give trackers the completions of evaluations that have ended. Return how the run stands by now."""
+        diagnosis = diagnose(RunHistory.read(self._assignment.run_dir))
         self._trackers.log_completions(step, self._evaluations.take_completions())
-        self._trackers.log_verdict(step, verdict.text)
-        return verdict
+        self._trackers.log_diagnosis(step, " ".join(diagnosis.lines))
+        return diagnosis
 
     def _write_summary(self, steps: int) -> None:
         """Write summary.json of a run that ends after `steps` finished steps."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.findings import Evidence, judge
+from grpo_async.findings import RunHistory, diagnose
 from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
 from tests.e2e.conftest import GoldenRun
@@ -35,8 +35,8 @@ def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:
 def test_every_view_tells_the_same_reward_of_a_step_and_the_same_verdict(golden_run: GoldenRun) -> None:
     """Filtered groups count in both: the store's mean over the rows of a step is what metrics.jsonl says."""
     folder = golden_run.run.folder
-    evidence = Evidence.read(RunDir(folder))
+    history = RunHistory.read(RunDir(folder))
     with RolloutTable.open(folder / "rollouts") as table:
         stored = {step.step: step.reward_mean for step in table.by_step() if step.step is not None}
-    assert stored == pytest.approx({int(row["step"]): row["reward"] for row in evidence.metrics})
-    assert golden_run.run.summary()["learning"]["text"] == judge(evidence).text
+    assert stored == pytest.approx({int(row["step"]): row["reward"] for row in history.metrics})
+    assert golden_run.run.summary()["learning"]["text"] == diagnose(history).text
