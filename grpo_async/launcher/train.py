@@ -75,7 +75,8 @@ def launch(
         if node.serves:  # a dry run describes the whole cluster, not this machine
             engine = choose_engine(config, is_here=not dry_run or node.is_alone)
         config = _fill_dtypes_on_nodes(config, engine, node, dry_run=dry_run)
-        notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
+        with output.working("checking the configuration, the data and the rewards ..."):
+            notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
         run_dir = RunDir(config.run_path.absolute())
         if node.rank > 0 and not dry_run:
             outcome = follow(config, run_dir, output, node=node, engine=engine, notes=notes)

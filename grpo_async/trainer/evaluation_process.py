@@ -91,13 +91,14 @@ def _run(
     num_prompts = min(section.num_prompts, len(inputs.data.evaluation or ()))
     control.send(
         "phase",
-        name=f"evaluating {count(num_prompts, 'prompt')}, {count(section.samples_per_prompt, 'completion')} each",
+        name=f"evaluating: {count(num_prompts, 'prompt')}, {count(section.samples_per_prompt, 'completion')} each",
     )
     task = EvaluationTask(
         step=0,
         served_version=served_version,
         max_in_flight=config.max_in_flight_evaluation_only,
         store=store,
+        tell=lambda done: control.send("phase", name=f"evaluating: {done}"),
     )
 
     async def run() -> dict[str, Any] | None:
