@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,8 @@ from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import stdout_console
 from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import plain
+
+_WORKING_S = 5.0
 
 
 class OutputMode(StrEnum):
@@ -64,14 +67,17 @@ class Output:
 
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Show on stderr that something is going on that has nothing to say until it is done."""
+        """Show that something is going on: on a terminal at once, elsewhere by a line after five seconds."""
         if self.mode is OutputMode.FULL and self._errors.is_terminal:
             with self._errors.status(text):
                 yield
-        else:
-            if self.mode is OutputMode.FULL:
-                self._errors.print(Text(text))
+            return
+        line = threading.Timer(_WORKING_S, self.say, (text,))
+        line.start()
+        try:
             yield
+        finally:
+            line.cancel()
 
     def answer(self, text: str) -> None:
         """What the command was asked for, such as the plan of a dry run; --quiet prints it, too."""

@@ -17,30 +17,71 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.records import FINAL_STATUSES
-from grpo_async.utils.run_state import LEVELS, RUNNING
+from grpo_async.utils.run_state import RUNNING
 from grpo_async.utils.safe_text import one_line, plain
-from grpo_async.utils.text import both_ends, clipped, count, duration, finite, format_number
+from grpo_async.utils.text import both_ends, clipped, duration, finite, format_number
 
 PASS_OR_MEAN_AT_K = re.compile(r"(pass|mean)@\d+")
-STATE_COLORS = {"good": "green", "info": "green", "warning": "yellow", "bad": "bold red"}
-_EVALUATION_SHOWN = (*("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s"),)
-_TRAINER_TIME = {
-    "idle": "trainer_idle_ratio",
-    "train": "training_fraction",
-    "push": "pushing_fraction",
-    "save": "checkpoint_fraction",
-    "other": "other_fraction",
-}
+_EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
 _BARS = "▁▂▃▄▅▆▇█"
 _NAME_CELLS = 15  # of a line that are not its text: name, spaces, frame
 _TALL = 30  # rows of a terminal from which on every text may wrap
 
 Row = tuple[str, str, str]
 """Name, text, style."""
+Patterns = Sequence[tuple[str, str]]
+"""Names of numbers, and how each is written."""
+
+_STEP_ROWS: Mapping[str, Patterns] = {
+    "reward": (("reward", "{:.3f} (all groups of the last step)"), ("reward_std", "std {:.3f}")),
+    "tokens/s": (("perf/generated_tokens_per_s", "generated {:.0f}"), ("perf/trained_tokens_per_s", "trained {:.0f}")),
+    "last step": (
+        ("pipeline/trainer_idle_ratio", "trainer idle {:.0%}"),
+        ("pipeline/training_fraction", "train {:.0%}"),
+        ("pipeline/pushing_fraction", "push {:.0%}"),
+        ("pipeline/checkpoint_fraction", "save {:.0%}"),
+        ("pipeline/generator_idle_ratio", "servers idle {:.0%}"),
+    ),
+    "queue": (
+        ("ledger/groups/queued", "{:.0f} queued"),
+        ("ledger/groups/in_flight", "{:.0f} in flight"),
+        ("async/staleness_mean", "staleness mean {:.2f}"),
+        ("async/staleness_max", "max {:.0f}"),
+    ),
+    "groups": [(f"ledger/groups/{status}", f"{status} {{:.0f}}") for status in FINAL_STATUSES],
+    "lengths": (("completions/mean_length", "mean {:.0f} tokens"), ("completions/clipped_ratio", "{:.0%} truncated")),
+}
+_STEP_LINE: Patterns = (
+    ("loss", "loss {:.3g}"),
+    ("entropy", "entropy {:.3g}"),
+    ("kl", "kl {:.3g}"),
+    ("completions/mean_length", "length {:.0f}"),
+    ("completions/clipped_ratio", "truncated {:.0%}"),
+    ("perf/generated_tokens_per_s", "{:.0f} tok/s generated"),
+    ("perf/trained_tokens_per_s", "{:.0f} tok/s trained"),
+    ("async/staleness_mean", "staleness {:.3g}"),
+    ("ledger/groups/queued", "queued {:.0f}"),
+    ("ledger/groups/in_flight", "in flight {:.0f}"),
+    ("pipeline/trainer_idle_ratio", "trainer idle {:.0%}"),
+    ("sync/push_s", "push {:.2f} s"),
+    ("step_time", "{:.1f} s/step"),
+)
+_SERVER: Patterns = (
+    ("version", "v{:.0f}"),
+    ("running", "run {:.0f}"),
+    ("waiting", "wait {:.0f}"),
+    ("kv_usage", "KV {:.0%}"),
+)
 
 
 def join(parts: Iterable[str | None], separator: str = "  ") -> str:
     return separator.join(part for part in parts if part)
+
+
+def write_numbers(values: Mapping[str, Any], patterns: Patterns) -> str:
+    """Write those of the numbers that there are: "push 0.04 s  2.0 s/step"."""
+    known = ((finite(values.get(name)), pattern) for name, pattern in patterns)
+    return join(pattern.format(value) for value, pattern in known if value is not None)
 
 
 def diagnosis_rows(learning: Mapping[str, Any] | None) -> Iterator[Row]:
@@ -59,63 +100,21 @@ def run_rows(content: Mapping[str, Any], now: float, *, width: int = 160) -> Ite
         width: cells for a prompt or a completion, whose middle is left out where it is longer.
     """
     metrics, is_running = content.get("metrics") or {}, content.get("state") == RUNNING
-    phase = str(content.get("phase") or "")
-    if is_running and phase:
-        since = finite(content.get("phase_since")) or now
-        waiting = str(content.get("detail") or "")
-        yield "now", join([f"{phase} ({duration(max(0, round(now - since)))})", waiting]), ""
+    if is_running and (phase := content.get("phase")):
+        took = duration(max(0, round(now - (finite(content.get("phase_since")) or now))))
+        yield "now", join([f"{phase} ({took})", content.get("detail")]), ""
     if warning := content.get("last_warning"):
-        yield "warning", _said(warning, now), "yellow"
-    reward = content.get("reward") or {}
-    yield (
-        "reward",
-        join(
-            [
-                _text(reward, "last", "{:.3f} (all groups of the last step)"),
-                _text(reward, "average", "average of 5 steps {:.3f}"),
-                _text(metrics, "reward_std", "std {:.3f}"),
-            ]
-        ),
-        "",
-    )
+        yield "warning", f"{ago(float(warning['at']), now)}: {warning['text']}", "yellow"
     yield "held out", evaluations_text(content.get("evaluations") or {}), ""
-    if is_running:
-        for server in content.get("servers") or ():
-            state = server.get("state")
-            style = "green" if state == "serving" else "red" if server.get("reason") else "yellow"
-            yield f"server {server.get('index')}", server_text(server), style
-    speed = [
-        _text(metrics, "perf/generated_tokens_per_s", "generated {:.0f}"),
-        _text(metrics, "perf/trained_tokens_per_s", "trained {:.0f}"),
-    ]
-    yield "tokens/s", join(speed), ""
-    parts = {name: finite(metrics.get(f"pipeline/{metric}")) for name, metric in _TRAINER_TIME.items()}
-    trainer = " ".join(f"{name} {part:.0%}" for name, part in parts.items() if part and part >= 0.005)
-    idle = _text(metrics, "pipeline/generator_idle_ratio", "servers idle {:.0%}")
-    yield "last step", join([trainer and f"trainer {trainer}", idle]), ""
-    queued = finite(metrics.get("ledger/groups/queued"))
-    queue = [
-        None if queued is None else count(int(queued), "group"),
-        _text(metrics, "ledger/groups/in_flight", "{:.0f} in flight"),
-        _text(metrics, "async/staleness_mean", "staleness mean {:.2f}"),
-        _text(metrics, "async/staleness_max", "max {:.0f}"),
-    ]
-    yield "queue", join(queue), ""
-    groups = (_text(metrics, f"ledger/groups/{status}", f"{status} {{:.0f}}") for status in FINAL_STATUSES)
-    yield "groups", join(groups), ""
+    for server in content.get("servers") or () if is_running else ():
+        yield f"server {server.get('index')}", server_text(server), "red" if server.get("reason") else ""
+    for name, patterns in _STEP_ROWS.items():
+        yield name, write_numbers(metrics, patterns), ""
     yield from _example_rows(content.get("example"), width)
     saved = content.get("checkpoint") or {}
-    at, writing = finite(saved.get("at")), saved.get("writing")
-    newest = f"step {saved['step']}" if saved.get("step") is not None else None
-    when = None if newest is None or at is None else ago(at, now)
-    yield "checkpoint", join([newest, when, writing and f"writing step {writing}"]), ""
-    lengths = [
-        _text(metrics, "completions/mean_length", "mean {:.0f} tokens"),
-        _text(metrics, "completions/clipped_ratio", "{:.0%} truncated"),
-    ]
-    yield "lengths", join(lengths), ""
-    if is_running and (note := content.get("last_note")):
-        yield "note", _said(note, now), ""
+    if saved.get("step") is not None:
+        writing = f"writing step {saved['writing']}" if saved.get("writing") is not None else None
+        yield "checkpoint", join([f"step {saved['step']}", ago(saved["at"], now), writing]), ""
 
 
 def _example_rows(example: Mapping[str, Any] | None, width: int) -> Iterator[Row]:
@@ -128,36 +127,21 @@ def _example_rows(example: Mapping[str, Any] | None, width: int) -> Iterator[Row
         yield name, both_ends(f"{each['reward']:.3f}  {each['text']}", max(width, 3)), style
 
 
-def _said(message: Mapping[str, Any], now: float) -> str:
-    return f"{ago(float(message['at']), now)}: {message['text']}"
-
-
-def _text(values: Mapping[str, Any], name: str, pattern: str) -> str | None:
-    """A number in `pattern` ("push {:.2f} s"), or None where there is none."""
-    value = finite(values.get(name))
-    return None if value is None else pattern.format(value)
-
-
 def server_text(server: Mapping[str, Any]) -> str:
-    """`10.0.0.1:8000  serving  v12  run 64/128  wait 3  KV 38%  restarts 1  and what is wrong`."""
-    version, most, restarts = (server.get(key) for key in ("version", "max_running", "restarts"))
-    running = _text(server, "running", "run {:.0f}")
-    limit = "" if most is None or running is None else f"/{most}"
-    parts = [
-        str(server.get("url", "")).partition("://")[2],
-        str(server.get("state", "?")),
-        None if version is None else f"v{version}",
-        running and f"{running}{limit}",
-        _text(server, "waiting", "wait {:.0f}"),
-        _text(server, "kv_usage", "KV {:.0%}"),
-        f"restarts {restarts}" if restarts else None,
-        str(server.get("reason") or ""),
-    ]
-    return join(parts)
+    """`10.0.0.1:8000  serving  v12  run 64  wait 3  KV 38%  restarts 1  and what is wrong`."""
+    address = str(server.get("url", "")).partition("://")[2]
+    restarts = f"restarts {server['restarts']}" if server.get("restarts") else None
+    state, reason = str(server.get("state", "?")), server.get("reason")
+    return join([address, state, write_numbers(server, _SERVER), restarts, reason])
 
 
 def step_line(
-    step: int, max_steps: int, metrics: Mapping[str, float], *, change: float | None, left_s: float | None
+    step: int,
+    max_steps: int | None,
+    metrics: Mapping[str, float],
+    *,
+    change: float | None = None,
+    left_s: float | None = None,
 ) -> str:
     """`step 12/60  reward 0.530 (all groups, +0.020)  loss 0.0123  entropy 0.31  ...`.
 
@@ -166,30 +150,12 @@ def step_line(
         left_s: seconds until the last step.
     """
     changed = "" if change is None else f", {change:+.3f}"
-    mean, most = (_text(metrics, f"async/staleness_{which}", "{:.3g}") for which in ("mean", "max"))
-    restarts = []
-    if finite(metrics.get("servers/restarts")):
-        restarts = [
-            _text(metrics, "servers/serving", "servers {:.0f}"),
-            _text(metrics, "servers/restarts", "restarts {:.0f}"),
-        ]
+    restarts = (("servers/serving", "servers {:.0f}"), ("servers/restarts", "restarts {:.0f}"))
     parts = [
         f"step {steps_text(step, max_steps)}",
-        _text(metrics, "reward", f"reward {{:.3f}} (all groups{changed})"),
-        _text(metrics, "loss", "loss {:.3g}"),
-        _text(metrics, "entropy", "entropy {:.3g}"),
-        _text(metrics, "kl", "kl {:.3g}"),
-        _text(metrics, "completions/mean_length", "length {:.0f}"),
-        _text(metrics, "completions/clipped_ratio", "truncated {:.0%}"),
-        _text(metrics, "perf/generated_tokens_per_s", "{:.0f} tok/s generated"),
-        _text(metrics, "perf/trained_tokens_per_s", "{:.0f} tok/s trained"),
-        f"staleness {mean}/{most}" if mean and most else None,
-        _text(metrics, "ledger/groups/queued", "queued {:.0f}"),
-        _text(metrics, "ledger/groups/in_flight", "in flight {:.0f}"),
-        _text(metrics, "pipeline/trainer_idle_ratio", "trainer idle {:.0%}"),
-        _text(metrics, "sync/push_s", "push {:.2f} s"),
-        *restarts,
-        _text(metrics, "step_time", "{:.1f} s/step"),
+        write_numbers(metrics, (("reward", f"reward {{:.3f}} (all groups{changed})"),)),
+        write_numbers(metrics, _STEP_LINE),
+        write_numbers(metrics, restarts) if finite(metrics.get("servers/restarts")) else None,
         left_text(left_s),
     ]
     return join(parts)
@@ -310,7 +276,7 @@ def _head(content: Mapping[str, Any], steps: str, width: int, now: float) -> Ren
         None if fraction is None else f"{fraction:.0%}",
         f"{elapsed} elapsed" if width >= 60 else None,
         left_text(content.get("eta_s")),
-        _text(metrics, "step_time", "{:.1f} s/step") if width >= 60 else None,
+        write_numbers(metrics, (("step_time", "{:.1f} s/step"),)) if width >= 60 else None,
     ]
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(no_wrap=True, style="bold")
@@ -318,7 +284,3 @@ def _head(content: Mapping[str, Any], steps: str, width: int, now: float) -> Ren
     head.add_column(no_wrap=True)
     head.add_row(steps, ProgressBar(total=1.0, completed=fraction or 0.0), join(clock))
     return head
-
-
-def state_row(state: str, why: str) -> Row:
-    return "state", join([state, why]), STATE_COLORS[LEVELS[state]]

@@ -11,25 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from grpo_async.display import render
 from grpo_async.display.display import print_line
-from grpo_async.display.progress import STATUS_VERSION, Progress
-from grpo_async.display.render import (
-    Row,
-    ago,
-    diagnosis_rows,
-    join,
-    left_text,
-    reward_change,
-    run_rows,
-    screen,
-    state_row,
-    step_line,
-    steps_text,
-)
+from grpo_async.display.progress import STATUS_VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import RunHistory, diagnose
@@ -37,30 +25,16 @@ from grpo_async.findings.history import MetricRow, MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
 from grpo_async.utils.files import read_object
-from grpo_async.utils.run_state import (
-    FAILED,
-    FINISHED,
-    KILLED,
-    RUNNING,
-    SILENT,
-    STOPPED,
-    state_of,
-)
+from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, state_of
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import duration
 from grpo_async.viewer.runs import runs_below
 
-EXIT_CODES: Mapping[str, int] = {
-    RUNNING: 0,
-    FINISHED: 0,
-    FAILED: 1,
-    STOPPED: 3,
-    KILLED: 4,
-    SILENT: 4,
-}
+EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
 """Exit codes of `grpo-async status`; 2 is a run that does not exist."""
 
 WATCH_INTERVAL_S = 1.0
+_COLORS = {"good": "green", "info": "green", "warning": "yellow", "bad": "bold red"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,20 +99,20 @@ def print_status(console: Console, status: RunStatus) -> None:
     print_rows(console, [(name, Text(one_line(text), style=style)) for name, text, style in rows if text])
 
 
-def _rows(status: RunStatus, now: float) -> Iterator[Row]:
+def _rows(status: RunStatus, now: float) -> Iterator[render.Row]:
     content = {**status.as_json()}
     is_running = status.state == RUNNING
     step, most = int(content.get("step") or 0), content.get("max_steps")
     updated = float(content.get("updated_at") or 0.0)
     started = float(content.get("started_at") or now)
     took = duration(max(0, round((now if is_running else updated) - started)))
-    yield from diagnosis_rows(content["learning"])
-    yield state_row(status.state, status.why)
+    yield from render.diagnosis_rows(content["learning"])
+    yield "state", render.join([status.state, status.why]), _COLORS[LEVELS[status.state]]
     yield "error", str(content.get("error") or ""), ""
     yield "run", f"{content.get('run')}  ({content.get('directory')})", ""
     fraction = f"{step / most:.0%}" if most else None
-    left = left_text(content.get("eta_s")) if is_running else None
-    yield "step", join([steps_text(step, most), fraction, left]) if step or most else "", ""
+    left = render.left_text(content.get("eta_s")) if is_running else None
+    yield "step", render.join([render.steps_text(step, most), fraction, left]) if step or most else "", ""
     how = "so far" if is_running else "in all, with start, evaluations and end"
     yield "time", f"{took} {how}", ""
     # after a failure the summary is of an earlier attempt
@@ -147,11 +121,11 @@ def _rows(status: RunStatus, now: float) -> Iterator[Row]:
     if summary:
         yield from ((name, text, "") for name, text in summary_rows(summary))
     else:
-        yield from run_rows(content, now)
+        yield from render.run_rows(content, now)
     yield "precision", str(content.get("precision") or ""), ""
     yield "problem", "; ".join(content["problems"]), ""
     last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last update"
-    yield "launcher", f"{_launcher(status)}, {last} {ago(updated, now)}", ""
+    yield "launcher", f"{_launcher(status)}, {last} {render.ago(updated, now)}", ""
 
 
 def _launcher(status: RunStatus) -> str:
@@ -165,62 +139,47 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
     Raises:
         ConfigError, RunError: there is no status to be read.
     """
-    log, status, pause = MetricsReader(run_dir.metrics), read_status(run_dir), threading.Event()
+    log, pause = MetricsReader(run_dir.metrics), threading.Event()
     phase, shown = "", log.rows()
     shown.pop(max(shown, default=0), None)  # the newest step is news
-    with contextlib.ExitStack() as stack:
-        live = None
-        if console.is_terminal and not console.is_dumb_terminal:
-            live = Live(console=console, screen=True, auto_refresh=False, transient=True)
-            stack.enter_context(live)
-        try:
-            while True:  # until the run ends, or Ctrl-C
-                status = read_status(run_dir)
-                rows = log.rows()
-                if live is not None:
-                    live.update(_picture(status, rows, console), refresh=True)
-                else:
-                    phase = _print_news(status, rows, shown, phase, console)
-                    shown = rows
-                if status.state != RUNNING:
-                    return status
-                pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event
-        except KeyboardInterrupt:
-            return status
+    has_screen = console.is_terminal and not console.is_dumb_terminal
+    live = Live(console=console, screen=True, auto_refresh=False, transient=True) if has_screen else None
+    status = read_status(run_dir)
+    with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
+        while True:  # until the run ends, or Ctrl-C
+            status, rows = read_status(run_dir), log.rows()
+            if live is not None:
+                live.update(_picture(status, rows, console), refresh=True)
+            else:
+                phase = _print_news(status.content, rows, shown, phase, console)
+            shown = rows
+            if status.state != RUNNING:
+                break
+            pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event
+    return status
 
 
-def _picture(status: RunStatus, rows: Mapping[int, MetricRow], console: Console) -> Any:
+def _picture(status: RunStatus, rows: Mapping[int, MetricRow], console: Console) -> RenderableType:
     content = {"step": 0, **status.content, "state": status.state}
+    past = [row for step, row in rows.items() if step <= content["step"]]
+    footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
     width, height = console.size
-    return screen(
-        content,
-        [row for step, row in rows.items() if step <= content["step"]],
-        footer=f"{_launcher(status)} · Ctrl-C leaves, the run continues",
-        width=width,
-        height=height,
-        now=time.time(),
-    )
+    return render.screen(content, past, footer=footer, width=width, height=height, now=time.time())
 
 
 def _print_news(
-    status: RunStatus,
+    content: Mapping[str, Any],
     rows: Mapping[int, MetricRow],
     shown: Mapping[int, MetricRow],
     phase: str,
     console: Console,
 ) -> str:
-    """Print what is new since `shown` and `phase`; return the phase. A step that runs again has
-    another row; a resume writes those of earlier steps into another file."""
-    content = status.content
+    """Print what is new since `shown` and `phase`; return the phase. A step that runs again has another row; a resume writes those
+    of earlier steps into another file."""
     now = str(content.get("phase") or "")
     if now.partition(":")[0] != phase.partition(":")[0]:
         print_line(console, now)
-    news = {step for step, row in rows.items() if (old := shown.get(step)) is not row and old != row}
-    progress = Progress(max_steps=int(content.get("max_steps") or 0))
-    progress.set_past(row for step, row in rows.items() if step not in news)
-    for step in sorted(news):
-        progress.add_step(step, progress.max_steps, rows[step])
-        change = reward_change(list(progress.rewards))
-        line = step_line(step, progress.max_steps, rows[step], change=change, left_s=progress.as_dict()["eta_s"])
-        print_line(console, line)
+    for step, row in rows.items():
+        if (old := shown.get(step)) is not row and old != row:
+            print_line(console, render.step_line(step, content.get("max_steps"), row))
     return now

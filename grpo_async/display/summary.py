@@ -29,7 +29,6 @@ _NAMES = {
     "num_failed": "failed",
     "num_unscored": "unscored",
 }
-_MAX_COLUMNS = 5
 _MAX_NAME = 18
 
 
@@ -124,36 +123,18 @@ def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:
 def print_evaluation(
     console: Console, metrics: Mapping[str, Any], by_group: Mapping[str, Any], *, group_by: str | None, title: str
 ) -> None:
-    """A column for all prompts and one for each value of `group_by`, with every number; of more than a handful of values,
-    a row for each, with the most important numbers."""
-    columns = [*by_group.items(), ("all prompts", metrics)]
-    names = [name for name in _order(metrics) if name in metrics]
+    """Print a row for each value of `group_by` and one for all prompts."""
+    at_k = [name for name in metrics if PASS_OR_MEAN_AT_K.fullmatch(name)]
+    names = [name for name in (*_FIRST, *at_k, *_LAST) if name in metrics]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column(plain(group_by or ""), no_wrap=True)
-    if len(columns) <= _MAX_COLUMNS:
-        for column, _ in columns:
-            table.add_column(Text(clipped(plain(column), _MAX_NAME)), justify="right", overflow="fold")
-        for name in names:
-            table.add_row(_NAMES.get(name, name), *(_shown(name, values.get(name)) for _, values in columns))
-    else:
-        names = _important(names)
-        for name in names:
-            table.add_column(_NAMES.get(name, name), justify="right", no_wrap=True)
-        for column, values in columns:
-            table.add_row(Text(clipped(plain(column), _MAX_NAME)), *(_shown(name, values.get(name)) for name in names))
+    for name in names:
+        table.add_column(_NAMES.get(name, name), justify="right", no_wrap=True)
+    for group, values in (*by_group.items(), ("all prompts", metrics)):
+        numbers = (_shown(name, values.get(name)) for name in names)
+        table.add_row(Text(clipped(plain(group), _MAX_NAME)), *numbers)
     console.print(Text(plain(title), style="bold"))
     console.print(table)
-
-
-def _order(metrics: Mapping[str, Any]) -> list[str]:
-    return [*_FIRST, *(name for name in metrics if PASS_OR_MEAN_AT_K.fullmatch(name)), *_LAST]
-
-
-def _important(names: Sequence[str]) -> list[str]:
-    """Rewards and lengths, and of pass@k that with the largest k."""
-    largest = {name.partition("@")[0]: name for name in names if "@" in name}
-    wanted = (*_FIRST, largest.get("pass"), "mean_length")
-    return [name for name in names if name in wanted]
 
 
 def _shown(name: str, value: Any) -> str:

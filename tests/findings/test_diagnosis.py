@@ -28,7 +28,8 @@ def _nothing_to_learn(reward: float) -> str:
     """As a run ends in which every group has the same rewards."""
     group = RolloutGroup(prompt=make_prompt(1), completions=[make_completion("a"), make_completion("b")])
     scored = ScoredGroup(group=group, samples=[], rewards=[reward, reward], reward_parts=[{}, {}])
-    return f"80 consecutive groups had nothing to learn from; the last one: {why_no_signal(scored)}. Look at `inspect-rollouts`"
+    why = why_no_signal(scored)
+    return f"80 groups in a row had nothing to learn from\nof the last one {why}\n`grpo-async inspect-rollouts` shows"
 
 
 RAISES = str(RewardError("exact_answer", "raised KeyError: 'answer' (rewards.py:12)"))
