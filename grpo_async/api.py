@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.findings import Evidence, Verdict, judge
-from grpo_async.findings.evidence import read_metrics
+from grpo_async.findings import Diagnosis, RunHistory, diagnose
+from grpo_async.findings.history import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.store.export import export_rollouts
 from grpo_async.store.query import parse_query
@@ -129,12 +129,12 @@ class Run:
         problems: list[str] = []
         return _frame(read_objects(self._dir.evaluation_log, problems), problems)
 
-    def verdict(self) -> Verdict:
-        """Whether the run learns, by how much, and what stands in the way."""
-        evidence = Evidence.read(self._dir)
-        for problem in evidence.problems:
+    def diagnosis(self) -> Diagnosis:
+        """Whether the run learns, by how much, what stands in the way and what to do about it."""
+        history = RunHistory.read(self._dir)
+        for problem in history.problems:
             warnings.warn(problem, stacklevel=2)
-        return judge(evidence)
+        return diagnose(history)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

@@ -45,8 +45,6 @@ class RunDir:
     """The timeline: one line per span."""
     trace = _Entry("trace.json.gz")
     """The timeline for Perfetto, written by `grpo-async trace`."""
-    advice = _Entry("advice.jsonl")
-    """What limited the speed of the run: one line for each piece of advice."""
     status = _Entry("status.json")
     """The state of the run, written again on every event and every other second."""
     report = _Entry("report.html")

@@ -44,7 +44,7 @@ def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pyt
     assert len(run.evaluations()) == 2
     assert len(run.rollouts(evaluation="latest")) == 8
     keys = ("too-early", "unclear", "flat", "unconfirmed", "learns", "little", "baseline", "zero-variance")
-    assert run.verdict().key in keys
+    assert run.diagnosis().key in keys
     assert "quickstart" in repr(Run(run.folder))
     with pytest.raises(ConfigError, match="resume"):
         train(config)  # its folder is in use

@@ -107,7 +107,7 @@ app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at a run's 
 app.command("export", short_help="Export a run's rollouts to one file.")(export)
 app.command("export-model", short_help="Turn a checkpoint into a Hugging Face model.")(export_model)
 app.command("report", short_help="Write an offline HTML page: is it learning, and if not, why.")(report)
-app.command("status", short_help="Show a run's progress, servers and advice.")(status)
+app.command("status", short_help="Show how a run stands and what to do, its progress and servers.")(status)
 app.command("trace", short_help="Write a timeline trace for Perfetto.")(trace)
 
 

@@ -47,7 +47,7 @@ def inspect(
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
 ) -> None:
-    """Look at runs in the browser: which ones learn, and a run's verdict, curves, rollouts, logs and settings.
+    """Look at runs in the browser: which ones learn and why not, and a run's curves, rollouts, logs and settings.
 
     The page is served on this machine only, is read-only, and follows active runs.
 

@@ -79,7 +79,7 @@ class ExperimentConfig(StrictModel):
     record: RecordSection = RecordSection()
     """What the run records."""
     tracking: list[TrackerSection] = Field(default_factory=list)
-    """Where metrics go in addition to metrics.jsonl, with a table of held-out completions and the verdict on
+    """Where metrics go in addition to metrics.jsonl, with a table of held-out completions and the diagnosis of
     learning after each evaluation."""
     launch: LaunchSection = LaunchSection()
     """Processes."""

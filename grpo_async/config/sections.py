@@ -939,7 +939,7 @@ class RecordSection(StrictModel):
     report: bool = True
     """Write report.html at the end of the run, also of one that failed."""
     advise_every_steps: int = Field(default=20, ge=0)
-    """Say every N steps, in one sentence, what limits the speed of the run and which setting to change; 0 = only in the report."""
+    """Say every N steps how the run stands and what to do about it; 0 = only after evaluations."""
 
 
 class TensorboardTracker(StrictModel):

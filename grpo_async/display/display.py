@@ -1,9 +1,8 @@
 """What the user sees of a run while it is running.
 
-    supervisor -> Display (keeps Progress) -> views: LineView | LiveView | JsonView, StatusFile, the launcher's Advisor
+    supervisor -> Display (keeps Progress) -> views: LineView | LiveView | JsonView, StatusFile, ...
 
-Every view gets the same events, by name; what it knows beyond them is in the Progress that all of them share, so that status.json
-is the same with each of them. No text can move the cursor: some of it quotes models and tools.
+Every view gets the same events, by name. No text can move the cursor: some quotes models and tools.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from rich.live import Live
 from rich.text import Text
 
 from grpo_async.checks.report import Check, counts, print_checks
-from grpo_async.display.dashboard import dashboard
-from grpo_async.display.progress import Example, Progress, evaluation_line, example_lines, step_line
-from grpo_async.findings import Finding, Verdict
-from grpo_async.findings.evidence import MetricsReader
+from grpo_async.display.progress import Example, Progress, StatusContent
+from grpo_async.display.render import evaluation_line, example_lines, reward_change, screen, step_line
+from grpo_async.findings import Diagnosis
+from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import json_safe
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped
 
-_INTERVAL_S = 1.0
-_MIN_INTERVAL_S = 0.25
+_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.25  # of pictures
 _END_TIMEOUT_S = 5.0
+_SILENCE_S, _MAX_SILENCE_S = 5.0, 60.0
+"""After so long without a line one says what the run is doing; doubled each time, to the second."""
 
 
 class View(AbstractContextManager[Any]):
@@ -43,11 +43,13 @@ class View(AbstractContextManager[Any]):
         pass
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        """An event and its fields, as `events.JSON_EVENTS` lists them. `Progress` has it already; its lock is not held."""
+        """An event and its fields, as `events.JSON_EVENTS` lists them. `Progress` has it already;
+        its lock is not held."""
 
 
 class Display:
-    """What the supervisor tells, as it happens. Open while used as a context manager. Any thread may call."""
+    """What the supervisor tells, as it happens. Open while used as a context manager. Any thread
+    may call."""
 
     def __init__(self, progress: Progress, views: Sequence[View] = ()) -> None:
         self.progress = progress
@@ -63,23 +65,23 @@ class Display:
         self._open.__exit__(*error)
 
     def phase(self, name: str) -> None:
-        """What the trainer does now."""
+        """What the trainer does now; see Progress.set_phase."""
         with self.progress.lock:
-            self.progress.phase = plain(name)
+            self.progress.set_phase(name)
         self._show("phase", name=name)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         """An optimizer step has ended."""
         with self.progress.lock:
             self.progress.add_step(step, max_steps, metrics)
-            eta_s = self.progress.seconds_left
+            eta_s = self.progress.as_dict()["eta_s"]
         self._show("step", step=step, max_steps=max_steps, eta_s=eta_s, metrics=dict(metrics))
 
     def example(self, example: Example) -> None:
         """What the policy wrote in a step, good and bad."""
         with self.progress.lock:
             self.progress.example = example
-        self._show("example", **example.as_dict())
+        self._show("example", **asdict(example))
 
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
         """Held-out results; `when` is before, after or "step 20"."""
@@ -97,38 +99,33 @@ class Display:
         self._show("preflight", checks=list(checks))
 
     def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        """State and load of every server, about every other second; see progress.ServerStatus."""
+        """State and load of every server, about every other second."""
         with self.progress.lock:
             self.progress.set_servers(servers)
         self._show("servers", servers=[dict(server) for server in servers])
 
-    def advice(self, step: int, advice: Finding) -> None:
-        """What bounds the run, and what to change."""
+    def learning(self, diagnosis: Diagnosis) -> None:
+        """How the run stands, by all that is known until now."""
         with self.progress.lock:
-            self.progress.advice, self.progress.advice_step = advice, step
-        self._show("advice", step=step, **advice.as_advice())
-
-    def learning(self, verdict: Verdict) -> None:
-        """Whether it learns, by all that is known until now."""
-        with self.progress.lock:
-            self.progress.verdict = verdict
-        self._show("learning", **verdict.as_dict())
+            self.progress.diagnosis = diagnosis
+        self._show("learning", **diagnosis.as_dict())
 
     def note(self, text: str) -> None:
         """Something worth its own line."""
-        with self.progress.lock:
-            self.progress.add_message(text)
-        self._show("note", text=text)
+        self._say("note", text)
 
     def warning(self, text: str) -> None:
         """A problem that does not stop the run."""
-        with self.progress.lock:
-            self.progress.add_message(text, is_warning=True)
-        self._show("warning", text=text)
+        self._say("warning", text)
 
     def unknown_message(self, sender: str, message: Mapping[str, Any]) -> None:
         """Warn of a message that another process has sent and this one does not know."""
         self.warning(f"{sender} sent an unknown message: {clipped(str(dict(message)), 200)}")
+
+    def _say(self, event: str, text: str) -> None:
+        with self.progress.lock:
+            self.progress.add_message(text, is_warning=event == "warning")
+        self._show(event, text=text)
 
     def _show(self, event: str, **fields: Any) -> None:
         for view in self.views:
@@ -136,47 +133,83 @@ class Display:
 
 
 class LineView(View):
-    """One line per event: for pipes, files, and CI. `quiet`: only warnings, and checks that did not pass."""
+    """One line for each event, for pipes, files and CI; after a silence, one that says what the
+    run is doing. `quiet`: only warnings, and checks that did not pass."""
 
-    def __init__(self, console: Console, progress: Progress, *, logs: Path, quiet: bool = False) -> None:
+    def __init__(self, console: Console, status: StatusContent, *, logs: Path, quiet: bool = False) -> None:
         self._console = console
-        self._progress = progress
+        self._status = status
         self._logs = logs
         self._quiet = quiet
+        self._ended = threading.Event()
+        self._said_at = time.monotonic()
+        self._silence_s = _SILENCE_S
+        self._phase = ""
+        self._thread = threading.Thread(target=self._break_silence, name="lines", daemon=True)
 
     def __enter__(self) -> Self:
         if not self._quiet:
             print_line(self._console, f"logs: {self._logs}")
+            self._thread.start()
         return self
 
+    def __exit__(self, *error: Any) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_TIMEOUT_S)
+
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        lines = self._lines(event, fields)
+        if event == "preflight" and not self._quiet:
+            checks = [replace(check, name=plain(check.name), detail=plain(check.detail)) for check in fields["checks"]]
+            print_checks(self._console, checks, title="Preflight")
+            self._console.file.flush()
+        for line in lines:
+            print_line(self._console, line)
+        if lines:
+            self._said_at = time.monotonic()
+
+    def _lines(self, event: str, fields: Mapping[str, Any]) -> list[str]:
         match event:
             case "warning":
-                print_line(self._console, f"warning: {fields['text']}")
+                return [f"warning: {fields['text']}"]
             case "preflight" if self._quiet:
-                for text in _not_passed(fields["checks"]):
-                    print_line(self._console, text)
+                return _not_passed(fields["checks"])
             case _ if self._quiet:
-                pass
-            case "preflight":
-                checks = [
-                    replace(check, name=plain(check.name), detail=plain(check.detail)) for check in fields["checks"]
-                ]
-                print_checks(self._console, checks, title="Preflight")
-                self._console.file.flush()
+                return []
             case "phase":
-                print_line(self._console, fields["name"])
+                phase = fields["name"].partition(":")[0]
+                is_new, self._phase = phase != self._phase, phase
+                if is_new:
+                    self._silence_s = _SILENCE_S
+                return [fields["name"]] if is_new else []
             case "step":
-                print_line(self._console, step_line(self._progress))
+                with self._status.progress.lock:
+                    change = reward_change(list(self._status.progress.rewards))
+                step, most, metrics = (fields[name] for name in ("step", "max_steps", "metrics"))
+                return [step_line(step, most, metrics, change=change, left_s=fields["eta_s"])]
             case "example":
-                for line in example_lines(Example.of(fields)):
-                    print_line(self._console, line)
+                return example_lines(fields)
             case "evaluation":
-                print_line(self._console, evaluation_line(fields["when"], fields["metrics"]))
+                return [evaluation_line(fields["when"], fields["metrics"])]
             case "note":
-                print_line(self._console, fields["text"])
-            case "advice" | "learning":
-                print_line(self._console, f"{event}: {fields['text']}")
+                return [fields["text"]]
+            case "learning":
+                return [f"{name}: {fields[key]}" for name, key in _DIAGNOSIS if fields[key]]
+        return []
+
+    def _break_silence(self) -> None:
+        while not self._ended.wait(_INTERVAL_S):
+            step_s = self._status.progress.step_s or 0.0
+            if time.monotonic() - self._said_at < max(self._silence_s, 2.0 * step_s):
+                continue
+            now = self._status.now()
+            print_line(self._console, now)
+            self._said_at = time.monotonic()
+            self._silence_s = min(2.0 * self._silence_s, _MAX_SILENCE_S)
+
+
+_DIAGNOSIS = (("learning", "text"), ("to do", "fix"))
 
 
 def _not_passed(checks: Sequence[Check]) -> list[str]:
@@ -184,8 +217,8 @@ def _not_passed(checks: Sequence[Check]) -> list[str]:
 
 
 class JsonView(View):
-    """`--json-logs`: every event is a JSON object on a line of its own, flushed; any thread may write. The
-    `servers` event is written only when the state of a server changes, not with every number of their load."""
+    """`--json-logs`: every event is a JSON object on a line of its own, flushed; any thread may
+    write. The `servers` event is written only when the state of a server changes."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -194,30 +227,28 @@ class JsonView(View):
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         """Numbers that JSON does not have become null."""
         if event == "servers":
-            states = [tuple(map(server.get, ("index", "state", "restarts"))) for server in fields["servers"]]
+            names = ("index", "state", "restarts")
+            states = [tuple(map(server.get, names)) for server in fields["servers"]]
             if states == self._states:
                 return
             self._states = states
         if event == "preflight":
             fields = {"checks": [asdict(check) for check in fields["checks"]]}
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **json_safe(fields)}, default=str)
-        self._file.write(line + "\n")
+        content = {"time": round(time.time(), 3), "event": event, **json_safe(fields)}
+        self._file.write(json.dumps(content, default=str) + "\n")
         self._file.flush()
 
 
 class LiveView(View):
-    """The dashboard on a terminal: the whole screen during the run, and its messages below each other afterward.
+    """The dashboard on a terminal: the whole screen during the run, and its messages afterward.
 
-    Drawn by its own thread, on every event (at most four times a second) and every second; nothing of the run waits for a slow
-    terminal. The size is asked for each picture, so a resized window is right again within a second.
-
-    The curves are read from the run directory.
+    Drawn by its own thread, on every event (at most four times a second) and every second; nothing
+    of the run waits for a slow terminal. The curve is read from the run directory.
     """
 
-    def __init__(self, console: Console, progress: Progress, *, run_name: str, run_dir: RunDir) -> None:
+    def __init__(self, console: Console, status: StatusContent, run_dir: RunDir) -> None:
         self._console = console
-        self._progress = progress
-        self._run_name = run_name
+        self._status = status
         self._footer = f"logs: {run_dir.latest_logs} · Ctrl-C saves and stops"
         self._log = MetricsReader(run_dir.metrics)
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
@@ -235,13 +266,10 @@ class LiveView(View):
         self._changed.set()
         self._thread.join(_END_TIMEOUT_S)
         self._live.stop()
-        progress = self._progress
-        for message in list(progress.messages):  # the screen that had them is gone; an output lost here adds one
-            print_line(self._console, f"warning: {message.text}" if message.is_warning else message.text)
-        if progress.verdict is not None:
-            print_line(self._console, f"learning: {progress.verdict.text}")
-        if progress.advice is not None:
-            print_line(self._console, f"advice at step {progress.advice_step}: {progress.advice.text}")
+        progress = self._status.progress
+        for message in list(progress.messages):  # the screen that had them is gone
+            warning = "warning: " if message.is_warning else ""
+            print_line(self._console, f"{warning}{message.text}")
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         self._changed.set()
@@ -250,12 +278,15 @@ class LiveView(View):
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()
             width, height = self._console.size
-            rows = self._log.rows()
-            with self._progress.lock:
-                past = self._progress.past(rows.values())
-                picture = dashboard(
-                    self._progress, past, run_name=self._run_name, footer=self._footer, width=width, height=height
-                )
+            rows = self._status.progress.past(self._log.rows().values())
+            picture = screen(
+                self._status.content(),
+                rows,
+                footer=self._footer,
+                width=width,
+                height=height,
+                now=time.time(),
+            )
             try:
                 self._live.update(picture, refresh=True)
             except OSError:  # the terminal is gone; the run is not
@@ -266,6 +297,6 @@ class LiveView(View):
 
 
 def print_line(console: Console, text: str) -> None:
-    """One line, whatever its length, for grep."""
+    """Print one line, whatever its length, for grep."""
     console.print(Text(plain(text)), soft_wrap=True)
     console.file.flush()

@@ -2,15 +2,14 @@
 
 JSON_EVENTS = {
     "start": "run, directory, pid, plan",
-    "phase": "name: the current phase",
+    "phase": "name: the current phase, and after a colon how far it is",
     "preflight": "checks: [{name, status: pass|warn|fail, detail}]",
     "step": "step, max_steps, eta_s, metrics: {name: number or null}",
     "example": "step, prompt, completions: [{reward, text}]: every few\nsteps the best and the worst completion of a prompt",
     "evaluation": 'when: before|after|"step N", metrics',
     "servers": "servers: [{index, url, state, version, running, waiting,\nkv_usage, restarts, reason: what is wrong with one that\n"
     "is not up, ...}], when a state changes",
-    "advice": "step, bound_by, text, setting, current, suggested",
-    "learning": "is_learning: true|false|null, key, text, numbers",
+    "learning": "is_learning: true|false|null, key, text: how the run\nstands, fix: what to do, numbers",
     "note": "text",
     "warning": "text",
     "error": "error, exit_code (also printed to stderr)",

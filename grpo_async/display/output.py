@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -13,13 +14,15 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_async.display.display import Display, JsonView, LineView, LiveView, View, print_line
-from grpo_async.display.progress import Progress
+from grpo_async.display.progress import Progress, StatusContent
 from grpo_async.errors import ConfigError, GrpoAsyncError, exit_code_of
-from grpo_async.findings.evidence import read_metrics
+from grpo_async.findings.history import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import stdout_console
 from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import plain
+
+_WORKING_S = 5.0
 
 
 class OutputMode(StrEnum):
@@ -62,6 +65,20 @@ class Output:
             self.console.file.flush()  # before stderr, where both are the same file
             self._errors.print(Text(f"warning: {plain(text)}"), soft_wrap=True)
 
+    @contextlib.contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Show that something is going on: on a terminal at once, elsewhere by a line after five seconds."""
+        if self.mode is OutputMode.FULL and self._errors.is_terminal:
+            with self._errors.status(text):
+                yield
+            return
+        line = threading.Timer(_WORKING_S, self.say, (text,))
+        line.start()
+        try:
+            yield
+        finally:
+            line.cancel()
+
     def answer(self, text: str) -> None:
         """What the command was asked for, such as the plan of a dry run; --quiet prints it, too."""
         if self.mode is OutputMode.JSON:
@@ -90,14 +107,15 @@ class Output:
         progress = self._progress = Progress(max_steps=max_steps, step=resume_step or 0)
         if resume_step is not None:
             progress.set_past(progress.past(read_metrics(run_dir, [])))
-        console = self.console
+        console, is_quiet = self.console, self.mode is OutputMode.QUIET
+        status = StatusContent(run_dir, progress, run_name=run_name, about={})
         view: View
         if self.mode is OutputMode.JSON:
             view = self._events
-        elif self.mode is OutputMode.QUIET or lines_only or not console.is_terminal or console.is_dumb_terminal:
-            view = LineView(console, progress, logs=run_dir.latest_logs, quiet=self.mode is OutputMode.QUIET)
+        elif is_quiet or lines_only or not console.is_terminal or console.is_dumb_terminal:
+            view = LineView(console, status, logs=run_dir.latest_logs, quiet=is_quiet)
         else:
-            view = LiveView(console, progress, run_name=run_name, run_dir=run_dir)
+            view = LiveView(console, status, run_dir)
         return Display(progress, [view])
 
     def end(

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.checks.memory import describe_peak
-from grpo_async.display.progress import PASS_OR_MEAN_AT_K, join
+from grpo_async.display.render import PASS_OR_MEAN_AT_K, diagnosis_rows, join
 from grpo_async.records import LEDGER_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
@@ -30,13 +29,18 @@ _NAMES = {
     "num_failed": "failed",
     "num_unscored": "unscored",
 }
-_MAX_COLUMNS = 5
 _MAX_NAME = 18
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
     """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one is written."""
-    rows = [*summary_rows(summary), ("directory", str(run_dir)), ("model", str(summary.get("model") or ""))]
+    rows = [
+        *((name, text) for name, text, _ in diagnosis_rows(summary.get("learning"))),
+        ("run", f"{summary.get('status', '?')} after {_steps(summary)}"),
+        *summary_rows(summary),
+        ("directory", str(run_dir)),
+        ("model", str(summary.get("model") or "")),
+    ]
     print_rows(console, [(name, Text(plain(value))) for name, value in rows if value])
     _print_evaluation(console, summary.get("evaluation") or {})
     console.print(Text("\nnext:"))
@@ -52,11 +56,8 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         values = [value for name in names if (value := finite(summary.get(name))) is not None]
         return form.format(*values) if len(values) == len(names) else None
 
-    took = duration(round(finite(summary.get("wall_s")) or 0.0))
-    steps = finite(summary.get("steps"))
-    done = "? steps" if steps is None else count(int(steps), "step")
-    yield "run", f"{summary.get('status', '?')} after {done} in {took}"
-    yield "learning", str((summary.get("learning") or {}).get("text") or "")
+    if (took := finite(summary.get("wall_s"))) is not None:
+        yield "training", f"{_steps(summary)} in {duration(round(took))}"
     first, last = finite(summary.get("reward_first")), finite(summary.get("reward_last"))
     if first is not None and last is not None:
         yield "reward", f"{first:.3f} -> {last:.3f} (all groups of the first and last 3 steps, {last - first:+.3f})"
@@ -71,11 +72,12 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATUSES if groups.get(state)]
         balance = "balanced" if summary.get("ledger_closed") else "NOT BALANCED: groups are missing, please report this"
         yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({balance})"
-    memory = summary.get("memory") or {}
-    if memory.get("peaks"):
-        peak = describe_peak(memory["peaks"], on_gpu=bool(summary.get("on_gpu")))
-        yield "memory", f"a trainer rank held {peak}"
     yield "servers", _server_failures(summary.get("server_failures") or ())
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    steps = finite(summary.get("steps"))
+    return "? steps" if steps is None else count(int(steps), "step")
 
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:
@@ -121,36 +123,18 @@ def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:
 def print_evaluation(
     console: Console, metrics: Mapping[str, Any], by_group: Mapping[str, Any], *, group_by: str | None, title: str
 ) -> None:
-    """A column for all prompts and one for each value of `group_by`, with every number; of more than a handful of values,
-    a row for each, with the most important numbers."""
-    columns = [*by_group.items(), ("all prompts", metrics)]
-    names = [name for name in _order(metrics) if name in metrics]
+    """Print a row for each value of `group_by` and one for all prompts."""
+    at_k = [name for name in metrics if PASS_OR_MEAN_AT_K.fullmatch(name)]
+    names = [name for name in (*_FIRST, *at_k, *_LAST) if name in metrics]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column(plain(group_by or ""), no_wrap=True)
-    if len(columns) <= _MAX_COLUMNS:
-        for column, _ in columns:
-            table.add_column(Text(clipped(plain(column), _MAX_NAME)), justify="right", overflow="fold")
-        for name in names:
-            table.add_row(_NAMES.get(name, name), *(_shown(name, values.get(name)) for _, values in columns))
-    else:
-        names = _important(names)
-        for name in names:
-            table.add_column(_NAMES.get(name, name), justify="right", no_wrap=True)
-        for column, values in columns:
-            table.add_row(Text(clipped(plain(column), _MAX_NAME)), *(_shown(name, values.get(name)) for name in names))
+    for name in names:
+        table.add_column(_NAMES.get(name, name), justify="right", no_wrap=True)
+    for group, values in (*by_group.items(), ("all prompts", metrics)):
+        numbers = (_shown(name, values.get(name)) for name in names)
+        table.add_row(Text(clipped(plain(group), _MAX_NAME)), *numbers)
     console.print(Text(plain(title), style="bold"))
     console.print(table)
-
-
-def _order(metrics: Mapping[str, Any]) -> list[str]:
-    return [*_FIRST, *(name for name in metrics if PASS_OR_MEAN_AT_K.fullmatch(name)), *_LAST]
-
-
-def _important(names: Sequence[str]) -> list[str]:
-    """Rewards and lengths, and of pass@k that with the largest k."""
-    largest = {name.partition("@")[0]: name for name in names if "@" in name}
-    wanted = (*_FIRST, largest.get("pass"), "mean_length")
-    return [name for name in names if name in wanted]
 
 
 def _shown(name: str, value: Any) -> str:

@@ -231,11 +231,21 @@ class RunEvaluations:
         shutil.rmtree(folder, ignore_errors=True)  # left by a cancelled evaluation
         store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts))
         task = EvaluationTask(
-            step=step, served_version=lambda: self._source.served_version, max_in_flight=max_in_flight, store=store
+            step=step,
+            served_version=lambda: self._source.served_version,
+            max_in_flight=max_in_flight,
+            store=store,
+            tell=self._tell_progress,
         )
         future = self._source.begin_evaluation(evaluator.run(task), num_tokens=lambda: evaluator.num_tokens)
         self._running = _Running(step=step, when=when, future=future, store=store, began=time.time())
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
+
+    def _tell_progress(self, done: str) -> None:
+        """Say how far the evaluation is, where nothing but it goes on."""
+        running = self._running
+        if running is not None and running.when != "during":
+            self._listeners.phase(f"evaluating: {done}")
 
     def _skip(self, step: int, why: str) -> None:
         logger.warning("the evaluation of step %d is skipped: %s", step, why)

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _WARN_FAILED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
 _NUM_SHOWN, _MAX_TEXT = 16, 8000
 """Number of prompts in the table of completions, always the same ones, and maximum length of a text there."""
+_TELL_EVERY_S = 2.0
 _MAX_GROUPS = 64
 """Maximum number of values of `evaluation.group_by`: each has a dozen metrics."""
 
@@ -54,12 +55,14 @@ _MAX_GROUPS = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTask:
     """One evaluation. `step` names it; `served_version` returns the policy version that the servers serve at that moment;
-    `max_in_flight` bounds its rollouts in progress (never fewer than those of one prompt); `store` takes its rows."""
+    `max_in_flight` bounds its rollouts in progress (never fewer than those of one prompt); `store` takes its rows; `tell` is
+    told how far it is, every other second."""
 
     step: int
     served_version: Callable[[], int]
     max_in_flight: int
     store: RolloutStore
+    tell: Callable[[str], None] = lambda text: None
 
 
 class Evaluator:
@@ -100,12 +103,19 @@ class Evaluator:
                 numbers are those of the other rollouts only.
             FatalRolloutError: the rollout function returned something unusable.
         """
-        began = time.monotonic()
+        began = told_at = time.monotonic()
+        num_done = 0
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
         async def one(number: int) -> ScoredGroup:
+            nonlocal num_done, told_at
             async with slots:  # rollouts have time limits
-                return await self._make(task, number)
+                scored = await self._make(task, number)
+            num_done += 1
+            if time.monotonic() - told_at >= _TELL_EVERY_S:
+                told_at = time.monotonic()
+                task.tell(f"{num_done} of {len(self._prompts)} prompts")
+            return scored
 
         made = await all_of(map(one, range(len(self._prompts))))
         completions = [completion for scored in made for completion in scored.group.completions]

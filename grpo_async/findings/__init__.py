@@ -1,24 +1,14 @@
-"""The rules behind every verdict and piece of advice: what a run's metrics say, for the report, `status`, the dashboard and
-summary.json.
+"""What the numbers of a run mean, for every page and command that shows one.
 
-    run directory -> Evidence -> find -> [Finding, ...]     the worst first (rules)
-                              -> judge -> Verdict           is it learning, by how much (verdict)
-    metrics + settings        -> advise -> Finding          what bounds the speed (speed)
+    run directory -> RunHistory -> diagnose -> Diagnosis      is it learning, why not, what to do
+                                -> find -> [Finding, ...]     causes and advice, the worst first
 
-Everything here is pure, except for what reads a run's files (`evidence`). Commands and pages only render findings. The check of
-reward functions gives the same records (rewards.check).
+Everything here is pure, except for what reads a run's files (`history`). The check of reward
+functions gives findings too (rewards.check).
 """
 
-from grpo_async.findings.evidence import Evidence, MetricRow
+from grpo_async.findings.diagnosis import Diagnosis, diagnose, find
 from grpo_async.findings.finding import Finding, Severity
-from grpo_async.findings.verdict import Verdict, find, judge
+from grpo_async.findings.history import MetricRow, RunHistory
 
-__all__ = [
-    "Evidence",
-    "Finding",
-    "MetricRow",
-    "Severity",
-    "Verdict",
-    "find",
-    "judge",
-]
+__all__ = ["Diagnosis", "Finding", "MetricRow", "RunHistory", "Severity", "diagnose", "find"]

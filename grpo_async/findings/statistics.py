@@ -18,7 +18,7 @@ _ROUNDING = 1e-9  # float noise of summed rewards is about 1e-16 of their size, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change from `first` to `last`; [`low`, `high`] is the 95 % confidence interval of the change. It rests on `count` values,
+    """A change from `first` to `last`; [`low`, `high`] is the 95% confidence interval of the change. It rests on `count` values,
     counted in `unit`: 60 "steps". A count of 0: not known."""
 
     first: float
@@ -39,9 +39,9 @@ class Change:
         return found | {"count": float(self.count)}
 
     def __str__(self) -> str:
-        """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, paired)"."""
+        """ "from 0.2 to 0.8: +0.600 (95%: +0.500 to +0.700; 100 prompts, paired)"."""
         count = f"{self.count} " if self.count else ""
-        interval = f"95 %: {self.low:+.3f} to {self.high:+.3f}"
+        interval = f"95%: {self.low:+.3f} to {self.high:+.3f}"
         return f"from {format_number(self.first)} to {format_number(self.last)}: {self.value:+.3f} ({interval}; {count}{self.unit})"
 
     @property

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
+from grpo_async.display.progress import StatusContent
 from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
-from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import exit_on_signals
@@ -37,7 +37,7 @@ _MAX_PROBLEM = 400  # characters of what the child said
 def run_with_display(
     config: ExperimentConfig, plan: ProcessPlan, output: Output, cluster: Cluster | None = None
 ) -> RunOutcome:
-    """Carry out the plan of a run in front of the user; status.json and advice.jsonl are kept meanwhile."""
+    """Carry out the plan of a run in front of the user; status.json is kept meanwhile."""
     assignment = plan.assignment
     run_dir = assignment.run_dir
     display = output.display(
@@ -47,27 +47,18 @@ def run_with_display(
         resume_step=assignment.resume_step,
         lines_only=assignment.purpose != "train",
     )
-    if assignment.purpose != "train":  # nothing of it is kept
-        return supervise(config, plan, display)
-    on_gpu = plan.trainer is not None and bool(plan.trainer.gpus)
-    status = StatusFile(
-        run_dir,
-        display.progress,
-        run_name=config.run.name,
-        attempt=str(assignment.attempt_dir),
-        engine=plan.engine.engine,
-        on_gpu=on_gpu,
-        num_gpus=plan.num_gpus,
-        precision=config.precision,
-    )
-
-    advisor = Advisor(
-        display,
-        setup=PipelineSetup(config=config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
-        every_steps=config.record.advise_every_steps,
-        run_dir=run_dir,
-    )
-    display.views += [status, advisor]
+    about = {
+        "purpose": assignment.purpose,  # train or evaluation
+        "attempt": str(assignment.attempt_dir),  # folder of its logs
+        "engine": plan.engine.engine,  # embedded, vllm or external: what generates
+        "on_gpu": plan.trainer is not None and bool(plan.trainer.gpus),  # the trainer
+        "precision": config.precision,  # dtypes of master weights, computation, servers and logits
+    }
+    status = StatusFile(StatusContent(run_dir, display.progress, run_name=config.run.name, about=about))
+    display.views.append(status)
+    if assignment.purpose == "train":
+        every = config.record.advise_every_steps
+        display.views.append(Advisor(display, every_steps=every, run_dir=run_dir))
     outcome = supervise(config, plan, display, cluster)
     states = {0: FINISHED, 1: FAILED}
     status.end(states.get(outcome.exit_code, STOPPED), exit_code=outcome.exit_code, error=outcome.error)

@@ -26,7 +26,7 @@ from grpo_async.cluster.rendezvous import NodeInfo
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
-from grpo_async.findings.messages import equal_value
+from grpo_async.findings.messages import read_equal_rewards
 from grpo_async.launcher.hub import NodeHub
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan
@@ -201,7 +201,7 @@ class Supervisor:
 
     def _failed(self, what: str) -> RunOutcome:
         # where all rewards are equal, a resume of the same run would end in the same way
-        how = "" if equal_value(what) is not None else self._how_to_continue()
+        how = "" if read_equal_rewards(what) is not None else self._how_to_continue()
         return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, how])))
 
     def _how_to_continue(self) -> str:

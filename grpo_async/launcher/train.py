@@ -75,7 +75,8 @@ def launch(
         run_dir = RunDir(config.run_path.absolute())
         follows = node.rank > 0 and not dry_run
         start = Start() if follows else check_start(config, resume=resume, clean=clean)  # before what takes seconds
-        notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
+        with output.working("checking the configuration, the data and the rewards ..."):
+            notes = check_inputs(config, engine=engine, node_rank=node.rank, trains=node.trains, deep=dry_run)
         if follows:
             outcome = follow(config, run_dir, output, node=node, engine=engine, notes=notes)
             return report_end(outcome, run_dir, output)

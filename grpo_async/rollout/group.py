@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, RolloutSnapshot
+from grpo_async.errors import message_of
 from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup
-from grpo_async.utils.text import count
+from grpo_async.utils.text import count, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +131,16 @@ def _whole(rollout: RolloutSnapshot) -> RolloutSnapshot | None:
 
 
 class ErrorLog:
-    """Counts failures by kind, such as "rollout: ServerUnavailableError"."""
+    """Counts failures by kind, such as "rollout: ServerUnavailableError".
+
+    Attributes:
+        tell: gets what the user should see while the run goes on; set by who can show it.
+    """
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
         """`counts` come from a checkpoint; their kinds were already logged."""
         self._counts: Counter[str] = Counter(counts or {})
+        self.tell: Callable[[str], None] = lambda text: None
 
     def note(self, what: str, error: BaseException) -> None:
         """Count a failure of `what` ("rollout", "group")."""
@@ -142,6 +148,9 @@ class ErrorLog:
         self._counts[kind] += 1
         if self._counts[kind] == 1:
             logger.warning("%s failed (this kind is logged once, then counted): %s", what, error, exc_info=error)
+        number = self._counts[kind]
+        if what == "group" and number in (1, 10, 100, 1000):
+            self.tell(f"{count(number, 'group')} failed by now, the last one: {first_line(message_of(error))}")
 
     def count(self, kind: str) -> None:
         """Count something that is not an error but should be seen ("prompt too long")."""

@@ -212,6 +212,10 @@ class RolloutSource:
         )
         return gauges
 
+    def tell_of_failures(self, tell: Callable[[str], None]) -> None:
+        """Pass on what the user should see of groups that fail or teach nothing, from now on."""
+        self._worker.errors.tell = tell
+
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
         return self._ledger.snapshot()
 

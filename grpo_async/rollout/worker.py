@@ -34,6 +34,7 @@ from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import SHORTEST_WAIT_S, record
 from grpo_async.utils.seeds import seed_of
+from grpo_async.utils.text import backticked, count
 
 _MIN_FAILED_GROUPS = 8
 
@@ -261,13 +262,18 @@ class RolloutWorker:
             return
         self._without_signal_in_a_row += 1
         if self._without_signal_in_a_row < self._max_without_signal:
+            rounds, rest = divmod(self._without_signal_in_a_row, self._section.groups_per_step)
+            if not rest and rounds & (rounds - 1) == 0:  # 1, 2, 4, 8
+                number = count(self._without_signal_in_a_row, "group")
+                self.errors.tell(
+                    f"{number} in a row had nothing to learn from; of the last one {why_no_signal(scored)}"
+                )
             return
         raise NothingToLearnError(
-            f"training was stopped: {self._without_signal_in_a_row} consecutive groups had nothing to learn from, as no completion "
-            f"was better than another of its group; the last one: {why_no_signal(scored)}. Read what was generated with "
-            "`grpo-async inspect-rollouts`, and change the rewards, the prompts or the sampling; or raise "
-            f"rollout.max_rounds_without_signal ({self._section.max_rounds_without_signal}; times rollout.groups_per_step, "
-            f"{self._section.groups_per_step}) to wait longer"
+            f"training was stopped: {self._without_signal_in_a_row} groups in a row had nothing to learn from\n"
+            f"of the last one {why_no_signal(scored)}\n"
+            "`grpo-async inspect-rollouts` shows what was generated; to wait longer, raise rollout.max_rounds_without_signal "
+            f"({self._section.max_rounds_without_signal} rounds of rollout.groups_per_step = {self._section.groups_per_step})"
         )
 
     def _drop_unscored(self, group: OpenGroup, status: GroupStatus, error: Exception | None = None) -> None:
@@ -339,20 +345,29 @@ class RolloutWorker:
 
 
 def why_no_signal(scored: ScoredGroup | None) -> str:
-    """Why a group had nothing to train; None: fewer than two of its rollouts sampled a token."""
+    """Say why a group had nothing to train; None: fewer than two of its rollouts sampled a token."""
     if scored is None:
-        return "fewer than two of its rollouts sampled a token: its prompt is too long, or its environment was done immediately"
+        return (
+            "fewer than two rollouts sampled a token: its prompt is too long, or its environment was done immediately"
+        )
     rewards = scored_rewards(scored.rewards)
     if len(rewards) < 2:
-        return "fewer than two of its completions were scored"
+        return "fewer than two completions were scored"
     if not has_zero_variance(scored.rewards):
         if not all(completion.truncated for completion in scored.group.trainable):
-            return "advantage.rewards is normalize_each, and no reward differs on its own, or they cancel out"
-        return "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
-    if rewards[0] >= 1.0:
-        return equal_rewards(rewards[0], "the task is solved, or the reward function pays for every answer")
-    return equal_rewards(
-        rewards[0],
-        "the task is too hard for this policy, the policy has collapsed, its tools fail, or the reward function does not "
-        "recognize right answers",
-    )
+            return "no reward differs on its own, or they cancel out (advantage.rewards: normalize_each)"
+        return (
+            "all completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
+        )
+    completions = scored.group.trainable
+    names = backticked(dict.fromkeys(name for parts in scored.reward_parts for name in parts))
+    texts = {tuple(token for turn in each.all_turns for token in turn.output_ids.tolist()) for each in completions}
+    if all(completion.truncated for completion in completions):
+        why = "all completions were cut off (rollout.max_completion_tokens)"
+    elif len(texts) == 1:
+        why = "all completions are the same text (rollout.temperature is too low, or the policy has collapsed)"
+    elif rewards[0] > 0.0:
+        why = f"the completions differ, and {names} gave all of them the same"
+    else:
+        why = f"the completions differ, and {names} gave none of them anything"
+    return equal_rewards(rewards[0], why)

@@ -50,7 +50,7 @@ class Tracker:
     def log_completions(self, step: int, rows: TableRows) -> None:
         """What held-out prompts got in the evaluations that have ended since the last time; one row at least."""
 
-    def log_verdict(self, step: int, text: str) -> None:
+    def log_diagnosis(self, step: int, text: str) -> None:
         """Whether the run learns, in sentences."""
 
     def close(self, *, failed: bool) -> None:
@@ -73,8 +73,8 @@ class Tensorboard(Tracker):
     def log_completions(self, step: int, rows: TableRows) -> None:
         self._log_text(step, _COMPLETIONS, "\n\n".join(map(_block, rows)))
 
-    def log_verdict(self, step: int, text: str) -> None:
-        self._log_text(step, "verdict", text)
+    def log_diagnosis(self, step: int, text: str) -> None:
+        self._log_text(step, "diagnosis", text)
 
     def _log_text(self, step: int, name: str, text: str) -> None:
         self._writer.add_text(name, text, global_step=step)
@@ -128,8 +128,8 @@ class Wandb(Tracker):
         table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({_COMPLETIONS: table}, step=step)
 
-    def log_verdict(self, step: int, text: str) -> None:
-        self._run.summary["verdict"] = text
+    def log_diagnosis(self, step: int, text: str) -> None:
+        self._run.summary["diagnosis"] = text
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -163,8 +163,8 @@ class Trackio(Tracker):
     def log_completions(self, step: int, rows: TableRows) -> None:
         self._log_table(step, _COMPLETIONS, rows)
 
-    def log_verdict(self, step: int, text: str) -> None:
-        self._log_table(step, "verdict", [{"step": step, "verdict": text}])
+    def log_diagnosis(self, step: int, text: str) -> None:
+        self._log_table(step, "diagnosis", [{"step": step, "diagnosis": text}])
 
     def _log_table(self, step: int, name: str, rows: TableRows) -> None:
         self._run.log({name: self._table(data=[dict(row) for row in rows])}, step=step)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
-from grpo_async.findings import Evidence, Verdict, judge
+from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.inference.fleet import Fleet, Server
 from grpo_async.inference.token import token_from_environment
 from grpo_async.processes.addresses import weights_host
@@ -107,6 +108,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             state=state,
         )
         stack.callback(side.source.close)
+        side.source.tell_of_failures(lambda text: control.send("warning", text=text))
         config = context.config = side.config
         if step is not None:
             context.load(step)
@@ -527,12 +529,18 @@ class Leader:
                 return self._source.take(
                     self._config.rollout.groups_per_step,
                     trainer_version=step - 1,
-                    heartbeat=self.heartbeat,
+                    heartbeat=partial(self._wait_for_samples, step),
                     on_change=self.push_if_needed,
                 )
         except RunError:
             self._save_before_error(step - 1)
             raise
+
+    def _wait_for_samples(self, step: int) -> None:
+        self.heartbeat()
+        groups = self._source.ledger_snapshot()["groups"]
+        counts = ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in groups.items() if number)
+        self._control.send("phase", name=f"training: step {step} waits for groups ({counts})")
 
     def _save_before_error(self, step: int) -> None:
         try:
@@ -704,12 +712,12 @@ class Leader:
         logger.info(text)
         self._control.send("note", text=text)
 
-    def _track_evaluation(self, step: int) -> Verdict:
-        """Give trackers the completions of evaluations that have ended. Returns the verdict whether the run is learning by now."""
-        verdict = judge(Evidence.read(self._assignment.run_dir))
+    def _track_evaluation(self, step: int) -> Diagnosis:
+        """Give trackers the completions of evaluations that have ended. Return how the run stands by now."""
+        diagnosis = diagnose(RunHistory.read(self._assignment.run_dir))
         self._trackers.log_completions(step, self._evaluations.take_completions())
-        self._trackers.log_verdict(step, verdict.text)
-        return verdict
+        self._trackers.log_diagnosis(step, " ".join(diagnosis.lines))
+        return diagnosis
 
     def _write_summary(self, steps: int) -> None:
         """Write summary.json of a run that ends after `steps` finished steps."""

@@ -21,7 +21,7 @@ from grpo_async.cli.app import app, main
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.events import JSON_EVENTS
-from grpo_async.display.progress import Progress
+from grpo_async.display.progress import Progress, StatusContent
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.run_directory import RunDir
@@ -119,10 +119,11 @@ def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
     monkeypatch.chdir(tmp_path)
     nothing = _invoke("status")
     assert nothing.exit_code == 2
-    assert "holds no run" in nothing.stderr
+    assert "there is no run" in nothing.stderr
     run_dir = RunDir(tmp_path / "runs" / "x")
     run_dir.create()
-    with StatusFile(run_dir, Progress(max_steps=3), run_name="x", attempt="a") as status:
+    content = StatusContent(run_dir, Progress(max_steps=3), run_name="x", about={})
+    with StatusFile(content) as status:
         running = _invoke("status", "x", "--json")
         assert (running.exit_code, json.loads(running.stdout)["state"]) == (0, "running")
     status.end("failed", exit_code=1, error="the trainer\x1b[2J died")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
-import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from grpo_async.checks.report import Check
 from grpo_async.display import display as display_module
 from grpo_async.display.display import Display, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text, run_rows
+from grpo_async.display.progress import Example, Progress, StatusContent
+from grpo_async.display.render import reward_change
 from grpo_async.display.summary import print_summary
-from grpo_async.findings import Finding, Severity
-from grpo_async.findings.evidence import MetricRow
+from grpo_async.findings import Diagnosis
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import GrowingFile
 from grpo_async.utils.safe_text import plain
@@ -39,9 +38,13 @@ def _text(console: Console) -> str:
     return console.file.getvalue()
 
 
-def _lines(console: Console) -> Display:
-    progress = Progress(max_steps=60)
-    return Display(progress, [LineView(console, progress, logs=LOGS)])
+def _status(max_steps: int = 60, *, step: int = 0, run_dir: Path = Path("runs/x")) -> StatusContent:
+    return StatusContent(RunDir(run_dir), Progress(max_steps=max_steps, step=step), run_name="x", about={})
+
+
+def _lines(console: Console, *, quiet: bool = False) -> Display:
+    status = _status()
+    return Display(status.progress, [LineView(console, status, logs=LOGS, quiet=quiet)])
 
 
 def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
@@ -101,8 +104,7 @@ def test_the_mode_and_the_terminal_decide_what_is_shown(tmp_path: Path) -> None:
 
 def test_a_quiet_run_tells_of_warnings_only() -> None:
     console = _console()
-    progress = Progress(max_steps=2)
-    with Display(progress, [LineView(console, progress, logs=LOGS, quiet=True)]) as display:
+    with _lines(console, quiet=True) as display:
         display.phase("training")
         display.step(1, 2, METRICS)
         display.note("the server starts again")
@@ -111,49 +113,64 @@ def test_a_quiet_run_tells_of_warnings_only() -> None:
     assert _text(console).splitlines() == ["preflight: warn: memory: little", "warning: the server was killed"]
 
 
+def test_silence_is_broken_by_what_the_run_is_doing_and_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that starts (the last line of its log), then an evaluation with a slow reward."""
+    monkeypatch.setattr(display_module, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(display_module, "_SILENCE_S", 0.05)
+    console, status = _console(width=200), _status(run_dir=tmp_path)
+    logs = tmp_path / "logs" / "latest"
+    logs.mkdir(parents=True)
+    (logs / "server.log").write_text("loading\nCapturing CUDA graphs 40%\n")
+    view = LineView(console, status, logs=LOGS)
+    with Display(status.progress, [view]) as display:
+        display.phase("waiting for the server")
+        status.progress.phase_since = time.time() - 150
+        assert eventually(
+            lambda: "waiting for the server (2:30); server.log: Capturing CUDA graphs 40%" in _text(console), 10.0
+        )
+        display.servers([{"index": 0, "state": "serving"}])
+        display.phase("evaluating")
+        display.phase("evaluating: 12 of 200 prompts")
+        assert eventually(lambda: "evaluating: 12 of 200 prompts (0 s)\n" in _text(console), 10.0)
+    assert _text(console).splitlines().count("evaluating") == 1, "how far it is makes no line of its own"
+
+
+def test_after_the_first_step_nobody_says_that_there_was_none() -> None:
+    status = _status()
+    display = Display(status.progress)
+    display.learning(
+        Diagnosis(is_learning=None, key="no-steps", text="Too early to say: no optimizer step has finished yet.")
+    )
+    display.step(1, 60, METRICS)
+    assert status.content()["learning"] is None
+
+
 def test_the_dashboard_leaves_what_was_said_when_it_goes(tmp_path: Path) -> None:
-    console, progress = _console(terminal=True), Progress(max_steps=2)
-    with Display(progress, [LiveView(console, progress, run_name="x", run_dir=RunDir(tmp_path))]) as display:
+    console, status = _console(terminal=True), _status(2, run_dir=tmp_path)
+    with Display(status.progress, [LiveView(console, status, RunDir(tmp_path))]) as display:
         display.step(1, 2, METRICS)
         display.evaluation("before", {"reward": 0.5})
         display.preflight([Check("memory", "warn", "little\x1b[2J")])
-        display.advice(1, Finding(key="generation", severity=Severity.NOTE, title="", text="more servers"))
     after = plain(_text(console).rpartition("\x1b[?1049l")[2]).splitlines()  # the alternate screen is left
     assert [line for line in after if line.strip()] == [
         "held-out before training: reward 0.500",
         "preflight: 0 passed, 1 warned, 0 failed",
         "warning: preflight: warn: memory: little",
-        "advice at step 1: more servers",
     ]
 
 
-def test_the_dashboard_draws_no_step_beyond_the_checkpoint_and_outlives_a_file_system_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    RunDir(tmp_path).metrics.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
-    drawn: list[list[float]] = []
-    is_broken = threading.Event()
-    read = GrowingFile.new_lines
+def test_the_dashboard_outlives_a_file_system_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: GrowingFile) -> None:
+        raise OSError(errno.ESTALE, "stale")
 
-    def new_lines(log: GrowingFile) -> Iterator[tuple[int, bytes]]:
-        if is_broken.is_set():
-            raise OSError(errno.ESTALE, "stale")
-        return read(log)
-
-    def picture(_: Progress, rows: list[MetricRow], **place: Any) -> str:
-        drawn.append([row["step"] for row in rows])
-        return ""
-
-    monkeypatch.setattr(GrowingFile, "new_lines", new_lines)
-    monkeypatch.setattr(display_module, "dashboard", picture)
-    progress = Progress(max_steps=4, step=2)
-    with LiveView(_console(terminal=True), progress, run_name="x", run_dir=RunDir(tmp_path)) as view:
-        assert eventually(lambda: len(drawn) > 0)
-        is_broken.set()
-        before = len(drawn)
+    monkeypatch.setattr(GrowingFile, "new_lines", fail)
+    console, status = _console(terminal=True), _status(4, step=2, run_dir=tmp_path)
+    with LiveView(console, status, RunDir(tmp_path)) as view:
+        before = len(_text(console))
         view.show("step", {})
-        assert eventually(lambda: len(drawn) > before + 1)
-    assert {tuple(steps) for steps in drawn} == {(1, 2)}
+        assert eventually(lambda: len(_text(console)) > before, 10.0)
 
 
 def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() -> None:
@@ -174,21 +191,11 @@ def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() 
 
 def test_averages_and_changes_are_what_their_formulas_say() -> None:
     progress = Progress(max_steps=10)
-    assert progress.reward_average is None
     for step, reward in enumerate([0.4, 0.6, 0.7], start=1):
         progress.add_step(step, 10, {"reward": reward})
-    assert progress.reward_change == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
-    assert progress.reward_average == pytest.approx(1.7 / 3)
-
-
-def test_an_evaluation_is_a_line_with_the_versions_that_made_it_and_a_few_words_of_the_dashboard() -> None:
-    metrics = {"reward": 0.5, "reward_std": 0.1, "pass@4": 0.75, "version_min": 4.0, "version_max": 6.0,
-               "mixed": 1.0, "reward/gsm8k": 0.25, "pass@4/gsm8k": 0.5}  # fmt: skip
-    assert evaluation_line("step 4", metrics) == ("held-out at step 4: reward 0.500  pass@4 0.750  versions 4 to 6")
-    progress = Progress(max_steps=9)
-    for number, when in enumerate(("before", "step 2", "step 4", "step 6", "step 8")):
-        progress.evaluations[when] = {"reward": number / 10}
-    assert evaluations_text(progress) == "before 0.000  step 4 0.200  step 6 0.300  step 8 0.400"
+    assert reward_change(list(progress.rewards)) == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
+    assert progress.as_dict()["reward"]["average"] == pytest.approx(1.7 / 3)
+    assert reward_change([]) is None
 
 
 # The summary.
@@ -202,7 +209,8 @@ def _summary(**fields: Any) -> str:
 
 def test_in_a_pipe_each_fact_is_one_line_which_can_be_searched() -> None:
     text = _summary(learning={"text": "word " * 100 + "end"}, reward_first=0.1, reward_last=0.2)
-    assert f"\nlearning   {'word ' * 100}end\nreward     0.100 -> 0.200" in text
+    assert f"learning   {'word ' * 100}end\n" in text
+    assert "\nreward     0.100 -> 0.200" in text
 
 
 def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed() -> None:
@@ -221,7 +229,6 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
     means = {"generated_tokens_per_s": 1234.0, "trained_tokens_per_s": 987.0, "trainer_idle_ratio": 0.12,
              "generator_idle_ratio": 0.3, "overlap_efficiency": 0.8, "staleness_mean": 0.75, "staleness_max": 1}  # fmt: skip
     ledger = {"ledger": {"groups": {"started": 100, **states}}, "ledger_closed": True}
-    memory = {"peaks": [3 << 29]}
     reached = {
         "steps": 60,
         "wall_s": 75.0,
@@ -230,11 +237,12 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
         "reward_first": 0.25,
         "reward_last": 0.9,
     }
-    text = _summary(**reached, **means, **ledger, evaluation=evaluation, memory=memory)
+    text = _summary(**reached, **means, **ledger, evaluation=evaluation)
     for part in (
-        "finished after 60 steps in 1:15", "0.250 -> 0.900", "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
+        "finished after 60 steps", "60 steps in 1:15", "0.250 -> 0.900",
+        "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
         "1234 generated, 987 trained (embedded engine)", "trainer 12%, servers 30%", "80% efficiency", "mean 0.75, max 1 steps",
-        "100 started = 90 trained + 6 filtered + 4 cancelled (balanced)", "a trainer rank held 1.5 GiB", "runs/x/model",
+        "100 started = 90 trained + 6 filtered + 4 cancelled (balanced)", "runs/x/model",
         "grpo-async inspect-rollouts runs/x",
     ):  # fmt: skip
         assert part in " ".join(text.split()), text
@@ -248,8 +256,8 @@ def test_the_summary_ends_with_a_table_where_it_says_more_than_a_line() -> None:
     for part in ("held out, after training", "gsm8k", "0.125"):
         assert part in text
     evaluation = {"after": samples, "by_group": {"after": {"all": {**samples, "reward": 0.125}}}, "group_by": "source"}
-    (rewards,) = (line for line in _summary(evaluation=evaluation).splitlines() if line.startswith("reward "))
-    assert rewards.split() == ["reward", "0.125", "0.500"], "a value may have the name of the whole"
+    whole = [line for line in _summary(evaluation=evaluation).splitlines() if line.startswith(("all ", "all prompts "))]
+    assert [line.split()[-3] for line in whole] == ["0.125", "0.500"], "a value may have the name of the whole"
     greedy = {"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5}
     assert "held out, " not in _summary(evaluation={"before": greedy, "after": greedy, "by_group": {"after": {}}})
     assert "held out, before training" in _summary(evaluation={"before": samples, "after": None, "by_group": {}})
@@ -260,9 +268,7 @@ def test_one_step_and_one_group_are_one_and_the_commands_after_a_run_can_be_past
     summary = {"status": "stopped", "steps": 1, "wall_s": 2.0, "evaluation": {"majority_baseline": 0.25}}
     print_summary(console, summary, Path("my runs/x"))
     text = _text(console)
-    assert "stopped after 1 step in 2 s" in text
+    assert "stopped after 1 step\n" in text
     assert "held out" not in text, "a baseline of no reward"
     assert "grpo-async inspect-rollouts 'my runs/x' " in text
     assert "grpo-async train 'my runs/x/config.yaml' --resume latest" in text
-    progress = Progress(max_steps=4, metrics={"ledger/groups/queued": 1.0})
-    assert ("queue", "1 group", "") in list(run_rows(progress, 0.0, width=40))

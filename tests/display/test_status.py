@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
 import platform
 import re
-import resource
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -23,20 +20,15 @@ from grpo_async.checks.report import Check
 from grpo_async.display import status as status_module
 from grpo_async.display.display import Display, LiveView
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Example, Progress
+from grpo_async.display.progress import Example, Progress, StatusContent
 from grpo_async.display.status import print_status, read_status, watch
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.findings import Evidence, Finding, Severity
-from grpo_async.findings.evidence import MetricsReader
-from grpo_async.launcher import advisor as advisor_module
-from grpo_async.launcher.advisor import Advisor
+from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.utils.files import GrowingFile
 from tests.display.support import METRICS
-from tests.findings.support import pipeline_setup
 from tests.support.waiting import eventually
 
 STEP = {**METRICS, "grad_norm": float("nan"), "pipeline/trainer_idle_ratio": 0.5, "pipeline/generator_idle_ratio": 0.02}
@@ -51,7 +43,8 @@ SERVER = {
 }
 
 
-EXAMPLE = Example(step=3, prompt="3 + 4 =", completions=[(1.0, "7"), (0.0, "8")])
+EXAMPLE = Example(step=3, prompt="3 + 4 =", completions=[{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": "8"}])
+ABOUT = {"engine": "vllm", "on_gpu": True, "precision": "float32 master weights, computed and served in bfloat16"}
 
 
 @pytest.fixture
@@ -66,16 +59,7 @@ class _Run(Display):
 
     def __init__(self, run_dir: RunDir) -> None:
         super().__init__(Progress(max_steps=10))
-        self.file = StatusFile(
-            run_dir,
-            self.progress,
-            run_name="x",
-            attempt="attempt_1",
-            engine="vllm",
-            on_gpu=True,
-            num_gpus=4,
-            precision="float32 master weights, computed and served in bfloat16",
-        )
+        self.file = StatusFile(StatusContent(run_dir, self.progress, run_name="x", about=ABOUT))
         self.views.append(self.file)
 
 
@@ -91,10 +75,6 @@ def _fill(status: Display) -> None:
     status.evaluation("before", {"reward": 0.25})
     status.example(EXAMPLE)
     status.servers([SERVER])
-    advice = Finding(
-        key="generation", severity=Severity.NOTE, title="", text="more servers", setting="a.b", current=1, suggested=2
-    )
-    status.advice(3, advice)
     status.warning("the server was killed")
     status.note("no warning")
 
@@ -107,13 +87,14 @@ def test_it_is_the_same_whatever_the_user_looks_at(run_dir: RunDir, mode: Output
     for is_terminal, each in ((True, OutputMode.FULL), (False, mode)):
         console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80, height=24, _environ={})
         display = Output(each, console).display(run_name="x", max_steps=10, run_dir=run_dir, resume_step=2)
-        file = StatusFile(run_dir, display.progress, run_name="x", attempt="attempt_2")
+        status = StatusContent(run_dir, display.progress, run_name="x", about={})
         with display:
             display.preflight([Check("disk", "pass", "enough"), Check("memory", "warn", "little")])
             display.evaluation("before", {"reward": 0.25})
-            content = file.content()
+            content = status.content()
         assert content["last_warning"].pop("at") > 0.0
-        contents.append({**content, "started_at": 0, "updated_at": 0})
+        assert content["last_note"].pop("at") > 0.0
+        contents.append({**content, "started_at": 0, "updated_at": 0, "phase_since": 0})
     assert contents[0] == contents[1]
     assert contents[0]["reward"] == {"last": 0.75, "average": 0.5}
     assert contents[0]["last_warning"]["text"] == "preflight: warn: memory: little"
@@ -128,21 +109,17 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
         assert eventually(lambda: _content(run_dir)["last_warning"] is not None, 10.0)
     content = _content(run_dir)
     expected = {
-        "run": "x", "step": 3, "max_steps": 10, "engine": "vllm", "on_gpu": True, "num_gpus": 4,
+        "run": "x", "step": 3, "max_steps": 10, "engine": "vllm", "on_gpu": True,
         "precision": "float32 master weights, computed and served in bfloat16",
         "eta_s": 14.0,  # 7 steps x 2 s
         "reward": {"last": 0.53, "average": 0.53},
         "ledger": {"groups": {"queued": 3, "trained": 12, "in_flight": 16}, "tokens": {"trained": 1200}},
         "evaluations": {"before": {"reward": 0.25}}, "host": platform.node(), "pid": os.getpid(),
         "pid_started_at": psutil.Process().create_time(),
-        "advice": {"bound_by": "generation", "text": "more servers", "setting": "a.b", "current": 1, "suggested": 2, "step": 3},
     }  # fmt: skip
     assert {name: content[name] for name in expected} == expected
     assert content["metrics"]["grad_norm"] is None
     assert (content["checkpoint"]["step"], content["checkpoint"]["writing"]) == (2, 3)
-    # what `status --watch` reads is what was written; only the average of the rewards needs more of them
-    again = Progress.of(content).as_dict()
-    assert {**again, "metrics": content["metrics"]} == {name: content[name] for name in again}
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 130), ("failed", 1)])
@@ -174,9 +151,10 @@ def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(RunDir, "checkpoint_steps", read)
     monkeypatch.setattr(MetricsReader, "rows", read)
-    StatusFile(run_dir, progress, run_name="x", attempt="a").content()
+    status = StatusContent(run_dir, progress, run_name="x", about={})
+    status.content()
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
-    with LiveView(console, progress, run_name="x", run_dir=run_dir):
+    with LiveView(console, status, run_dir):
         eventually(lambda: len(is_free) > 1)
     assert all(is_free)
 
@@ -220,15 +198,15 @@ def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunD
         "".join(json.dumps({"step": n, "reward": 0.1 * n + 0.01 * (n % 2)}) + "\n" for n in range(1, 9))
     )
     text = _table(run_dir)
-    for part in ("running", "3/10", "30%", "14 s left", "0.530 (all groups", "trained 12", "h:1  serving   v3  run 5  wait 1",
-                 "KV 50%", "before 0.250", "learning", "rose", "more servers", "bad worse", str(os.getpid())):  # fmt: skip
+    for part in ("running", "3/10", "30%", "14 s left", "0.530 (all groups", "trained 12", "h:1  serving  v3  run 5  wait 1",
+                 "KV 50%", "before 0.250", "learning", "rose", "bad worse", str(os.getpid())):  # fmt: skip
         assert part in text, f"{part!r} is missing:\n{text}"
     assert "\x1b" not in text
 
 
 def test_nothing_is_said_of_the_number_of_steps_before_it_is_known(run_dir: RunDir) -> None:
     """A run that was resumed at step 5, with `training.epochs`: the trainer counts the rows."""
-    content = StatusFile(run_dir, Progress(max_steps=0, step=5), run_name="x", attempt="a").content()
+    content = StatusContent(run_dir, Progress(max_steps=0, step=5), run_name="x", about={}).content()
     assert (content["step"], content["max_steps"]) == (5, None)
     run_dir.status.write_text(json.dumps(content))
     assert re.search(r"^ *step +5 *$", _table(run_dir), re.MULTILINE)
@@ -241,7 +219,7 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
     text = _table(run_dir)
     for part in ("server 0", "serving", "http://h:1", " left", "elapsed", "last update"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
-    assert re.search(r"took +\d+ s \(this attempt, with its start and end\)", text)
+    assert re.search(r"time +\d+ s in all, with start, evaluations and end", text)
     assert re.search(r"ended \d+ s ago", text)
     assert "servers idle 2%" in text
     run_dir.summary.write_text(json.dumps({"reward_first": 0.1, "reward_last": 0.9, "trainer_idle_ratio": 0.25}))
@@ -288,7 +266,7 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
             status.phase(f"phase {steps}")
             assert shows(f"phase {steps}")
             assert shows(f"step {steps[-1]}/10")
-        assert shows("0.222 (all groups")
+        assert is_terminal or shows("0.222 (all groups")
     status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()
@@ -299,93 +277,11 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
 
 def test_steps_that_run_again_after_a_resume_are_not_drawn_before(run_dir: RunDir) -> None:
     text = io.StringIO()
-    steps = "".join(f'{{"step": {step}, "reward": {0.25 if step <= 5 else 0.75}}}\n' for step in range(1, 10))
+    steps = "".join(f'{{"step": {step}, "reward": {0.25 if step <= 5 else 0.97}}}\n' for step in range(1, 10))
     run_dir.metrics.write_text(steps)
     with _Run(run_dir) as status:
         status.step(5, 10, STEP)
     status.file.end("stopped", exit_code=130, error=None)
     watch(run_dir, Console(file=text, width=100, height=30, force_terminal=True, _environ={}))
-    assert "0.250 (all groups)" in text.getvalue()
-    assert "0.750" not in text.getvalue()
-
-
-def _advised(run_dir: RunDir, every_steps: int) -> Mock:
-    """Steps 16 to 40 after a resume from 15; returns what was told."""
-    display = Mock(spec=Display)
-    advisor = Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=every_steps, run_dir=run_dir)
-    for step in range(16, 41):
-        advisor.show("step", {"step": step, "metrics": STEP})
-    return display
-
-
-def test_steps_that_run_again_are_judged_once(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks found the checkpoint of step 15 damaged, and went on from that of step 10."""
-    steps = [*range(1, 16), 11, 12]
-    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in steps))
-    judged: list[list[float]] = []
-    monkeypatch.setattr(
-        advisor_module, "judge", lambda evidence: judged.append([row["step"] for row in evidence.metrics])
-    )
-    setup = pipeline_setup(max_in_flight=256)
-    advisor = Advisor(Mock(spec=Display), setup=setup, every_steps=0, run_dir=run_dir)
-    advisor.show("evaluation", {})
-    advisor_module.judge(Evidence.read(run_dir))
-    assert judged == [[*range(1, 13)]] * 2
-
-
-def test_steps_that_run_again_have_their_advice_and_their_reward_once(run_dir: RunDir) -> None:
-    """The ranks found the checkpoint of step 15 damaged, and went on from that of step 10."""
-    run_dir.advice.write_text('{"step": 10}\n{"step": 15}\n')
-    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.25}}\n' for step in range(1, 16)))
-    display = Output(OutputMode.QUIET).display(run_name="x", max_steps=40, run_dir=run_dir, resume_step=15)
-    display.views.append(Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=5, run_dir=run_dir))
-    for step in range(11, 16):
-        display.step(step, 40, {**STEP, "reward": 0.75})
-        assert display.progress.reward_average == 0.75
-    lines = [json.loads(line) for line in run_dir.advice.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 15]
-
-
-def test_a_file_system_that_fails_for_a_while_costs_neither_the_run_nor_its_verdict_nor_who_watches(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: GrowingFile) -> None:
-        raise OSError(errno.ESTALE, "stale")
-
-    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in range(1, 21)))
-    display = Mock(spec=Display)
-    advisor = Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=0, run_dir=run_dir)
-    advisor.show("evaluation", {})
-    monkeypatch.setattr(GrowingFile, "new_lines", fail)
-    advisor.show("evaluation", {})
-    display.learning.assert_called_once()
-    with _Run(run_dir) as status:
-        status.step(20, 20, STEP)
-    status.file.end("finished", exit_code=0, error=None)
-    assert watch(run_dir, Console(file=io.StringIO())).state == "finished"
-
-
-def test_advice_that_a_full_disk_cuts_off_costs_itself_alone(run_dir: RunDir) -> None:
-    display = Mock(spec=Display)
-    advisor = Advisor(display, setup=pipeline_setup(max_in_flight=256), every_steps=10, run_dir=run_dir)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))  # half of a line
-    try:
-        for step in range(1, 11):
-            advisor.show("step", {"step": step, "metrics": STEP})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    for step in range(11, 21):
-        advisor.show("step", {"step": step, "metrics": STEP})
-    display.warning.assert_called_once()
-    assert [json.loads(line)["step"] for line in run_dir.advice.read_text().splitlines()] == [20]
-
-
-def test_advice_is_given_every_so_many_steps_and_kept(run_dir: RunDir) -> None:
-    run_dir.advice.write_text('{"step": 10}\n{"step": 30}\n{"ste')
-    display = _advised(run_dir, 10)
-    assert [call.args[0] for call in display.advice.call_args_list] == [20, 30, 40]
-    lines = [json.loads(line) for line in run_dir.advice.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 30, 40], "a line of a later step goes when that step runs again"
-    assert lines[-1]["bound_by"] == "generation"  # t = 1 s, g = 1.96 s of 2 s: two servers
-    assert (lines[-1]["setting"], lines[-1]["current"], lines[-1]["suggested"]) == ("inference.replicas", 1, 2)
+    assert "0.25 to 0.25" in text.getvalue(), "the ends of the curve"
+    assert "0.97" not in text.getvalue()

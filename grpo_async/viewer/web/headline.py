@@ -60,7 +60,9 @@ def headline(run: RunData) -> Headline:
 def _outcome(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
     done = f"{run.last_step} of {run.max_steps} steps" if run.max_steps else count(run.last_step, "step")
-    steps = f"{done}{f' in {duration(round(wall_s))}' if wall_s else ''}"
+    if run.evaluation_result:
+        return "The evaluation finished." if run.status == FINISHED else f"The evaluation is {run.status}."
+    steps = f"{done}{f', {duration(round(wall_s))} of training' if wall_s else ''}"
     # evaluation and export come after the last step
     has_all = run.max_steps is not None and run.last_step >= run.max_steps
     then = ", before its end; --resume does the rest." if has_all else "; --resume continues it."
@@ -130,15 +132,14 @@ def _staleness(run: RunData) -> Number | None:
 
 
 def _memory(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    """Peak memory of the first step on the fullest rank, and the estimate; without a summary, that of rank 0 so far."""
+    """Peak memory of the first step on the fullest rank; without a summary, that of rank 0 so far."""
     memory = summary.get("memory")
     memory = memory if isinstance(memory, Mapping) else {}
-    peaks, estimated = memory.get("peaks"), finite(memory.get("estimated"))
+    peaks = memory.get("peaks")
     measured = (
         [finite(peak) or 0.0 for peak in peaks] if isinstance(peaks, list) else run.values("perf/peak_memory_bytes")
     )
-    by_estimate = "" if estimated is None else f"per rank; estimated: {format_bytes(estimated)}"
-    return (format_bytes(max(measured)), by_estimate) if measured else None
+    return (format_bytes(max(measured)), "per rank, at most") if measured else None
 
 
 def _groups(run: RunData) -> Number | None:

@@ -12,11 +12,9 @@ from grpo_async.config.diff import flat
 from grpo_async.errors import RunError
 from grpo_async.findings import MetricRow
 from grpo_async.run_directory import RunDir
-from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import tail
-from grpo_async.utils.text import both_ends
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.headline import Headline, headline
 from grpo_async.viewer.web.layout import CHAPTERS, Line, Plot
@@ -29,9 +27,6 @@ _CARD_POINTS = 80  # of the small curve
 _MAIN_PLOTS = ("held-out", "reward", "lengths", "entropy", "zero-variance", "ratio")
 _MAX_MAIN_PLOTS = 4  # the first of them that there are
 _LOG_LINES = 1500
-_SAMPLED = "step>=0 and length>0 and not failed"
-_MAX_LISTED = 12  # messages of errors
-_MAX_ERROR = 160
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
 
 AXES: Mapping[str, tuple[str, str]] = {
@@ -61,7 +56,7 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dic
         "max_steps": run.max_steps,
         "model": run.setting("model.path"),
         "updated_at": modified_at(run_dir),
-        "verdict": {"level": learns.level, "key": learns.verdict.key, "text": learns.text},
+        "verdict": {"level": learns.level, "key": learns.diagnosis.key, "text": learns.text},
         "curve": curve(run.metrics, "reward", max_points=_CARD_POINTS),
         "held_out": [results[0].metrics["reward"], results[-1].metrics["reward"]] if len(results) > 1 else None,
         "num_evaluations": len(run_dir.evaluation_steps()),
@@ -82,9 +77,10 @@ def page(source: Source) -> dict[str, Any]:
     findings = [
         {
             **asdict(each),
+            "sort": "-step",
             "level": LEVELS[each.severity],
             "plot": plots[each.plot].title if each.plot and draw_all([plots[each.plot]], [run]) else None,
-            "command": None if each.query is None else inspect_command(run, each.query, each.sort),
+            "command": None if each.query is None else inspect_command(run, each.query, "-step"),
         }
         for each in learns.findings
     ]
@@ -101,19 +97,9 @@ def page(source: Source) -> dict[str, Any]:
 
 
 def _counted(table: RolloutTable) -> dict[str, Any]:
-    """What the findings and the headline need of a store."""
+    """What the headline needs of a store."""
     counts = table.count()
-    errors: dict[str, int] = {}
-    for message, number in table.facets("error", parse_query("status = 'failed'"), limit=_MAX_LISTED):
-        short = both_ends(" ".join(message.split()), _MAX_ERROR)  # two long messages may begin and end alike
-        errors[short] = errors.get(short, 0) + number
-    return {
-        "num_rollouts": counts.rollouts,
-        "num_groups": counts.groups,
-        "num_sampled": table.count(parse_query(_SAMPLED)).rollouts,
-        "num_unscored": table.count(parse_query(f"{_SAMPLED} and unscored")).rollouts,
-        "errors": sorted(errors.items(), key=lambda item: -item[1]),
-    }
+    return {"num_rollouts": counts.rollouts, "num_groups": counts.groups}
 
 
 def _main_plots(run: RunData) -> list[Drawing]:

@@ -12,21 +12,18 @@ from typing import Any
 
 from grpo_async.config.diff import Difference, differences
 from grpo_async.config.public import shown_config
-from grpo_async.findings import Evidence, MetricRow
+from grpo_async.findings import MetricRow, RunHistory
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunData(Evidence):
+class RunData(RunHistory):
     """One run: what the findings are made of, and what the page shows with it. `config` is the part that may be shown, empty
     where it cannot be read. `num_rollouts`, `num_groups`: in the store, if it was read."""
 
     label: str  # unique among the runs of a page
     run_dir: RunDir
-    engine: str | None = None  # the one that was chosen; None: not known
-    on_gpu: bool | None = None  # whether the trainer had a GPU; None: not known
-    num_gpus: int | None = None  # of the machine with the first trainer ranks; None: not known
     summary: Mapping[str, Any] = field(default_factory=dict)
     num_rollouts: int = 0
     num_groups: int = 0
@@ -45,27 +42,22 @@ class RunData(Evidence):
 
 def read_run(run_dir: RunDir, label: str, *, metrics: Sequence[MetricRow] | None = None) -> RunData:
     """Everything of one run that its page shows, without its store. `metrics`: where they are known already."""
-    evidence = Evidence.read(run_dir, metrics)
-    summary, status = read_object(run_dir.summary, []), read_object(run_dir.status, [])
-    no_metrics = [] if evidence.metrics else ["There are no metrics: no optimizer step was finished."]
-    num_gpus = status.get("num_gpus")
+    history = RunHistory.read(run_dir, metrics)
+    summary = read_object(run_dir.summary, [])
+    no_metrics = (
+        []
+        if history.metrics or history.evaluation_result
+        else ["There are no metrics: no optimizer step was finished."]
+    )
     shown: dict[str, Any] = {
-        "config": shown_config(evidence.config),
-        "problems": [*evidence.problems, *no_metrics],
+        "config": shown_config(history.config),
+        "problems": [*history.problems, *no_metrics],
     }
-
-    def known(name: str, kind: type) -> Any:
-        """A value of the last attempt, else of the summary, which may be older."""
-        return next((value for each in (status, summary) if isinstance(value := each.get(name), kind)), None)
-
     return RunData(
         label=label,
         run_dir=run_dir,
-        engine=known("engine", str),
-        on_gpu=known("on_gpu", bool),
-        num_gpus=num_gpus if isinstance(num_gpus, int) else None,
         summary=summary,
-        **{each.name: getattr(evidence, each.name) for each in fields(evidence)} | shown,
+        **{each.name: getattr(history, each.name) for each in fields(history)} | shown,
     )
 
 

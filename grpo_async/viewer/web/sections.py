@@ -1,4 +1,4 @@
-"""What the page of a run says beside its curves: verdict, findings, advice, evaluations."""
+"""What the page of a run says beside its curves: diagnosis, findings, advice, evaluations."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_async.config.loader import load_config
-from grpo_async.errors import ConfigError
-from grpo_async.findings import Finding, Severity, Verdict, find, judge
-from grpo_async.findings.finding import sentence
-from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
+from grpo_async.findings import Diagnosis, Finding, Severity, diagnose, find
+from grpo_async.findings.advice import speed_advice
 from grpo_async.utils.text import format_number
 from grpo_async.viewer.web.run_data import RunData
 
 LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
-_VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
-
-_ADVICE_STEPS = 50  # of the end of the run
-_WARM_UP = 2  # steps at its beginning that are unlike the others
+_DIAGNOSIS_LEVELS = {True: "good", False: "bad", None: "info"}
 
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 
@@ -32,39 +26,34 @@ def inspect_command(run: RunData, query: str, sort: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether a run learns, and the findings, the worst first. `level` gives the verdict its color."""
+    """Whether a run learns, and the findings, the worst first. `level` gives the diagnosis its color."""
 
-    verdict: Verdict
+    diagnosis: Diagnosis
     level: str
     findings: Sequence[Finding]
 
     @property
     def text(self) -> str:
-        """The verdict after its question."""
-        return f"Does it learn? {self.verdict.text}"
+        """Its two sentences, one below the other."""
+        return "\n".join(self.diagnosis.lines)
 
 
 def learning(run: RunData) -> Learning:
-    found = find(run)
-    verdict = judge(run, found)
-    return Learning(verdict=verdict, level=_VERDICT_LEVELS[verdict.is_learning], findings=found)
+    diagnosis = diagnose(run)
+    return Learning(diagnosis=diagnosis, level=_DIAGNOSIS_LEVELS[diagnosis.is_learning], findings=find(run))
 
 
 # -- advice
 
 
 def advice(run: RunData) -> str:
-    """What bounds a run's speed, in its last steps; or why that cannot be told."""
+    """What limits a run's speed, in its last steps."""
     if not run.metrics:
         return "No optimizer step was finished, so nothing was measured."
-    try:
-        config = load_config(run.run_dir.config)
-    except ConfigError:
-        return "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
-    rows = list(run.metrics[_WARM_UP:] if len(run.metrics) > 2 * _WARM_UP else run.metrics)[-_ADVICE_STEPS:]
-    setup = PipelineSetup(config=config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
-    found = advise(pipeline_metrics(rows), setup)
-    return sentence(found.text) if found else "Too little was measured to say."
+    found = speed_advice(run)
+    if found is None:
+        return "Nothing does: trainer and servers are busy, or too little was measured to say."
+    return f"{found.title}. {found.fix}"
 
 
 # -- evaluations

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.findings.evidence import MetricsReader
+from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable

@@ -493,8 +493,8 @@ def test_home_says_which_runs_learn_and_before_and_after_is_one_click_away(
     with opened(browser, learned, "#/home") as watched:
         page = watched.page
         verdicts = {name: page.inner_text(f"article[aria-label={name}] .verdict") for name in ("good", "flat")}
-        assert verdicts["good"].startswith("Does it learn? Yes. The held-out reward rose.")
-        assert verdicts["flat"].startswith("Does it learn? No. All rewards are 0.")
+        assert verdicts["good"].startswith("It learns: between steps")
+        assert verdicts["flat"].startswith("It does not learn: all rewards are 0.")
         line = page.locator("article[aria-label=good] .spark polyline").bounding_box()
         assert line is not None
         assert line["width"] > 50

@@ -1,7 +1,7 @@
-"""What the findings of a run are made of: its metrics, evaluations, counts of its rollouts and its settings.
+"""What a run's files say of its past: metrics, evaluations, settings, state.
 
-`Evidence.read` takes them from the files of a run directory, also while the run writes them. Nothing raises because of what a file
-contains: what cannot be read is left out.
+`RunHistory.read` takes them from a run directory, also while the run writes them. What cannot be
+read is left out, and named in `problems`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Self
+from typing import Any, Self
 
 from grpo_async.config.loader import read_values
 from grpo_async.findings.statistics import Change, held_out_change, trend
@@ -20,8 +20,6 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
 from grpo_async.utils.files import GrowingFile, numbers, parse_object, read_object, read_objects
 from grpo_async.utils.run_state import FINISHED, state_of
-
-_MIN_WINDOW, _MAX_WINDOW = 3, 50
 
 MetricRow = Mapping[str, float]
 """One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
@@ -33,9 +31,10 @@ class PackedRow(MetricRow):
     __slots__ = ("_columns", "_values")
 
     def __init__(self, row: MetricRow, known: dict[tuple[str, ...], dict[str, int]]) -> None:
-        """`known`: the names of rows that were packed before, which this one shares where it has the same."""
+        """`known`: the names of rows that were packed before; equal names are shared."""
         names = tuple(row)
-        self._columns = known.setdefault(names, {name: column for column, name in enumerate(names)})
+        columns = {name: column for column, name in enumerate(names)}
+        self._columns = known.setdefault(names, columns)
         self._values = array("d", row.values())
 
     def __getitem__(self, name: str) -> float:
@@ -52,37 +51,43 @@ class PackedRow(MetricRow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class RunHistory:
     """One run's metrics and evaluations, each ascending by step.
 
     Args:
-        num_sampled, num_unscored, errors: from the rollout store, if it was read: the number of rollouts that did not fail and
-            have a token in some step, how many of them have no reward, and (message, count) of failures, the most frequent first.
+        evaluation_result: content of evaluation.json, which `eval` writes in place of a training.
         status: one of run_state.LEVELS. error: why the run failed.
         problems: a sentence about each file that could not be read, or only in part.
     """
 
     metrics: Sequence[MetricRow] = ()
     evaluations: Sequence[EvaluationRecord] = ()
-    num_sampled: int = 0
-    num_unscored: int = 0
-    errors: Sequence[tuple[str, int]] = ()
+    evaluation_result: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
+    engine: str | None = None
+    on_gpu: bool | None = None
     status: str = FINISHED
     error: str | None = None
     problems: Sequence[str] = ()
 
     @classmethod
     def read(cls, run_dir: RunDir, metrics: Sequence[MetricRow] | None = None) -> Self:
-        """The evidence in a run's files, without the rollout store. `metrics`: if they were read already; that takes time for a
-        long run."""
+        """Read the files of a run. `metrics`: if they were read already."""
         problems: list[str] = []
-        status, summary = read_object(run_dir.status, problems), read_object(run_dir.summary, problems)
-        error = status.get("error")
+        status = read_object(run_dir.status, problems)
+        summary = read_object(run_dir.summary, problems)
+        evaluations = read_evaluations(run_dir.evaluation_log, problems)
+        error, engine, on_gpu = (
+            next((each[name] for each in (status, summary) if each.get(name) is not None), None)
+            for name in ("error", "engine", "on_gpu")
+        )
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
-            evaluations=sorted(read_evaluations(run_dir.evaluation_log, problems), key=lambda each: each.step),
+            evaluations=sorted(evaluations, key=lambda record: record.step),
+            evaluation_result=read_object(run_dir.evaluation_result, problems),
             config=read_values(run_dir.config, problems),
+            engine=engine if isinstance(engine, str) else None,
+            on_gpu=on_gpu if isinstance(on_gpu, bool) else None,
             status=state_of(status, summary).state,
             error=error if isinstance(error, str) else None,
             problems=problems,
@@ -93,16 +98,24 @@ class Evidence:
         return len(self.metrics)
 
     def values(self, name: str) -> list[float]:
-        """Values of metric `name`, for the steps that have it."""
+        """Return the values of a metric, for the steps that have it."""
         return [row[name] for row in self.metrics if name in row]
 
-    def names(self, prefix: str, suffix: str = "") -> list[str]:
-        """Names of metrics that begin with `prefix` and end with `suffix`, of all steps, sorted."""
-        names: set[str] = set().union(*self.metrics)
-        return sorted(name for name in names if name.startswith(prefix) and name.endswith(suffix))
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of metrics that begin with `prefix`, sorted."""
+        return sorted({name for row in self.metrics for name in row if name.startswith(prefix)})
+
+    def recent(self, name: str) -> float | None:
+        """Return the mean of the last third of a metric's values; None without any."""
+        values = self.values(name)
+        return fmean(values[-max(1, len(values) // 3) :]) if values else None
+
+    def last(self, name: str) -> float | None:
+        values = self.values(name)
+        return values[-1] if values else None
 
     def trend(self, name: str) -> Change | None:
-        """How a metric moved over the steps; see `statistics.trend`."""
+        """Return how a metric moved over the steps; see `statistics.trend`."""
         return trend(self.values(name))
 
     @property
@@ -111,58 +124,44 @@ class Evidence:
         moved = self.trend("reward")
         return moved is not None and moved.has_risen
 
-    def ends(self, name: str) -> tuple[float, float] | None:
-        """The means of the first and of the last tenth of the steps (at least 3, at most 50); None with fewer than 6 values."""
-        values = self.values(name)
-        size = min(max(_MIN_WINDOW, len(values) // 10), _MAX_WINDOW)
-        return (fmean(values[:size]), fmean(values[-size:])) if len(values) >= 2 * size else None
-
-    def recent(self, name: str) -> float | None:
-        """The mean of the last third of the values; None without any."""
-        values = self.values(name)
-        return fmean(values[-max(1, len(values) // 3) :]) if values else None
-
-    def last(self, name: str) -> float | None:
-        values = self.values(name)
-        return values[-1] if values else None
-
-    @property
-    def top(self) -> float | None:
-        """The highest reward that any rollout got, where that is recorded; else the highest mean of a step."""
-        return max(self.values("reward_max") or self.values("reward"), default=None)
-
     @property
     def reward_range(self) -> float:
-        """Difference between the highest and the lowest reward of any rollout, the scale of changes. 1 where it is not
-        known, or all rewards are equal."""
-        found = [value for name in ("reward_min", "reward", "reward_max") for value in self.values(name)]
-        found += [value for each in self.evaluated() for value in each.prompt_rewards if value is not None]
-        return (max(found) - min(found) if found else 0.0) or 1.0
+        """Difference between the highest and the lowest reward of any rollout, the scale of changes.
+        1 where it is not known, or all rewards are equal."""
+        rewards = [v for name in ("reward_min", "reward", "reward_max") for v in self.values(name)]
+        for record in self.evaluated():
+            rewards += [reward for reward in record.prompt_rewards if reward is not None]
+        return (max(rewards) - min(rewards) if rewards else 0.0) or 1.0
 
-    def setting(self, path: str) -> object:
-        """A setting of the configuration, by its dotted path; None: not there, or not shown."""
+    def setting(self, path: str) -> Any:
+        """Return a setting by its dotted path; None: it is not there, or not shown."""
         value: object = self.config
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
     def evaluated(self) -> list[EvaluationRecord]:
-        """Evaluations with a reward."""
-        return [each for each in self.evaluations if "reward" in each.metrics]
+        """Return the evaluations with a reward."""
+        return [record for record in self.evaluations if "reward" in record.metrics]
 
     def held_out(self) -> Change | None:
-        """The change of the held-out reward between the first evaluation and the last; None with fewer than two."""
+        """Return the change of the held-out reward from the first evaluation to the last; None with
+        fewer than two."""
         results = self.evaluated()
         return None if len(results) < 2 else self.between(results[0], results[-1])
 
     def between(self, first: EvaluationRecord, last: EvaluationRecord) -> Change:
         return held_out_change(
-            first.metrics, last.metrics, first.prompt_rewards, last.prompt_rewards, scale=self.reward_range
+            first.metrics,
+            last.metrics,
+            first.prompt_rewards,
+            last.prompt_rewards,
+            scale=self.reward_range,
         )
 
 
 def read_metrics(run_dir: RunDir, problems: list[str]) -> list[MetricRow]:
-    """The whole of metrics.jsonl, ascending by step."""
+    """Return the whole of metrics.jsonl, ascending by step."""
     rows: dict[int, MetricRow] = {}
     known: dict[tuple[str, ...], dict[str, int]] = {}
     for line in read_objects(run_dir.metrics, problems):
@@ -171,7 +170,8 @@ def read_metrics(run_dir: RunDir, problems: list[str]) -> list[MetricRow]:
 
 
 def _add(rows: dict[int, MetricRow], line: object, known: dict[tuple[str, ...], dict[str, int]]) -> None:
-    """Add a line of metrics.jsonl. It replaces its own step and all later ones: the run was resumed from an earlier checkpoint."""
+    """Add a line of metrics.jsonl. It replaces its own step and all later ones: the run was resumed
+    from an earlier checkpoint."""
     row = numbers(line)
     if "step" not in row:
         return
@@ -193,7 +193,8 @@ class MetricsReader:
         """Why the last look failed; None: it did not."""
 
     def rows(self) -> dict[int, MetricRow]:
-        """The finite numbers of each step, ascending by step. While the file cannot be read: those that were read before."""
+        """Return the finite numbers of each step, ascending by step. While the file cannot be read:
+        those that were read before."""
         with self._lock:
             self.problem = None
             try:

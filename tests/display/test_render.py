@@ -1,0 +1,115 @@
+"""The dashboard and the rows of a run: never more than the terminal has, and no text that escapes from it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from grpo_async.display.render import evaluation_line, evaluations_text, run_rows, screen, sparkline
+from tests.display.support import METRICS
+
+NOW = 2_000_000_000.0
+LEARNING = {
+    "text": "It learns: the held-out reward rose from 0.3 to 0.456.",
+    "fix": "Raise rollout.max_in_flight 64 -> 96.",
+}
+SERVER = {"index": 0, "url": "http://10.0.0.0:8000", "state": "serving", "version": 12, "running": 60, "waiting": 3,
+          "max_running": 128, "kv_usage": 0.38, "restarts": 0}  # fmt: skip
+DOWN = {
+    **SERVER,
+    "index": 1,
+    "state": "down",
+    "reason": "killed by SIGKILL",
+    "restarts": 1,
+    "running": None,
+    "kv_usage": None,
+}
+WRONG = "8, since " + "I think " * 60 + "so it is 8"
+CONTENT: dict[str, Any] = {
+    "run": "x", "state": "running", "phase": "training", "phase_since": NOW - 30, "step": 12, "max_steps": 60, "eta_s": 96.0,
+    "started_at": NOW - 70, "reward": {"last": 0.58, "average": 0.5}, "metrics": METRICS, "learning": LEARNING,
+    "servers": [SERVER, DOWN], "evaluations": {"before": {"reward": 0.3}, "step 10": {"reward": 0.456}},
+    "example": {"step": 10, "prompt": "3 + 4 =", "completions": [{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": WRONG}]},
+    "checkpoint": {"step": 10, "at": NOW - 75, "writing": 20}, "last_warning": {"at": NOW - 3, "text": "a server was killed"},
+}  # fmt: skip
+CURVE = [{"step": step, "reward": 0.04 * step} for step in range(1, 13)]
+
+
+def _text(content: dict[str, Any], width: int, height: int) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(screen(content, CURVE, footer="logs: runs/x/logs/latest", width=width, height=height, now=NOW))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip("\n")
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10), (20, 5), (300, 100)])
+@pytest.mark.parametrize(
+    "content", [CONTENT, {"run": "x", "state": "running", "phase": "starting", "step": 0, "max_steps": None}]
+)
+def test_the_dashboard_has_exactly_the_size_of_the_terminal(content: dict[str, Any], width: int, height: int) -> None:
+    lines = _text(content, width, height).splitlines()
+    assert [len(line) for line in lines] == [width] * height
+
+
+def test_the_dashboard_shows_what_matters_at_80_by_24() -> None:
+    text = _text(CONTENT, 80, 24)
+    for part in (
+        *(
+            "x · training",
+            "step 12/60",
+            "20%",
+            "1:10 elapsed",
+            "1:36 left",
+            "It learns: the held-out",
+            "Raise rollout.max_in_flight",
+        ),
+        *("training (30 s)", "a server was killed", "0.580", "before 0.300  step 10 0.456", "generated 1234", "▁", "█"),
+        *("10.0.0.0:8000  serving  v12  run 60/128", "10.0.0.0:8000  down", "killed by SIGKILL", "servers idle 30%"),
+        *("1.000  7", "so it is 8", "step 10  1:15 ago  writing step 20", "logs: runs/x/logs/latest"),
+    ):
+        assert part in text, f"{part!r} is missing:\n{text}"
+
+
+def test_a_number_of_steps_that_is_not_known_is_not_shown() -> None:
+    """A run that was resumed at step 5, with `training.epochs`: the trainer counts the rows."""
+    text = _text({"run": "x", "state": "running", "phase": "starting", "step": 5, "max_steps": None}, 80, 24)
+    assert "step 5" in text
+    assert not {"5/", "%"} & set(text.split())
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (10, 3)])
+def test_hostile_text_stays_inside_the_frame(width: int, height: int) -> None:
+    bad = "a\x1b]0;x\x07b\x1b[2Jc\rd\n\u202ee" + "w" * 500
+    hostile = {
+        **CONTENT, "phase": bad, "evaluations": {bad: {"reward": 1.0}}, "learning": {"text": bad, "fix": bad},
+        "servers": [{**DOWN, "url": bad, "reason": bad, "kv_usage": float("nan")}],
+        "example": {"step": 1, "prompt": bad, "completions": [{"reward": 0.5, "text": bad}]},
+    }  # fmt: skip
+    text = _text(hostile, width, height)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert not set("\x1b\r\x07\u202e") & set(text)
+
+
+def test_a_sparkline_shows_means_of_its_cells() -> None:
+    assert sparkline([], 5) == ""
+    assert sparkline([0.0, 1.0], 5) == "▁█"
+    assert sparkline([0.0, 0.0, 1.0, 1.0, 0.0, 1.0], 3) == "▁█▅"  # 0, 1, 0.5
+    assert sparkline([3.0] * 4, 2) == "▁▁"
+
+
+def test_an_evaluation_is_a_line_with_the_versions_that_made_it_and_a_few_words_of_the_dashboard() -> None:
+    metrics = {"reward": 0.5, "reward_std": 0.1, "pass@4": 0.75, "version_min": 4.0, "version_max": 6.0,
+               "mixed": 1.0, "reward/gsm8k": 0.25, "pass@4/gsm8k": 0.5}  # fmt: skip
+    assert evaluation_line("step 4", metrics) == ("held-out at step 4: reward 0.500  pass@4 0.750  versions 4 to 6")
+    evaluations = {
+        when: {"reward": at / 10} for at, when in enumerate(("before", "step 2", "step 4", "step 6", "step 8"))
+    }
+    assert evaluations_text(evaluations) == "before 0.000  step 4 0.200  step 6 0.300  step 8 0.400"
+
+
+def test_one_group_is_one() -> None:
+    content = {"state": "finished", "metrics": {"ledger/groups/queued": 1.0}}
+    assert ("queue", "1 group", "") in list(run_rows(content, 0.0, width=40))

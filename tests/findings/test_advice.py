@@ -1,0 +1,153 @@
+"""What limits a run and what to change: each rule with numbers worked by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from grpo_async.config.keys import ROOT
+from grpo_async.findings import Finding, RunHistory, Severity, find
+from grpo_async.findings.advice import speed_advice
+from grpo_async.store.query import parse_query
+from grpo_async.viewer.web.layout import CHAPTERS
+from tests.viewer.support import steps, wiggle
+
+ERROR, WARNING, GOOD, NOTE = Severity
+RATIO = "sampling__importance_sampling_ratio"
+# 16 groups of 8, one step ahead: at most 2 x 16 x 8 = 256 rollouts; 64 of them in flight
+SETTINGS = {
+    "rollout": {"group_size": 8, "groups_per_step": 16, "max_staleness": 1, "max_in_flight": 64},
+    "training": {"weight_sync_steps": 1},
+    "rewards": [{"function": "rewards:judge"}],
+}
+BUSY = {"step_time": 10.0, "pipeline__trainer_idle_ratio": 0.05, "pipeline__generator_idle_ratio": 0.05,
+        "servers__running": 60.0, "servers__waiting": 0.0, "servers__kv_usage": 0.9, "rollout__duration_s": 1.0}  # fmt: skip
+WAITS = {"pipeline__trainer_idle_ratio": 0.41}
+TURNS = {"pipeline__trainer_idle_ratio": 0.6, "pipeline__generator_idle_ratio": 0.4}
+
+
+def _config(**rollout: Any) -> Mapping[str, Any]:
+    return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **rollout}}  # type: ignore[dict-item]
+
+
+def _names_settings(finding: Finding) -> None:
+    for name in re.findall(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b", f"{finding.title} {finding.text} {finding.fix}"):
+        if not name.endswith((".log", ".json")):
+            assert ROOT.find(tuple(name.split("."))) is not None, name
+
+
+# what differs from BUSY, the settings that differ, the rule, words of its sentences
+SPEED: list[tuple[dict[str, float], dict[str, Any], str, str]] = [
+    ({}, {}, "balance", "A step of 10 s generates for 9.5 s and trains for 9.5 s. Both are busy."),
+    ({"pipeline__generator_idle_ratio": 0.7}, {}, "balance", "A faster trainer would help"),
+    (WAITS, {}, "balance", "Faster generation would help"),
+    # 0.85 / 0.5 = 1.7; 64 x 1.7 = 108.8, in whole groups of 8: 104; twice as many at most; never beyond 256
+    ({**WAITS, "servers__kv_usage": 0.5}, {}, "in-flight", "Raise rollout.max_in_flight 64 -> 104."),
+    ({**WAITS, "servers__kv_usage": 0.2}, {}, "in-flight", "64 -> 128."),
+    ({**WAITS, "servers__kv_usage": 0.2, "servers__running": 190.0}, {"max_in_flight": 200}, "in-flight", "200 -> 256."),
+    # a full cache: 45 run, 5 whole groups of 8; full, and nobody waits
+    ({"servers__kv_usage": 0.98, "servers__running": 45.0, "servers__waiting": 19.0}, {}, "in-flight",
+     "98% full, and 19 requests wait for room. Lower rollout.max_in_flight 64 -> 40."),
+    ({"servers__kv_usage": 0.98, "servers__running": 45.0, "servers__waiting": 0.5}, {}, "balance", ""),
+    # a push of 3 s in each step of 10 s
+    ({"sync__push_s": 3.0}, {}, "pushes", "30% of the time. Raise training.weight_sync_steps 1 -> 2."),
+    ({"sync__push_s": 3.0}, {"max_staleness": 0}, "pushes", "weight_sync_steps and rollout.max_staleness"),
+    ({**WAITS, "scoring__duration_s": 4.0}, {}, "scoring", "rewards:judge takes 4 s a group, generating it 1 s"),
+    ({"scoring__duration_s": 4.0}, {}, "balance", ""),  # nobody waits for it
+    ({**WAITS, "tools__duration_s__per_rollout": 0.6}, {}, "tools", "Tools take 60% of a rollout's time. Raise rollout.max_in"),
+    ({**WAITS, "tools__duration_s__per_rollout": 0.6}, {"max_in_flight": 256}, "tools", "Make that faster"),
+    # 1 s - 2 turns x 0.1 s
+    ({**WAITS, "rollout__generation_duration_s": 0.1, "rollout__num_turns": 2.0}, {"agent": {"function": "a:b"}}, "tools",
+     "The agent's own work takes 80%"),
+    # t = 4 s, g = 6 s
+    (TURNS, {"max_staleness": 0}, "taking-turns", "a step of 10 s could take 6 s. Raise rollout.max_staleness 0 -> 1."),
+    (TURNS, {"max_staleness": 4}, "balance", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("metrics", "rollout", "key", "words"), SPEED)
+def test_what_limits_the_speed_names_what_to_do_and_settings_that_exist(
+    metrics: dict[str, float], rollout: dict[str, Any], key: str, words: str
+) -> None:
+    found = speed_advice(RunHistory(metrics=steps(20, **{**BUSY, **metrics}), config=_config(**rollout)))
+    assert found is not None
+    assert found.key == key
+    assert (found.severity is NOTE) is (key == "balance")
+    assert words in f"{found.title}. {found.fix}"
+    _names_settings(found)
+
+
+def test_dropped_groups_are_counted_over_the_last_steps() -> None:
+    rows = [
+        {**row, "ledger/groups/trained": 10.0 * step, "ledger/groups/stale": 2.0 * step}
+        for step, row in enumerate(steps(20, **BUSY))
+    ]
+    found = speed_advice(RunHistory(metrics=rows, config=SETTINGS))
+    assert found is not None
+    assert f"{found.title}. {found.fix}".startswith("17% of the groups are dropped")  # 2 of 12
+    assert found.fix == "Raise rollout.max_staleness 1 -> 2."
+
+
+def test_few_steps_and_missing_metrics_say_nothing_about_speed() -> None:
+    for rows in ([], steps(2), [{"step": float(step)} for step in range(30)]):
+        assert speed_advice(RunHistory(metrics=rows)) is None
+
+
+# -- what else is found
+
+
+def _flat(num: int = 20, *, from_step: int = 1, **changes: float) -> list[dict[str, float]]:
+    """No trend in the reward; `changes` hold from a step on."""
+    rows = [*steps(from_step - 1), *steps(num, **changes)[from_step - 1 :]]
+    return [{**row, "step": float(step), "reward": 0.2 + wiggle(step)} for step, row in enumerate(rows, start=1)]
+
+
+CUT_OFF = _flat(sampling__sampling_logp_difference__mean=0.2, **{f"{RATIO}__mean": 0.8})
+LATER = [{**row, "sampling/sampling_logp_difference/mean": 0.2 if row["step"] < 6 else 0.7} for row in CUT_OFF]
+TOP_P = {"rollout": {"top_p": 0.8}}
+FOUND: list[tuple[str, Severity | None, str, Sequence[Mapping[str, float]], Mapping[str, Any]]] = [
+    ("zero-variance", NOTE, "Most groups are solved", steps(30, first=0.2, last=1.0, frac_reward_zero_std=0.8), {}),
+    ("zero-variance", ERROR, "All rewards are", steps(10, reward_min=1e9, reward_max=1e9 + 1e-4), {}),  # but for noise
+    # the server's from the first step on, or it came with training; a ratio of 0.5 is as far as 2
+    ("off-policy", ERROR, "It was so in the first step", _flat(sampling__sampling_logp_difference__mean=0.5), {}),
+    ("off-policy", WARNING, "ratio is 1.2. It developed", _flat(from_step=6, **{f"{RATIO}__mean": 1.2}), {}),
+    ("off-policy", ERROR, "", _flat(**{f"{RATIO}__mean": 0.5}), {}),
+    ("off-policy", None, "", CUT_OFF, TOP_P),  # the first step shows what top_p cuts off
+    ("off-policy", ERROR, "differ by 0.5 nats", LATER, TOP_P),
+    ("entropy", WARNING, "The entropy collapsed", _flat(from_step=9, entropy=0.01), {}),
+    ("entropy", WARNING, "The entropy exploded", _flat(from_step=11, entropy=4.0), {}),
+    ("entropy", None, "", [{**row, "entropy": 0.01} if row["step"] > 8 else row for row in steps(20)], {}),
+    ("tools", WARNING, "30% of the turns have tool calls that cannot be read",
+     _flat(tools__call_frequency=1.0, tools__parse_error_frequency=0.3), {}),
+    ("tools", WARNING, "70% of the tool calls fail", _flat(tools__call_frequency=1.0, tools__failure_frequency=0.7), {}),
+    ("tools", ERROR, "hardly ever called", _flat(tools__call_frequency=0.0), {}),
+    ("failed-groups", ERROR, "60% of the groups failed Most often: rollout/ReadTimeout, 7 times.",
+     _flat(ledger__groups__failed=60.0, failures__rollout__ReadTimeout=7.0), {}),
+    ("no-gradient", ERROR, "The gradient is 0", _flat(grad_norm=0.0), {}),
+    # samples of the policy itself have a ratio of 1 whatever the step is
+    ("hardly-moves", None, "",
+     _flat(**{f"{RATIO}__min": 0.9999, f"{RATIO}__max": 1.0001}, lr=1e-6, async__staleness_mean=0.0), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "severity", "words", "metrics", "config"), FOUND)
+def test_what_is_found_and_how_bad_it_is(
+    key: str, severity: Severity | None, words: str, metrics: list[dict[str, float]], config: dict[str, Any]
+) -> None:
+    findings = find(RunHistory(metrics=metrics, config=config))
+    found = {finding.key: finding for finding in findings}.get(key)
+    assert (found and found.severity) == severity
+    assert found is None or words in f"{found.title} {found.text}"
+    plots = {plot.name for chapter in CHAPTERS for plot in chapter.plots}
+    for finding in findings:
+        parse_query(finding.query or "")
+        assert finding.plot is None or finding.plot in plots
+        _names_settings(finding)
+    assert [each.severity.rank for each in findings] == sorted(each.severity.rank for each in findings)
+
+
+def test_a_run_that_does_well_has_no_findings() -> None:
+    assert find(RunHistory(metrics=steps(20))) == []
