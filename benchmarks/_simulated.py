@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_async.buffer.group import OpenGroup
+from grpo_async.buffer.group_table import GroupTable
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.records import (
     FinishReason,
@@ -34,7 +36,6 @@ from grpo_async.records import (
     ScoredGroup,
     TurnRecord,
 )
-from grpo_async.rollout.group import OpenGroup
 
 _LENGTH = "simulated_length"
 
@@ -319,8 +320,8 @@ class SimulatedStore:
     def append(self, *args: object, **kwargs: object) -> None: ...
 
 
-def give_back_at(buffer: SampleBuffer, loop: VirtualLoop) -> None:
-    """Return to the trainer, which may be waiting, when a group or a failure arrives in the buffer."""
+def give_back_at(table: GroupTable, buffer: SampleBuffer, loop: VirtualLoop) -> None:
+    """Return to the trainer, which may be waiting, when a group is scored or the run fails."""
 
     def telling(method: Callable[..., None]) -> Callable[..., None]:
         def call(*given: Any) -> None:
@@ -329,5 +330,5 @@ def give_back_at(buffer: SampleBuffer, loop: VirtualLoop) -> None:
 
         return call
 
-    for name in ("add", "fail"):
-        setattr(buffer, name, telling(getattr(buffer, name)))
+    table.score = telling(table.score)  # type: ignore[method-assign]
+    buffer.fail = telling(buffer.fail)  # type: ignore[method-assign]

@@ -200,11 +200,11 @@ def simulate(setup: Setup) -> dict[str, float]:
         store=store,
         num_steps=setup.steps,
     )
-    ledger, buffer = worker.ledger, worker.buffer
-    give_back_at(buffer, loop)
+    table, buffer = worker.table, worker.buffer
+    give_back_at(table, buffer, loop)
     watch = Watch(
         timeout_s=_NEVER_S,
-        progress=lambda: ledger.num_events,
+        progress=lambda: table.num_events,
         heartbeat=loop.run_until_call,
         heartbeat_s=0.0,  # it never blocks: virtual seconds pass in the heartbeat
     )
@@ -234,7 +234,7 @@ def simulate(setup: Setup) -> dict[str, float]:
             loop.run_for(setup.step_s + forwards_s)
             for group in groups:
                 status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
-                worker.close_group(group.group, status, scored=group, step=step, was_taken=True)
+                worker.close_group(group.group, status, scored=group, step=step)
             push(step)
             versions = [sample.policy_versions for group in trained for sample in group.samples]
             ages.append([step - 1 - int(version) for each in versions for version in each])
@@ -246,13 +246,13 @@ def simulate(setup: Setup) -> dict[str, float]:
             ticks.append(
                 {"wall_s": loop.time(), "waited_s": waited_s, "trained_s": trained_s, "even_s": even_s, **of_servers}
             )
-        assert is_balanced(ledger.snapshot()), ledger.snapshot()
+        assert is_balanced(table.ledger()), table.ledger()
         assert all(age <= setup.max_staleness for each in ages for age in each)
     finally:
         running.cancel()
         loop.run_for(0.0)
         loop.close()
-    tokens = ledger.snapshot()["tokens"]
+    tokens = table.ledger()["tokens"]
     # without the first steps, and the last ones, in which nothing is left to generate
     last = len(ticks) - 2 - setup.max_staleness
     spent = {name: value - ticks[_SKIP - 1][name] for name, value in ticks[last].items()}

@@ -1,14 +1,14 @@
-"""The queue between the rollout thread and the trainer's main thread, which blocks on it. The ledger's admission bounds its size.
+"""The trainer's side of the table of groups: its main thread blocks in `take` until a step can be filled.
 
-It receives ScoredGroups by `add` and hands them out by `take`: first those that no later step may use, then in the order in which
-they were started. Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens
-<= max_staleness; an older group is dropped whole, counted as stale, and its place is free again.
+`take` hands out scored groups: first those that no later step may use, then in the order in which they were started. Hard
+staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness; an older
+group is dropped whole, counted as stale, and its place is free again.
 
-A step keeps places for groups in the making that are due at it (`Ledger.due`): younger groups that are ready leave them their
-places and go to a later step. Otherwise slow groups, those with the longest completions, would be dropped as stale. A place is free
-at once when its group fails or is filtered, and all are when others could have filled the step for `Ledger.patience_s`.
+A step keeps places for groups in the making that are due at it (`GroupTable.due`): younger groups that are ready leave them their
+places and go to a later step. Otherwise slow groups, those with the longest completions, would be dropped as stale. A place is
+free at once when its group fails or is filtered, and all are when others could have filled the step for `GroupTable.patience_s`.
 
-`reserve` predicts what the next `take` will hand out, so that it can be packed while a step trains. It stays queued until then.
+`reserve` predicts what the next `take` will hand out, so that it can be packed while a step trains.
 
 Each step also reports the scored groups that were dropped since the step before, as stale or filtered: `record_dropped` keeps them
 until `take_dropped`, and returns which step that will be, so that metrics and rollout store agree.
@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.group import GroupState
+from grpo_async.buffer.group_table import GroupTable
 from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.tracking.timeline import record
 
 HEARTBEAT_S = 20.0
 """Interval between two heartbeats of rank 0 while it waits: the other ranks wait for its commands with a deadline."""
@@ -63,50 +63,23 @@ class SampleBuffer:
     """See the module's docstring.
 
     Args:
-        ledger: knows the groups in the making; they share its lock.
+        table: has the groups, and the lock.
         on_drop: called (in the taking thread) with each group that is dropped, its status (stale, or filtered where no group of a
-            round had anything to train), and the step.
+            round had anything to train), and the step; it closes the group.
         next_step, last_step: the step that is taken next, and the last of the run.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        *,
-        on_drop: OnDrop,
-        next_step: int = 1,
-        last_step: int | None = None,
-    ) -> None:
-        self._since: dict[int, float] = {}  # by group id: when it was added
-        self._ledger = ledger
+    def __init__(self, table: GroupTable, *, on_drop: OnDrop, next_step: int = 1, last_step: int | None = None) -> None:
+        self._table = table
         self._on_drop = on_drop
         self._step = next_step
         self._last_step = last_step
-        self._groups: list[ScoredGroup] = []  # by id: in the order in which they were started
-        self._reserved: set[int] = set()  # group ids
         self._dropped: list[ScoredGroup] = []
-        self._condition = ledger.changed
+        self._condition = table.changed
         self._failure: BaseException | None = None
         self._has_ended = False
         self._interrupted = False
         self._woken = False
-
-    def __len__(self) -> int:
-        with self._condition:
-            return len(self._groups)
-
-    def add(self, *groups: ScoredGroup) -> None:
-        """Queue scored groups: a new one, or those of a checkpoint."""
-        for group in groups:
-            self._since[group.group_id] = time.time()
-        with self._condition:
-            self._groups = sorted([*self._groups, *groups], key=lambda group: group.group_id)
-            self._condition.notify_all()
-
-    def queued(self) -> list[ScoredGroup]:
-        """The queued groups, in the order of their ids; they stay queued."""
-        with self._condition:
-            return list(self._groups)
 
     @property
     def step(self) -> int | None:
@@ -135,14 +108,13 @@ class SampleBuffer:
 
     def reserve(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup]:
         """The groups that a `take` with the same arguments will hand out, unless one that is due at its step arrives or begins to
-        be made meanwhile. They stay queued. [] while `take` would wait, or when none of them has samples.
-        """
+        be made meanwhile. [] while `take` would wait, or when none of them has samples."""
         with self._condition:
-            self._reserved = set()
+            self._table.mark([], GroupState.RESERVED)
             reserved = self._round(self._fresh(trainer_version), num_groups, trainer_version)
             if len(reserved) < num_groups or not any(group.samples for group in reserved):
-                reserved = []
-            self._reserved = {group.group_id for group in reserved}
+                return []
+            self._table.mark(reserved, GroupState.RESERVED)
             return reserved
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
@@ -156,36 +128,28 @@ class SampleBuffer:
 
         On each of these errors all groups are still queued, so a checkpoint that is written then has them.
         """
-        while True:
-            taken = self._take_round(num_groups, trainer_version, watch)
-            if not taken or any(group.samples for group in taken):
-                for group in taken:
-                    self._end_span(group, step=trainer_version + 1)
-                self._reserved = set()
-                return taken
-            self._drop(taken, GroupStatus.FILTERED)  # a whole round without samples: take the next one
-
-    def _take_round(self, num_groups: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """Wait for a round and remove it from the queue; [] after `end` when nothing is left. Drop stale groups meanwhile."""
         seen, kept_until = watch.progress(), math.inf
         last_change = last_heartbeat = time.monotonic()
         while True:
             with self._condition:
-                stale, ready = self._pop_now(num_groups, trainer_version)
+                dropped, status, ready = self._pick(num_groups, trainer_version)
                 is_over = bool(ready) or self._has_ended
-                if not stale and not is_over:
+                if not dropped and not is_over:
                     now = time.monotonic()
-                    if len(self._groups) >= num_groups:  # others could fill the step
-                        kept_until = min(kept_until, now + self._ledger.patience_s)
+                    if len(self._table.queued()) >= num_groups:  # others could fill the step
+                        kept_until = min(kept_until, now + self._table.patience_s)
                     if now >= kept_until:
-                        self._ledger.release_places(trainer_version + 1)
+                        self._table.release_places(trainer_version + 1)
                         continue
                     until = min(last_change + watch.timeout_s, now + watch.heartbeat_s, kept_until)
                     if not self._woken:
                         self._condition.wait(timeout=max(0.0, until - now))
                     woken, self._woken = self._woken, False
-            if stale:
-                self._drop(stale, GroupStatus.STALE)
+            if dropped:
+                for group in dropped:
+                    self._on_drop(group, status, self.record_dropped(group))
+                if status is GroupStatus.FILTERED:
+                    kept_until = math.inf  # it is another round that others could fill
                 continue
             if is_over:
                 return ready
@@ -208,8 +172,9 @@ class SampleBuffer:
                 watch.heartbeat()
                 last_heartbeat = now
 
-    def _pop_now(self, num_groups: int, trainer_version: int) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
-        """Pop stale groups, or else a round if one is ready; without waiting. The caller holds the lock."""
+    def _pick(self, num_groups: int, trainer_version: int) -> tuple[list[ScoredGroup], GroupStatus, list[ScoredGroup]]:
+        """Without waiting: groups to drop and as what, or else the groups of the step, if it can be filled. The caller holds the
+        lock."""
         if self._failure is not None:
             raise self._failure
         if self._interrupted:
@@ -220,44 +185,32 @@ class SampleBuffer:
             self._last_step = self._step - 1  # nothing is left to train
         last_id = ready[-1].group_id if len(ready) == num_groups else math.inf
         keep = {group.group_id for group in fresh}
-        stale = [group for group in self._groups if group.group_id not in keep and group.group_id < last_id]
-        gone = {group.group_id for group in stale or ready}
-        self._groups = [group for group in self._groups if group.group_id not in gone]
-        return (stale, []) if stale else ([], ready)
+        stale = [group for group in self._table.queued() if group.group_id not in keep and group.group_id < last_id]
+        if stale:
+            return stale, GroupStatus.STALE, []
+        if not any(group.samples for group in ready):
+            return ready, GroupStatus.FILTERED, []  # a whole round without samples: the next one is taken
+        self._table.mark(ready, GroupState.TAKEN)
+        return [], GroupStatus.FILTERED, ready
 
     def _round(self, fresh: Sequence[ScoredGroup], num_groups: int, trainer_version: int) -> list[ScoredGroup]:
         """The groups of a step, sorted by id; [] while it has to wait. The caller holds the lock."""
         step = trainer_version + 1
         places: list[tuple[tuple[bool, bool, bool, int], ScoredGroup | None]] = [
-            ((last > step, True, True, group_id), None) for group_id, last in self._ledger.due(step).items()
+            ((last > step, True, True, group_id), None) for group_id, last in self._table.due(step).items()
         ]
         for group in fresh:
-            is_last = self._ledger.is_stale(group.oldest_version, step)
-            places.append(((not is_last, not is_last, group.group_id not in self._reserved, group.group_id), group))
+            is_last = self._table.is_stale(group.oldest_version, step)
+            is_reserved = self._table.is_reserved(group.group_id)
+            places.append(((not is_last, not is_last, not is_reserved, group.group_id), group))
         places = sorted(places, key=lambda place: place[0])[:num_groups]
         ready = [group for _, group in places if group is not None]
         is_full = len(ready) == num_groups or self._has_ended
         return sorted(ready, key=lambda group: group.group_id) if is_full else []
 
     def _fresh(self, trainer_version: int) -> list[ScoredGroup]:
-        return [group for group in self._groups if not self._ledger.is_stale(group.oldest_version, trainer_version)]
-
-    def _drop(self, groups: Sequence[ScoredGroup], status: GroupStatus) -> None:
-        for group in groups:
-            self._end_span(group, status=str(status))
-            self._on_drop(group, status, self.record_dropped(group))
-
-    def drain(self) -> list[ScoredGroup]:
-        """Remove and return everything queued (at the end of a run)."""
-        with self._condition:
-            groups, self._groups = self._groups, []
-        for group in groups:
-            self._end_span(group)
-        return groups
-
-    def _end_span(self, scored: ScoredGroup, **details: object) -> None:
-        """A group leaves the queue: add the span that began with `add` to the timeline."""
-        record("queued", self._since.pop(scored.group_id), time.time(), group=scored.group.name, **details)
+        queued = self._table.queued()
+        return [group for group in queued if not self._table.is_stale(group.oldest_version, trainer_version)]
 
     def fail(self, error: BaseException) -> None:
         """Make the current and every later `take` raise `error`. The first failure wins."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EvaluationSection
@@ -34,7 +35,7 @@ from grpo_async.records import (
     no_tokens,
 )
 from grpo_async.rollout.components import Components
-from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
+from grpo_async.rollout.group import ErrorLog, GroupProducer
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.utils.concurrency import all_of

@@ -19,13 +19,14 @@ from typing import Any
 from grpo_async.agents.agent import Agent, AgentError, AgentResult
 from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.session import AgentSession
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import FatalRolloutError, RunError, message_of
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
-from grpo_async.rollout.group import ErrorLog, OpenGroup
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.tracking.timeline import span
 from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.seeds import seed_of

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer, opening_of
 from grpo_async.envs import Environment, Environments
@@ -52,7 +53,7 @@ from grpo_async.records import (
     TurnRecord,
     no_tokens,
 )
-from grpo_async.rollout.group import ErrorLog, OpenGroup
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.tools import Tool, ToolExecutor
 from grpo_async.tracking.timeline import span
 from grpo_async.utils.seeds import seed_of

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.errors import DeadlineError, FatalRolloutError, RunError
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
-from grpo_async.rollout.group import OpenGroup
 from grpo_async.tracking.timeline import span
 from grpo_async.user_code.calls import Caller, CallError, UserCall
 from grpo_async.user_code.copies import own_copy

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from grpo_async.buffer.group import describe as describe_in_flight
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, Watch
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup, TokenStats
-from grpo_async.rollout.group import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.utils.concurrency import close_all
@@ -59,12 +59,11 @@ class RolloutSource:
         self._thread = LoopThread("rollout", uvloop.new_event_loop())
         self._worker = worker
         self._buffer = worker.buffer
-        self._ledger = worker.ledger
+        self._table = worker.table
         self._server_changes = server_changes
         self._attention = threading.Event()
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
-        self._dropped: list[ScoredGroup] = []
         self._reserved: list[ScoredGroup] = []
         self._stopping = False
         self._has_started = False
@@ -121,7 +120,7 @@ class RolloutSource:
         """The groups of the next step: see SampleBuffer.take. None: the run is to stop; []: the data is at its end."""
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
-            progress=lambda: self._ledger.num_events + self._server_changes() + self._evaluated_tokens(),
+            progress=lambda: self._table.num_events + self._server_changes() + self._evaluated_tokens(),
             heartbeat=heartbeat,
             on_change=on_change,
             describe=self.describe,
@@ -130,7 +129,6 @@ class RolloutSource:
             groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
         except BufferInterrupted:
             return None
-        self._dropped = self._buffer.take_dropped()
         reserved, self._reserved = self._reserved, []
         return reserved if _ids(reserved) == _ids(groups) else self._worker.scorer.advantages.over_step(groups)
 
@@ -143,9 +141,9 @@ class RolloutSource:
     def describe(self) -> str:
         """Describe what is in flight and what the oldest group waits for. Thread-safe, and works when the rollout thread hangs."""
         running = "" if self._evaluation is None or self._evaluation.done() else "; an evaluation is running"
-        num_failed = self._ledger.snapshot()["groups"]["failed"]
-        in_flight = describe_in_flight(self._worker.in_flight())
-        return f"{in_flight}; {count(len(self._buffer), 'group')} queued, {num_failed} failed so far{running}"
+        num_failed = self._table.ledger()["groups"]["failed"]
+        in_flight = describe_in_flight(self._table.started())
+        return f"{in_flight}; {count(len(self._table.queued()), 'group')} queued, {num_failed} failed so far{running}"
 
     def task_stacks(self) -> str:
         """Where the tasks of the rollout thread wait. Thread-safe, and works when that thread hangs."""
@@ -167,11 +165,12 @@ class RolloutSource:
     ) -> None:
         for group in groups:
             mine = {s.rollout_id: stats[s.rollout_id] for s in group.samples if s.rollout_id in stats}
-            self._worker.close_group(group.group, status, scored=group, step=step, stats=mine, was_taken=True)
+            self._worker.close_group(group.group, status, scored=group, step=step, stats=mine)
 
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Rewards and lengths over the groups taken, and those that became filtered or stale since the step before."""
-        return group_metrics([*groups, *self._dropped])
+    def take_group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Rewards and lengths over the groups taken, and those that became filtered or stale since the step before: call it once
+        for each step."""
+        return group_metrics([*groups, *self._buffer.take_dropped()])
 
     def advance(self, version: int) -> None:
         """The servers serve `version` from now on."""
@@ -202,9 +201,9 @@ class RolloutSource:
 
     def gauges(self) -> dict[str, float]:
         gauges = {"epoch": self._worker.epoch}
-        for kind, counts in self._ledger.snapshot().items():
+        for kind, counts in self._table.ledger().items():
             gauges.update({f"ledger/{kind}/{status}": float(number) for status, number in counts.items()})
-        num_groups, num_tokens = self._ledger.take_stale()
+        num_groups, num_tokens = self._table.take_stale()
         if num_groups:
             gauges["async/stale/mean_length"] = num_tokens / (num_groups * self._config.rollout.group_size)
         gauges.update(
@@ -217,12 +216,12 @@ class RolloutSource:
         self._worker.errors.tell = tell
 
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
-        return self._ledger.snapshot()
+        return self._table.ledger()
 
     @property
     def served_version(self) -> int:
         """The policy version that the servers serve."""
-        return self._ledger.version
+        return self._table.version
 
     def begin_evaluation(self, run: Coroutine[Any, Any, Result], *, num_tokens: Callable[[], int]) -> Future[Result]:
         """Start an evaluation of the served policy, alongside generation, on the same thread and servers. Its end wakes the
@@ -265,7 +264,7 @@ class RolloutSource:
 
     def _close_queued(self) -> None:
         """No step will see these groups."""
-        for group in self._buffer.drain():
+        for group in self._table.queued():
             status = GroupStatus.CANCELLED if group.samples else GroupStatus.FILTERED
             self._worker.close_group(group.group, status, scored=group)
 

@@ -1,13 +1,10 @@
 """The rollout worker, on one asyncio loop:
 
-    run: ledger.admit -> prompt -> _run_group: produce -> score -> buffer.add -> (the trainer's thread) source.take
+    run: table.admit -> prompt -> _run_group: produce -> score -> table.score -> (the trainer's thread) source.take
 
-However a group ends, `close_group` closes it in the ledger and gives it to the store.
+However a group ends, `close_group` closes it in the table (`buffer.group_table`: its states) and gives it to the store.
 
-    trained, or filtered by its step     source.close_groups: the version that its step makes admits the next
-    dropped, scored or not               its place is free at once
-
-Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
+Invariant: every group that is started is closed exactly once, whatever fails, and stored once with its status.
 A rollout that fails is dropped: its group continues with the others, at least two. A group that fails is dropped alone. Only when
 every group fails for a while does the run stop, with the cause.
 """
@@ -20,15 +17,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from grpo_async.buffer.ledger import Ledger, totals_for_resume
+from grpo_async.buffer.group import OpenGroup
+from grpo_async.buffer.group_table import GroupTable
+from grpo_async.buffer.ledger import totals_for_resume
 from grpo_async.buffer.resume import GroupSnapshot, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RunError, message_of
 from grpo_async.findings.messages import equal_rewards
-from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
-from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
+from grpo_async.records import GroupStatus, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
+from grpo_async.rollout.group import ErrorLog, GroupProducer
 from grpo_async.scoring.advantages import has_zero_variance, scored_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
@@ -77,7 +76,7 @@ class RolloutWorker:
         self._producer = producer
         self.errors = errors
         self.scorer = scorer
-        self.ledger = Ledger(
+        self.table = GroupTable(
             None if resume is None else resume.ledger,
             groups_per_step=section.groups_per_step,
             max_staleness=section.max_staleness,
@@ -85,39 +84,38 @@ class RolloutWorker:
             last_version=num_steps,
         )
         self.buffer = SampleBuffer(
-            self.ledger,
+            self.table,
             on_drop=lambda scored, status, step: self.close_group(scored.group, status, scored=scored, step=step),
             next_step=version + 1,
             last_step=num_steps,
         )
         self._store = store
-        self._in_flight: dict[int, OpenGroup] = {}
         self._last_failure: Exception | None = None
         # a synchronous run generates an open turn again from its seed, as a run without the interruption: on a CPU the same bits
         self._keeps_open_turns = section.max_staleness > 0
         self._failures_in_a_row = 0
         self._without_signal_in_a_row = 0
-        self._outstanding: set[int] = set() if resume is None else set(resume.outstanding)
-        self._restorable: dict[int, GroupSnapshot] = {}
-        self._reissue: list[int] = []
+        self._again: dict[int, GroupSnapshot | None] = {}
+        """Prompts of the checkpoint that are not started again yet, and what it held of their groups."""
         if resume is not None:
-            queued = self._requeue(resume)
-            self._reissue = [group_id for group_id in resume.outstanding if group_id not in queued]
-            self._restorable = {group.group_id: group for group in resume.in_progress}
+            self._restore(resume)
 
-    def _requeue(self, resume: ResumeState) -> set[int]:
+    def _restore(self, resume: ResumeState) -> None:
         """Queue the finished groups of the checkpoint, except those that are too stale by now (max_staleness was lowered): their
-        prompts are issued again. Returns the ids of the queued groups."""
-        kept = [scored for scored in resume.queued if not self.ledger.is_stale(scored.oldest_version)]
-        for scored in kept:
-            group_id = scored.group_id
-            self.ledger.start(group_id)
-            self.ledger.generated(group_id, sum(each.num_sampled_tokens for each in scored.group.trainable))
-            self.ledger.queue(group_id)
-        self.buffer.add(*kept)
+        prompts are issued again, like those of the groups that were in progress."""
+        queued = [scored for scored in resume.queued if not self.table.is_stale(scored.oldest_version)]
+        for scored in queued:
+            self.table.restore(scored)
         for dropped in resume.dropped:
             self.buffer.record_dropped(dropped)
-        return {scored.group_id for scored in kept}
+        in_progress = {group.group_id: group for group in resume.in_progress}
+        ids = sorted({*resume.outstanding} - {scored.group_id for scored in queued})
+        self._again = {group_id: in_progress.get(group_id) for group_id in ids}
+
+    @property
+    def _outstanding(self) -> list[int]:
+        """Prompts that were issued and are not closed, or were cancelled; ascending."""
+        return sorted({*self.table.unfinished, *self._again})
 
     @property
     def epoch(self) -> float:
@@ -127,19 +125,19 @@ class RolloutWorker:
     async def run(self) -> None:
         """Start groups while there are prompts.
 
-        Consumes: prompts. Waits for: a place in the ledger. Unblocked by: weight pushes, closed groups. It ends by cancellation,
+        Consumes: prompts. Waits for: a free place. Unblocked by: weight pushes, closed groups. It ends by cancellation,
         which cancels every group in flight and closes it as cancelled; or at the end of the data, when every group is closed or
         queued.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                while self._reissue or not self._stream.is_at_end:
+                while self._again or not self._stream.is_at_end:
                     began = time.time()
-                    await self.ledger.admit()
+                    await self.table.admit()
                     waited_until = time.time()
                     if waited_until - began >= SHORTEST_WAIT_S:  # enough is queued, or too many steps ahead
                         record("wait for the trainer", began, waited_until)
-                    group = self._start(self._next_prompt())
+                    group = self._start()
                     group.task = tasks.create_task(self._run_group(group))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -151,37 +149,34 @@ class RolloutWorker:
     def _drop_not_running(self) -> None:
         """Close the groups whose tasks were cancelled before they began. A group that cannot be stored does not keep the others
         from being closed."""
-        for group in self._in_flight.values():
+        for group in self.table.started():
             try:
                 self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
             except RunError as error:
                 self.errors.note("group", error)
-        self._in_flight.clear()
 
-    def _start(self, prompt: Prompt) -> OpenGroup:
-        """Open the group of a prompt, with its state from a checkpoint unless that would be too stale when the group is done."""
-        group_id = prompt.prompt_id
+    def _start(self) -> OpenGroup:
+        """Open the group of the next prompt: one of the checkpoint first, with what it held of it unless that is too stale."""
+        snapshot = None
+        if self._again:
+            group_id = next(iter(self._again))
+            prompt, snapshot = self._stream.prompt(group_id), self._again[group_id]
+        else:
+            prompt = self._stream.next()
+            group_id = prompt.prompt_id
         group = OpenGroup(
             name=f"g{group_id}",
             prompt=prompt,
             size=self._section.group_size,
             seed=seed_of(self._seed, group_id),
-            served_version=lambda: self.ledger.version,
-            on_tokens=partial(self.ledger.generated, group_id),
+            served_version=lambda: self.table.version,
+            on_tokens=partial(self.table.generated, group_id),
         )
-        self._in_flight[group_id] = group
-        self.ledger.start(group_id)
-        restorable = self._restorable.pop(group_id, None)
-        if restorable is not None and not self.ledger.is_stale(restorable.oldest_version):
-            group.restore(restorable.rollouts, keeps_open_turns=self._keeps_open_turns)
+        self.table.start(group)
+        self._again.pop(group_id, None)
+        if snapshot is not None and not self.table.is_stale(snapshot.oldest_version):
+            group.restore(snapshot.rollouts, keeps_open_turns=self._keeps_open_turns)
         return group
-
-    def _next_prompt(self) -> Prompt:
-        if self._reissue:
-            return self._stream.prompt(self._reissue.pop(0))
-        prompt = self._stream.next()
-        self._outstanding.add(prompt.prompt_id)
-        return prompt
 
     async def _run_group(self, group: OpenGroup) -> None:
         group_id = group.group_id
@@ -197,9 +192,7 @@ class RolloutWorker:
                 step = self.buffer.record_dropped(scored)
                 self.close_group(scored.group, GroupStatus.FILTERED, scored=scored, step=step)
             else:  # one without samples is filtered by its step
-                with self.ledger.changed:  # at no moment neither in the making nor queued
-                    self.ledger.queue(group_id)
-                    self.buffer.add(scored)
+                self.table.score(scored)
             self._check_signal(scored)
         except NothingToLearnError:
             raise
@@ -209,13 +202,13 @@ class RolloutWorker:
         except _TooStaleError:
             self._drop_unscored(group, GroupStatus.STALE)
         except asyncio.CancelledError:
-            if not self.ledger.is_open(group_id):
+            if not self.table.is_open(group_id):
                 raise
             self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
             if not group.is_too_stale:
                 raise
         except Exception as error:
-            if not self.ledger.is_open(group_id):
+            if not self.table.is_open(group_id):
                 raise  # the group was closed, but storing it failed: the run must end
             self.errors.note("group", error)
             self._drop_unscored(group, GroupStatus.FAILED, error)
@@ -226,8 +219,6 @@ class RolloutWorker:
                 raise RunError(
                     f"{self._failures_in_a_row} consecutive failures and no group succeeded; the last one: {error}"
                 ) from error
-        finally:
-            self._in_flight.pop(group_id, None)
 
     async def _make(self, group: OpenGroup) -> ScoredGroup | None:
         """Generate and score. Returns None when there is nothing to score: fewer than two rollouts sampled a token.
@@ -235,9 +226,7 @@ class RolloutWorker:
         This is not a failure: the prompt is too long, or its environment was done immediately.
         """
         async with self._producer.produce(group):
-            if self.ledger.is_bound_stale(
-                group.group_id
-            ):  # possible for a producer that reports its tokens only at the end
+            if self.table.is_bound_stale(group.group_id):  # of a producer that reports its tokens only at the end
                 raise _TooStaleError
             num_failed = 0
             for index, completion in enumerate(group.completions):
@@ -246,7 +235,7 @@ class RolloutWorker:
                 # the completion of an agent's rollout lacks the tokens of its cancelled calls
                 kept = 0 if is_failed else completion.num_sampled_tokens
                 lost = group.num_tokens.get(index, 0) - kept
-                self.ledger.drop_tokens(group.group_id, max(0, lost))
+                self.table.drop_tokens(group.group_id, max(0, lost))
             record = group.record
             if len(record.trainable) >= 2:
                 return await self.scorer.score(record, environments=group.environments)
@@ -294,51 +283,41 @@ class RolloutWorker:
         scored: ScoredGroup | None = None,
         step: int | None = None,
         stats: Mapping[str, TokenStats] | None = None,
-        was_taken: bool = False,
     ) -> None:
-        """Give a group its final status, in the ledger and in the store. Thread-safe.
+        """Give a group its final status, in the table and in the store. Thread-safe.
 
         Args:
             scored: the group's rewards, if it got that far.
             step: the optimizer step that used or dropped it, and whose metrics see its rewards; None where no step saw it.
             stats: of its trained tokens, by rollout id, where they are stored.
-            was_taken: a step took the group; otherwise its place is free at once.
         """
-        self.ledger.close_group(group.group_id, status, was_taken=was_taken)
-        if status is not GroupStatus.CANCELLED:
-            self._outstanding.discard(group.group_id)
+        self.table.close(group.group_id, status)
         self._store.append(group, status, step, scored=scored, stats=stats)
 
     def resume_state(self) -> ResumeState:
         """The rollout side at this instant. Runs on the loop, so nothing is issued or finished meanwhile; the trainer's thread
         calls this, so it takes and closes nothing meanwhile."""
         in_progress = [
-            group.snapshot()
-            for _, group in sorted(self._in_flight.items())
-            if group.task is not None and not group.is_too_stale
+            group.snapshot() for group in self.table.started() if group.task is not None and not group.is_too_stale
         ]
-        in_progress += [group for _, group in sorted(self._restorable.items())]  # restored, not begun yet
+        in_progress += [group for group in self._again.values() if group is not None]  # not begun again yet
         return ResumeState(
             data=self._stream.state(),
-            outstanding=sorted(self._outstanding),
-            ledger=totals_for_resume(self.ledger.snapshot()),
-            queued=self.buffer.queued(),
-            in_progress=[group for group in in_progress if group.rollouts],
+            outstanding=self._outstanding,
+            ledger=totals_for_resume(self.table.ledger()),
+            queued=self.table.queued(),
+            in_progress=sorted((group for group in in_progress if group.rollouts), key=lambda group: group.group_id),
             dropped=self.buffer.dropped(),
             next_seq=self._store.position(),
             failures=self.errors.counts,
         )
 
-    def in_flight(self) -> list[OpenGroup]:
-        """The groups that were started and are not queued yet. Thread-safe, and works when the loop hangs."""
-        return list(self._in_flight.copy().values())
-
     def on_version(self, version: int) -> None:
         """The servers serve `version`: cancel the groups that would be dropped as stale when they are done."""
-        self.ledger.advance(version)
+        self.table.advance(version)
         self.scorer.set_step(version, self.epoch)
-        for group in self._in_flight.values():
-            if group.task is not None and self.ledger.is_bound_stale(group.group_id):
+        for group in self.table.started():
+            if group.task is not None and self.table.is_bound_stale(group.group_id):
                 group.is_too_stale = True
                 if group.is_running:  # a task cancelled before it begins never runs, so it would close nothing
                     group.task.cancel()

@@ -456,7 +456,7 @@ class Leader:
             if not groups:
                 self._is_complete = groups is not None
                 return step - 1
-            metrics = self._source.group_metrics(groups)
+            metrics = self._source.take_group_metrics(groups)
             self._sync.sleep_servers()
             with self.activity.during(f"training step {step}", "train", "training", step=step):
                 packed, self._next = self._next, None

@@ -14,11 +14,13 @@ from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.calls import ApiError
 from grpo_async.agents.history import Answer
 from grpo_async.agents.session import AgentSession
-from grpo_async.buffer.ledger import Ledger, is_balanced
+from grpo_async.buffer.group_table import GroupTable
+from grpo_async.buffer.ledger import is_balanced
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, RolloutStatus
 from tests.agents.support import ADD, FakePolicy, check_exact, exchange, make_session, renderer, text_ids, tool
+from tests.support.records import start_group
 
 NUM_CONVERSATIONS = 500
 FAMILIES = ("qwen2_5", "qwen2_5", "qwen3", "llama3")
@@ -30,7 +32,7 @@ _WORDS = ("hello", "tool", "weather", "Paris", "42", "1.0", "grüße", "\n", "  
 def test_500_random_conversations_train_every_answer_once_with_the_tokens_that_were_sampled() -> None:
     made = {name: renderer(name) for name in set(FAMILIES)}
     counts = {"calls": 0, "branches": 0, "hang-ups": 0, "grown": 0}
-    ledger = Ledger(groups_per_step=1, max_staleness=0, version=0, last_version=1)
+    table = GroupTable(groups_per_step=1, max_staleness=0, version=0, last_version=1)
     trained = 0
     for number in range(NUM_CONVERSATIONS):
         name = FAMILIES[number % len(FAMILIES)]
@@ -39,10 +41,10 @@ def test_500_random_conversations_train_every_answer_once_with_the_tokens_that_w
         check_exact(conversation.policy, completion)
         sampled = sum(len(served.ids) for served in conversation.policy.served)
         assert conversation.received == sampled
-        ledger.start(number)
-        ledger.generated(number, conversation.received)
-        ledger.drop_tokens(number, conversation.received - completion.num_sampled_tokens)  # what is in no path
-        ledger.close_group(number, GroupStatus.TRAINED)
+        start_group(table, number)
+        table.generated(number, conversation.received)
+        table.drop_tokens(number, conversation.received - completion.num_sampled_tokens)  # what is in no path
+        table.close(number, GroupStatus.TRAINED)
         assert completion.num_sampled_tokens <= sampled
         trained += completion.num_sampled_tokens
         counts["calls"] += len(conversation.policy.served)
@@ -50,7 +52,7 @@ def test_500_random_conversations_train_every_answer_once_with_the_tokens_that_w
         counts["hang-ups"] += conversation.num_lost
         counts["grown"] += conversation.num_grown
     assert all(count > NUM_CONVERSATIONS / 4 for count in counts.values()), counts
-    books = ledger.snapshot()
+    books = table.ledger()
     assert is_balanced(books)
     assert books["tokens"]["trained"] == trained < books["tokens"]["started"]
 

@@ -8,20 +8,26 @@ from contextlib import nullcontext
 
 import pytest
 
-from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.group_table import GroupTable
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.errors import DeadlineError, RunError
+from grpo_async.records import GroupStatus, ScoredGroup
 from tests.support.records import make_scored
 
 
 class _Fixture:
     def __init__(self) -> None:
         self.dropped: list[tuple[int, str, int | None]] = []  # group id, status, step
-        self.buffer = SampleBuffer(
-            Ledger(groups_per_step=2, max_staleness=1, version=0, last_version=3),
-            on_drop=lambda scored, status, step: self.dropped.append((scored.group.group_id, status, step)),
-            last_step=3,
-        )
+        self.table = GroupTable(groups_per_step=2, max_staleness=1, version=0, last_version=3)
+        self.buffer = SampleBuffer(self.table, on_drop=self._drop, last_step=3)
+
+    def _drop(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
+        self.table.close(scored.group_id, status)
+        self.dropped.append((scored.group_id, status, step))
+
+    def add(self, *groups: ScoredGroup) -> None:
+        for scored in groups:
+            self.table.restore(scored)
 
     def take(self, count: int, *, version: int = 0, timeout_s: float = 0.2, progress: int = 0) -> list[int]:
         watch = Watch(timeout_s=timeout_s, progress=lambda: progress)
@@ -31,7 +37,7 @@ class _Fixture:
 
 def test_take_hands_out_what_was_started_first_whatever_finished_first() -> None:
     fixture = _Fixture()
-    fixture.buffer.add(make_scored(2), make_scored(0), make_scored(1))
+    fixture.add(make_scored(2), make_scored(0), make_scored(1))
     assert fixture.take(2) == [0, 1]
     assert fixture.take(1) == [2]
 
@@ -46,41 +52,37 @@ def test_take_hands_out_what_was_started_first_whatever_finished_first() -> None
 def test_what_is_reserved_stays_queued_and_is_taken_next(late_version: int, taken: list[int]) -> None:
     """At version 1, with max_staleness 1: what was sampled at version 0 is of no use after this step, group 0 is of none now."""
     fixture = _Fixture()
-    fixture.buffer.add(make_scored(0, version=-1), make_scored(2, version=1), make_scored(4, version=1))
+    fixture.add(make_scored(0, version=-1), make_scored(2, version=1), make_scored(4, version=1))
     assert fixture.buffer.reserve(3, trainer_version=1) == []  # too few
     reserved = fixture.buffer.reserve(2, trainer_version=1)
     assert [scored.group.group_id for scored in reserved] == [2, 4]
-    assert len(fixture.buffer.queued()) == 3
-    fixture.buffer.add(make_scored(1, version=late_version))
+    assert len(fixture.table.queued()) == 3
+    fixture.add(make_scored(1, version=late_version))
     assert fixture.take(2, version=1) == taken
     assert fixture.take(1, version=1) == [7 - sum(taken)]
 
 
 def test_nothing_too_stale_and_no_round_without_samples_is_reserved() -> None:
     fixture = _Fixture()
-    fixture.buffer.add(
-        make_scored(0, version=0), make_scored(1, version=2), make_scored(2, version=2, has_samples=False)
-    )
+    fixture.add(make_scored(0, version=0), make_scored(1, version=2), make_scored(2, version=2, has_samples=False))
     assert [scored.group.group_id for scored in fixture.buffer.reserve(1, trainer_version=2)] == [1]
     assert fixture.take(1, version=2) == [1]
     assert fixture.dropped == [(0, "stale", 1)]
     assert fixture.buffer.reserve(1, trainer_version=2) == []
-    assert len(fixture.buffer.queued()) == 1
+    assert len(fixture.table.queued()) == 1
 
 
 def test_take_skips_a_stale_group_and_counts_it() -> None:
     """Version 5 in the trainer, tokens of version 3: staleness 2 > 1."""
     fixture = _Fixture()
-    fixture.buffer.add(make_scored(0, version=3), make_scored(1, version=4), make_scored(2, version=5))
+    fixture.add(make_scored(0, version=3), make_scored(1, version=4), make_scored(2, version=5))
     assert fixture.take(2, version=5) == [1, 2]
     assert fixture.dropped == [(0, "stale", 1)]
 
 
 def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> None:
     fixture = _Fixture()
-    fixture.buffer.add(
-        make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3)
-    )
+    fixture.add(make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3))
     assert fixture.take(2) == [2, 3]
     assert fixture.dropped == [(0, "filtered", 1), (1, "filtered", 1)]
     assert [scored.group.group_id for scored in fixture.buffer.take_dropped()] == [0, 1]
@@ -88,17 +90,17 @@ def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> N
 
 def test_what_was_taken_before_a_failure_is_queued_again_for_the_checkpoint_that_is_written_then() -> None:
     fixture = _Fixture()
-    fixture.buffer.add(make_scored(1), make_scored(0))
+    fixture.add(make_scored(1), make_scored(0))
     with pytest.raises(DeadlineError):
         fixture.take(3, timeout_s=0.05)
-    assert [scored.group.group_id for scored in fixture.buffer.queued()] == [0, 1]
-    assert len(fixture.buffer) == 2  # they stay
+    assert [scored.group.group_id for scored in fixture.table.queued()] == [0, 1]
+    assert len(fixture.table.queued()) == 2  # they stay
 
 
 def test_groups_of_a_checkpoint_are_handed_out_like_others() -> None:
     fixture = _Fixture()
-    fixture.buffer.add(make_scored(2))
-    fixture.buffer.add(make_scored(1), make_scored(0, has_samples=False))
+    fixture.add(make_scored(2))
+    fixture.add(make_scored(1), make_scored(0, has_samples=False))
     fixture.buffer.record_dropped(make_scored(9))
     assert [scored.group.group_id for scored in fixture.buffer.dropped()] == [9]
     assert fixture.take(3) == [0, 1, 2]
@@ -129,7 +131,7 @@ def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting(
     def on_change() -> None:
         attended.append(threading.current_thread().name)
         if len(attended) == 2:
-            fixture.buffer.add(make_scored(7))
+            fixture.add(make_scored(7))
 
     watch = Watch(timeout_s=10.0, progress=lambda: 0, on_change=on_change)
     fixture.buffer.wake()  # also one that came before anybody waited
@@ -148,7 +150,7 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
     buffer = fixture.buffer
     actions = {
         "end": buffer.end,
-        "add": lambda: fixture.buffer.add(make_scored()),
+        "add": lambda: fixture.add(make_scored()),
         "fail": lambda: buffer.fail(RunError("generation died")),
         "interrupt": buffer.interrupt,
     }
@@ -167,9 +169,9 @@ def test_after_the_end_of_the_data_what_is_left_is_a_smaller_round_and_then_ther
     """Of the last round the groups that can be trained; those that cannot are closed. So is a round of such alone: with a step if
     another can be trained, else no step will see it."""
     fixture = _Fixture()
-    fixture.buffer.add(make_scored(0), make_scored(1, version=-5), make_scored(2), make_scored(3, has_samples=False))
-    fixture.buffer.add(make_scored(4, version=-5), make_scored(5))
-    fixture.buffer.add(make_scored(6, version=-5), make_scored(7, has_samples=False))
+    fixture.add(make_scored(0), make_scored(1, version=-5), make_scored(2), make_scored(3, has_samples=False))
+    fixture.add(make_scored(4, version=-5), make_scored(5))
+    fixture.add(make_scored(6, version=-5), make_scored(7, has_samples=False))
     fixture.buffer.end()
     for count, taken, num_dropped in ((2, [0, 2], 1), (1, [5], 2), (2, [], 2)):
         assert fixture.take(count) == taken

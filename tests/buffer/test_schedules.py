@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from grpo_async.buffer.ledger import Ledger, is_balanced
+from grpo_async.buffer.group_table import GroupTable
+from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.records import GroupStatus, ScoredGroup
-from tests.support.records import make_scored
+from tests.support.records import make_scored, start_group
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Simulation:
         self.patience_s = min(30.0, timeout_s)
         self.plan, self.groups, self.max_staleness, self.sync_steps = plan, groups, max_staleness, sync_steps
         self.steps, self.train_s, self.down, self.timeout_s = steps, train_s, down, timeout_s
-        self.ledger = Ledger(groups_per_step=groups, max_staleness=max_staleness, version=0, last_version=steps)
-        self.buffer = SampleBuffer(self.ledger, on_drop=self._drop, last_step=steps)
+        self.table = GroupTable(groups_per_step=groups, max_staleness=max_staleness, version=0, last_version=steps)
+        self.buffer = SampleBuffer(self.table, on_drop=self._drop, last_step=steps)
         self.making: dict[int, _Making] = {}
         self.ids = itertools.count()
         self.version = 0  # served
@@ -60,7 +61,7 @@ class Simulation:
         for version in range(self.steps):
             began = self.now
             watch = Watch(
-                timeout_s=self.timeout_s, progress=lambda: self.ledger.num_events, heartbeat=self._tick, heartbeat_s=0.0
+                timeout_s=self.timeout_s, progress=lambda: self.table.num_events, heartbeat=self._tick, heartbeat_s=0.0
             )
             taken = self.buffer.take(self.groups, trainer_version=version, watch=watch)
             self.buffer.take_dropped()
@@ -74,10 +75,10 @@ class Simulation:
                 self.buffer.reserve(self.groups, trainer_version=version + 1)
             for scored in taken:
                 status = GroupStatus.TRAINED if scored.samples else GroupStatus.FILTERED
-                self.ledger.close_group(scored.group_id, status, was_taken=True)
+                self.table.close(scored.group_id, status)
             if (version + 1) % self.sync_steps == 0:
                 self._push(version + 1)
-            assert is_balanced(self.ledger.snapshot())
+            assert is_balanced(self.table.ledger())
         self._check_stale()
 
     def _tick(self) -> None:
@@ -86,15 +87,15 @@ class Simulation:
             self._generate()
 
     def _generate(self) -> None:
-        while self.ledger.capacity > 0:
+        while self.table.capacity > 0:
             group_id = next(self.ids)
-            self.ledger.start(group_id)
+            start_group(self.table, group_id)
             self.making[group_id] = _Making(self.plan(group_id), self.now)
-        assert len(self.making) + len(self.buffer) <= (self.max_staleness + 1) * self.groups
+        assert len(self.making) + len(self.table.queued()) <= (self.max_staleness + 1) * self.groups
         for group_id, made in list(self.making.items()):
             if made.version is None and self.now >= made.started + made.plan.begins:
                 made.version, made.sampled = self.version, self.now
-                self.ledger.generated(group_id, 1, self.version)
+                self.table.generated(group_id, 1, self.version)
             if made.version is not None and self.now >= made.sampled + made.plan.takes:
                 del self.making[group_id]
                 self._end(group_id, made)
@@ -102,23 +103,21 @@ class Simulation:
     def _end(self, group_id: int, made: _Making) -> None:
         assert made.version is not None
         if made.plan.ends is GroupStatus.QUEUED:
-            with self.ledger.changed:
-                self.ledger.queue(group_id)
-                self.buffer.add(make_scored(group_id, version=made.version))
+            self.table.score(make_scored(group_id, version=made.version))
         else:
-            self.ledger.close_group(group_id, made.plan.ends)
+            self.table.close(group_id, made.plan.ends)
 
     def _push(self, version: int) -> None:
         self.version = version
-        self.ledger.advance(version)
+        self.table.advance(version)
         for group_id in list(self.making):
-            if self.ledger.is_bound_stale(group_id):
-                self.ledger.close_group(group_id, GroupStatus.STALE)
+            if self.table.is_bound_stale(group_id):
+                self.table.close(group_id, GroupStatus.STALE)
                 self.stale[group_id] = self.making.pop(group_id)
         self._generate()
 
     def _drop(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
-        self.ledger.close_group(scored.group_id, status)
+        self.table.close(scored.group_id, status)
         if status is GroupStatus.STALE:
             assert scored.oldest_version is not None
             self.stale[scored.group_id] = _Making(self.plan(scored.group_id), self.now, scored.oldest_version, 0.0)
@@ -202,21 +201,23 @@ def test_of_two_groups_whose_last_step_has_one_place_the_first_that_is_done_gets
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Group 1 takes the place of 0, which is not done in time for step 1; step 2 is the last one of 0 and of 2."""
-    ledger = Ledger(groups_per_step=1, max_staleness=1, version=1, last_version=9)
+    table = GroupTable(groups_per_step=1, max_staleness=1, version=1, last_version=9)
     dropped: list[int] = []
-    buffer = SampleBuffer(ledger, on_drop=lambda scored, *_: dropped.append(scored.group_id))
+
+    def drop(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
+        table.close(scored.group_id, status)
+        dropped.append(scored.group_id)
+
+    buffer = SampleBuffer(table, on_drop=drop)
     for group_id, version in ((0, 0), (1, 1), (2, 0)):
-        ledger.start(group_id)
-        ledger.generated(group_id, 1, version)
-    buffer.add(make_scored(1, version=1))
-    ledger.queue(1)
+        start_group(table, group_id)
+        table.generated(group_id, 1, version)
+    table.score(make_scored(1, version=1))
     assert buffer.reserve(1, trainer_version=1) == []
-    buffer.add(make_scored(2, version=0))
-    ledger.queue(2)
+    table.score(make_scored(2, version=0))
     watch = Watch(timeout_s=9.0, progress=lambda: 0)
     assert [scored.group_id for scored in buffer.take(1, trainer_version=1, watch=watch)] == [2]
-    buffer.add(make_scored(0, version=0))
-    ledger.queue(0)
+    table.score(make_scored(0, version=0))
     assert [scored.group_id for scored in buffer.take(1, trainer_version=2, watch=watch)] == [1]
     assert dropped == [0]
 

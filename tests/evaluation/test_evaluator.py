@@ -12,13 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.config.sections import AdvantageSection, EvaluationSection
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.records import RolloutStatus
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.group import OpenGroup
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store import RolloutStore
 from grpo_async.utils.seeds import seed_of

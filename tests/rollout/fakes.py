@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.chat.renderer import PolicyTurn
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.records import FinishReason, Prompt, TaggedMessage, ToolCall, ToolCallRecord
-from grpo_async.rollout.group import OpenGroup
 
 EOS = 2
 CALL = 50  # a sampled token that the fake renderer reads as a call of the tool `add`

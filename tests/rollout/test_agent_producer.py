@@ -12,6 +12,7 @@ import pytest
 from grpo_async.agents.agent import Agent, AgentResult
 from grpo_async.agents.calls import Call
 from grpo_async.agents.session import AgentSession
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import FatalRolloutError
 from grpo_async.inference.api import GenerateRequest
@@ -24,7 +25,7 @@ from grpo_async.records import (
     TaggedMessage,
 )
 from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
-from grpo_async.rollout.group import ErrorLog, OpenGroup
+from grpo_async.rollout.group import ErrorLog
 from tests.agents.support import FakePolicy, check_exact, renderer, settings, user
 from tests.rollout.fakes import open_group
 

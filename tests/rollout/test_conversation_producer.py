@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import FatalRolloutError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import ConversationProducer, with_environment_text
-from grpo_async.rollout.group import ErrorLog, OpenGroup
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.tools import Tool, ToolError
 from tests.chat.helpers import renderer_of, tokens, user
 from tests.envs.helpers import taken_and_free

@@ -25,14 +25,14 @@ async def _nothing() -> None: ...
 def _source(**closing: Any) -> RolloutSource:
     """Whose worker does nothing."""
     worker, client, config = Mock(run=_nothing), Mock(aclose=AsyncMock()), Mock()
-    worker.buffer.drain.return_value = []
+    worker.table.queued.return_value = []
     return RolloutSource(config, client=client, worker=worker, **closing)
 
 
 def test_groups_that_are_queued_at_the_end_are_closed_unless_the_start_failed() -> None:
     for starts in (False, True):
         source, group = _source(), make_scored(0, has_samples=False)
-        source._buffer.drain.return_value = [group]
+        source._table.queued.return_value = [group]
         if starts:
             source.start()
         source.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from grpo_async.buffer.group import OpenGroup
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, Watch
@@ -33,7 +34,7 @@ from grpo_async.records import (
 )
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import ConversationProducer
-from grpo_async.rollout.group import ErrorLog, OpenGroup
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.worker import RolloutWorker, why_no_signal
 from grpo_async.scoring.advantages import combine_rewards
@@ -142,12 +143,12 @@ class _Setup:
             resume=resume,
             version=version,
         )
-        self.ledger, self.buffer = self.worker.ledger, self.worker.buffer
+        self.table, self.buffer = self.worker.table, self.worker.buffer
 
     async def queue_up(self) -> None:
         """Until all groups that are admitted at version 0 are in the buffer: rewards are computed in threads, in any order."""
         async with asyncio.timeout(10.0):
-            while len(self.buffer) < 4:
+            while len(self.table.queued()) < 4:
                 await asyncio.sleep(0)
 
     async def take(self, count: int, version: int = 0) -> list[ScoredGroup]:
@@ -172,8 +173,8 @@ class _Setup:
 
         asyncio.run(main())
         self.store.close()
-        assert is_balanced(self.ledger.snapshot())
-        assert self.ledger.snapshot()["groups"]["in_flight"] == 0
+        assert is_balanced(self.table.ledger())
+        assert self.table.ledger()["groups"]["in_flight"] == 0
 
     def taken(self, count: int, *, after_queueing: bool = True) -> list[ScoredGroup]:
         """Run the worker until so many groups were taken."""
@@ -205,7 +206,7 @@ class _Setup:
         self.worker._producer.produce = context  # type: ignore[method-assign]
 
     def groups(self) -> dict[str, int]:
-        return self.ledger.snapshot()["groups"]
+        return self.table.ledger()["groups"]
 
     def statuses(self) -> Counter[str]:
         return Counter(str(row.status) for row in read_groups(self.folder))
@@ -249,7 +250,7 @@ def test_a_group_with_a_failed_rollout_continues_with_the_others(tmp_path: Path)
     (group, _) = setup.taken(2)
     assert len(group.samples) == 3
     assert [part["reward_of_first_token"] for part in group.reward_parts] == [1.0, 0.0, 1.0]
-    tokens = setup.ledger.snapshot()["tokens"]
+    tokens = setup.table.ledger()["tokens"]
     assert tokens["failed"] == 4 * 5  # one rollout of each of the four groups got that far
     assert tokens["queued"] == 4 * 3 * 2
 
@@ -265,7 +266,7 @@ def test_a_group_with_one_trainable_rollout_is_dropped_and_its_place_is_free_aga
     # a fifth was admitted in place of the first
     assert [group.group.group_id for group in setup.taken(4, after_queueing=False)] == [1, 2, 3, 4]
     assert setup.statuses()["failed"] == 1
-    assert setup.ledger.snapshot()["tokens"]["failed"] == 2  # of the only one that did not fail
+    assert setup.table.ledger()["tokens"]["failed"] == 2  # of the only one that did not fail
 
 
 def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_traceback(
@@ -307,7 +308,7 @@ def _run_that_ends_before_two_groups_begin(setup: _Setup, monkeypatch: pytest.Mo
         if admitted > 2:
             raise RunError("the run ends")
 
-    monkeypatch.setattr(setup.ledger, "admit", admit)
+    monkeypatch.setattr(setup.table, "admit", admit)
     setup.fails(RunError, "the run ends")
 
 
@@ -354,7 +355,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
         seen.extend([*groups, *setup.buffer.take_dropped()])
         for group in groups:  # as the trainer does
             status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
-            setup.worker.close_group(group.group, status, scored=group, step=1, was_taken=True)
+            setup.worker.close_group(group.group, status, scored=group, step=1)
 
     setup.run(steps)
     assert setup.groups()["filtered"] == (0 if mode == "train" else 1)
@@ -437,7 +438,7 @@ def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_pa
             await asyncio.sleep(0)
         setup.worker.on_version(1)  # staleness 1: still fine
         await asyncio.sleep(0)
-        assert (setup.groups()["stale"], setup.ledger.version) == (0, 1)
+        assert (setup.groups()["stale"], setup.table.version) == (0, 1)
         setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=2)
         setup.worker.on_version(2)
         while setup.groups()["stale"] < 4:
@@ -447,7 +448,7 @@ def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_pa
         await setup.take(2, version=2)  # their places were given back, new groups came
 
     setup.run(steps)
-    assert setup.ledger.snapshot()["tokens"]["stale"] == 4 * 4 * 2
+    assert setup.table.ledger()["tokens"]["stale"] == 4 * 4 * 2
 
 
 def test_groups_that_fail_by_one_cause_count_as_one_failure(tmp_path: Path) -> None:
@@ -485,7 +486,7 @@ def test_what_cancelled_calls_of_an_agent_had_sampled_is_failed_and_the_rest_tra
     setup.produce_instead(produce)
     groups = setup.taken(4)
     assert sum(sample.num_trained_tokens for group in groups for sample in group.samples) == 16 * 3
-    tokens = setup.ledger.snapshot()["tokens"]
+    tokens = setup.table.ledger()["tokens"]
     assert (tokens["started"], tokens["failed"]) == (16 * 5, 16 * 2)
 
 

@@ -72,9 +72,9 @@ def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -
     kept: list[ResumeState] = []
 
     async def steps(task: asyncio.Task[None]) -> None:
-        await until(lambda: len(setup.buffer) == 4 - len(held) and len(setup.begun) == 16)
+        await until(lambda: len(setup.table.queued()) == 4 - len(held) and len(setup.begun) == 16)
         for group in await setup.take(trained) if trained else []:
-            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=1, was_taken=True)
+            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)
@@ -93,7 +93,7 @@ def _resumed(
     async def steps(task: asyncio.Task[None]) -> None:
         taken.extend(await setup.take(take, version=at))
         for group in taken:
-            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=at + 1, was_taken=True)
+            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=at + 1)
 
     setup.run(steps)
     return setup, taken
@@ -112,7 +112,7 @@ def test_finished_groups_are_not_generated_again_and_others_go_on_with_the_token
     assert {name: ids for name, ids in setup.begun.items() if name.startswith("g2")} == {
         f"g2-r{index}": [9] for index in range(4)
     }
-    counts = setup.ledger.snapshot()
+    counts = setup.table.ledger()
     assert is_balanced(counts)
     assert counts["groups"]["trained"] == 4  # each group counts once
     # 3 groups of 4 rollouts with 2 tokens, kept; one whose 4 rollouts had 1 token and got 2 more of the script
@@ -125,7 +125,7 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
     """It was restored at version 1 with tokens of version 0, which max_staleness 1 allows; version 2 comes in the same moment."""
     state = _of_a_run(tmp_path / "a", held=(2,))
     setup = _Slow(tmp_path / "b", resume=state, version=1)
-    admit, calls = setup.ledger.admit, 0
+    admit, calls = setup.table.admit, 0
 
     async def admit_one() -> None:
         nonlocal calls
@@ -136,13 +136,13 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
             setup.worker.on_version(2)
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(setup.ledger, "admit", admit_one)
+    monkeypatch.setattr(setup.table, "admit", admit_one)
 
     async def steps(task: asyncio.Task[None]) -> None:
-        await until(lambda: calls == 2 and not setup.worker.in_flight())
+        await until(lambda: calls == 2 and not setup.table.started())
 
     setup.run(steps)
-    assert setup.ledger.snapshot()["groups"]["stale"] == 1
+    assert setup.table.ledger()["groups"]["stale"] == 1
     assert setup.client.names == []
 
 
@@ -150,15 +150,15 @@ def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
     """Room for 2 steps of 2 groups; all four are queued, so no prompt is issued before the trainer moves on."""
     state = _of_a_run(tmp_path / "a", held=())
     setup = _Slow(tmp_path / "b", resume=state)
-    assert setup.ledger.capacity == 0
-    assert len(setup.buffer) == 4
-    assert _Slow(tmp_path / "c", resume=_of_a_run(tmp_path / "d", held=(1, 2))).ledger.capacity == 2
+    assert setup.table.capacity == 0
+    assert len(setup.table.queued()) == 4
+    assert _Slow(tmp_path / "c", resume=_of_a_run(tmp_path / "d", held=(1, 2))).table.capacity == 2
 
 
 def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run(tmp_path: Path) -> None:
     """A step that counts on it must not take another prompt instead."""
     setup = _Setup(tmp_path / "a", lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2))
-    state = _state_when(setup, lambda: len(setup.buffer) == 4)
+    state = _state_when(setup, lambda: len(setup.table.queued()) == 4)
     assert [(q.group.group_id, bool(q.samples)) for q in state.queued] == [
         (0, True), (1, False), (2, True), (3, True),
     ]  # fmt: skip
@@ -172,7 +172,7 @@ def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_re
     """Dynamic sampling: group 1 has no signal, its rewards belong to the next step's mean."""
     script: Any = lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2)  # noqa: E731
     setup = _Setup(tmp_path / "a", script, zero_variance="resample")
-    state = _state_when(setup, lambda: len(setup.buffer) == 4)
+    state = _state_when(setup, lambda: len(setup.table.queued()) == 4)
     assert [scored.group.group_id for scored in state.dropped] == [1]
     resumed = _Setup(tmp_path / "b", resume=state, zero_variance="resample")
     assert [scored.group.group_id for scored in resumed.buffer.take_dropped()] == [1]
@@ -183,8 +183,8 @@ def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path
     setup, taken = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=()), 4, at=2)
     assert sorted({name.partition("-")[0] for name in setup.client.names}) == ["g0", "g1", "g2", "g3"]
     assert {group.oldest_version for group in taken} == {2}
-    assert setup.ledger.snapshot()["groups"] == {
-        **setup.ledger.snapshot()["groups"], "started": 4, "trained": 4, "stale": 0, "cancelled": 0,
+    assert setup.table.ledger()["groups"] == {
+        **setup.table.ledger()["groups"], "started": 4, "trained": 4, "stale": 0, "cancelled": 0,
     }  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_pa
 
     setup.client.generate = one_is_slow  # type: ignore[method-assign]
 
-    state = _state_when(setup, lambda: len(setup.buffer) == 3)
+    state = _state_when(setup, lambda: len(setup.table.queued()) == 3)
     (group,) = state.in_progress
     assert isinstance(group, GroupSnapshot)
     assert sorted(group.rollouts) == [0, 2]

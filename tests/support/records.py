@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from grpo_async.buffer.group import OpenGroup
+from grpo_async.buffer.group_table import GroupTable
 from grpo_async.records import (
     FinishReason,
     Origin,
@@ -75,3 +77,7 @@ def make_scored(group_id: int = 0, *, version: int = 0, has_samples: bool = True
     sample = make_sample(group_id=group_id, version=version)
     samples = [replace(sample, rollout_id=each.rollout_id) for each in completions] if has_samples else []
     return ScoredGroup(group=group, samples=samples, rewards=[0.0, 1.0], reward_parts=[{"f": 0.0}, {"f": 1.0}])
+
+
+def start_group(table: GroupTable, group_id: int) -> None:
+    table.start(OpenGroup(prompt=make_prompt(group_id), size=2))

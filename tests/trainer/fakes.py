@@ -29,7 +29,7 @@ class FakeSource:
 
     def close_groups(self, *_: Any, **__: Any) -> None: ...
 
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    def take_group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...

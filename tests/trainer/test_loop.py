@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.group_table import GroupTable
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.errors import RunError, WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
@@ -170,9 +170,8 @@ class _Polled(FakeSource):
     """A real buffer, asked again every 20 ms; everything else is nothing."""
 
     def __init__(self) -> None:
-        self.buffer = SampleBuffer(
-            Ledger(groups_per_step=1, max_staleness=1, version=0, last_version=1), on_drop=_ignore
-        )
+        self.table = GroupTable(groups_per_step=1, max_staleness=1, version=0, last_version=1)
+        self.buffer = SampleBuffer(self.table, on_drop=_ignore)
         self.on_take: Callable[[], None] = lambda: None
 
     def take(
@@ -189,7 +188,7 @@ def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
 def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls() -> None:
     """R1.12: samples come after 0.5 s, in which the queue was looked at about 25 times; all of it is idle time."""
     source = _Polled()
-    timer = threading.Timer(0.5, lambda: source.buffer.add(make_scored()))
+    timer = threading.Timer(0.5, lambda: source.table.restore(make_scored()))
     source.on_take = timer.start
     commands: list[Command] = []
     lines: list[dict[str, float]] = []
