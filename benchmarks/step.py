@@ -12,7 +12,7 @@ of similar length to the longest of their micro-batch.
 
 Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency. On a GPU that is listed in _models.py
 the MFU is tokens/s x ModelShape.training_flops / peak. The exit code is 1 when the packed step is not as fast as the padded one.
-Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; a run's timeline (`events.jsonl`) says
+Host syncs of an update are counted in tests/training/test_step.py; a run's timeline (`events.jsonl`) says
 where the time of a step goes.
 
 With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs

@@ -48,11 +48,11 @@ def test_a_few_shot_run_stops_at_its_strings_and_trains_what_was_sampled_with_th
             "evaluation.stop=['think', '3']",
             "evaluation.temperature=1.0",
             "evaluation.top_k=3",
-            "training.max_steps=2",
+            "training.max_steps=3",
         ],
     )
     summary, _ = run.complete()
-    assert summary["steps"] == 2
+    assert summary["steps"] == 3
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / ".cache/quickstart/seed_0/model")
     groups = read_groups(run.folder / "rollouts")
     trained = [rollout for group in groups if group.status is GroupStatus.TRAINED for rollout in group.rollouts]
