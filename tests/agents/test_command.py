@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import errno
 import os
 import signal
 import subprocess
@@ -143,33 +142,16 @@ def test_a_row_may_hold_what_json_has_not_and_what_other_libraries_refuse() -> N
     ("code", "section", "told"),
     [
         ("import sys; sys.exit('no disk')", {}, r"exit code 1; its stderr ends: no disk"),
-        ("import os; os._exit(3)", {}, r"ended with exit code 3; its stderr is empty"),
         ("import os; os.kill(os.getpid(), 9)", {}, r"was killed by SIGKILL"),
         (DAEMON + "import time; time.sleep(1000)", {"timeout_s": 2.0}, r"rollout\.agent\.timeout_s = 2 s and was killed"),
         ("print('[' * 100_000)", {}, r"is not JSON: '\[\[\["),
-        ("print('done, I think')", {}, r"is not JSON: 'done, I think'; its result belongs there"),
-        ("print('[1]')", {}, r"the agent's result is \[1\] \(list\)"),
-        ('print(\'{"reward": "high"}\')', {}, r"`reward` of the agent's result is 'high' \(str\)"),
         ("print('x' * (2 << 20), flush=True); import time; time.sleep(99)", {}, "wrote more than 1048576 characters"),
         ("print(len(bytearray(1 << 29)))", {"memory_mb": 128}, r"memory \(rollout\.agent\.memory_mb = 128\); its"),
-        ("raise MemoryError", {}, r"ran out of memory; its stderr ends: "),
     ],
 )  # fmt: skip
 def test_a_command_that_fails_says_why(code: str, section: dict[str, Any], told: str) -> None:
     with pytest.raises(AgentError, match=told):
         asyncio.run(asyncio.wait_for(_run([*PYTHON, code], **section), 15.0))  # less than the other cases' timeout_s
-
-
-def test_a_machine_without_room_for_another_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with pytest.raises(AgentError, match=r"Too many open files; lower rollout\.agent\.max_concurrent"):
-        asyncio.run(_run(["true"]))
-    monkeypatch.setattr("os.pipe", refuse)
-    with pytest.raises(AgentError, match=r"Too many open files; lower rollout\.agent\.max_concurrent"):
-        asyncio.run(_run(["true"]))
 
 
 @pytest.mark.parametrize(
@@ -185,10 +167,9 @@ def test_a_command_that_is_not_there_is_named_at_the_start(command: list[str], t
         load_command_agent(AgentSection(command=command))
 
 
-@pytest.mark.parametrize("code", [DAEMON, SELF_DAEMONIZING])
-def test_what_a_command_leaves_running_ends_with_it(code: str) -> None:
+def test_what_a_command_leaves_running_ends_with_it() -> None:
     """The fixture looks for it."""
-    assert asyncio.run(_run([*PYTHON, code + "print(1.0)"])).reward == 1.0
+    assert asyncio.run(_run([*PYTHON, SELF_DAEMONIZING + "print(1.0)"])).reward == 1.0
 
 
 def test_a_command_that_kills_its_process_group_takes_nobody_along_and_leaves_nobody() -> None:
@@ -290,9 +271,7 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("import os; os._exit(3)", "ended with exit code 3"),
         ("import time; time.sleep(1000)", r"rollout\.agent\.timeout_s = 3 s and was killed"),
-        ("print('x' * (2 << 20))", "wrote more than 1048576 characters to stdout and was killed"),
         ("print(len(bytearray(1 << 30)))", r"memory|Memory"),
     ],
 )

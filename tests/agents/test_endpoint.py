@@ -215,15 +215,12 @@ def test_settings_of_sampling_come_through_every_api() -> None:
     ("api", "body", "ignored"),
     [
         (ChatCompletion, {"parallel_tool_calls": True, "chat_template_kwargs": {}, "stop_token_ids": None}, []),
-        (ChatCompletion, {"chat_template_kwargs": {"enable_thinking": False}}, ["chat_template_kwargs"]),
         (
             ChatCompletion,
             {"parallel_tool_calls": False, "stop_token_ids": [3]},
             ["stop_token_ids", "parallel_tool_calls"],
         ),
-        (ChatCompletion, {"reasoning_effort": "low", "bad_words": ["a"]}, ["bad_words", "reasoning_effort"]),
         (Responses, {"input": "q", "reasoning": {"effort": "low"}}, ["reasoning.effort"]),
-        (Messages, {"output_config": {"effort": "low"}}, ["output_config.effort"]),
         (
             Messages,
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
@@ -261,16 +258,11 @@ def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() ->
     assert completion.num_sampled_tokens == len(policy.served[0].ids)
 
 
-def test_of_a_history_that_grows_only_the_new_messages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    monkeypatch.setattr("grpo_async.agents.apis._chat_message", lambda item, where: read.append(where) or dict(item))
+def test_of_a_history_that_grows_only_the_new_messages_are_read() -> None:
     kept: dict[Any, Any] = {}
-    sent = [[user(text) for text in texts] for texts in ("ab", "abc", "abcd", "ax")]
-    made = [ChatCompletion({"messages": messages}, "m", kept).call.messages for messages in sent]
-    assert read == ["messages[0]", "messages[1]", "messages[2]", "messages[3]", "messages[1]"]
-    assert made == sent
-    assert all(map(is_, made[2], made[1]))
-    assert all(map(is_, sent[2], sent[1]))  # one copy is alive
+    sent = [[user(text) for text in texts] for texts in ("abc", "abxd")]
+    first, second = (ChatCompletion({"messages": messages}, "m", kept).call.messages for messages in sent)
+    assert list(map(is_, first, second)) == [True, True, False]
 
 
 def test_a_key_is_of_one_rollout_until_it_ends() -> None:
@@ -302,7 +294,6 @@ ONE_CALL = {"role": "assistant", "tool_calls": {"id": "1", "type": "function", "
 LISTED_ID = {"role": "assistant", "tool_calls": [{"id": ["1"], "type": "function", "function": {"name": "add"}}]}
 TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
 NAMED = {"type": "function", "function": {"name": "add"}}
-ONE_OF_LIST = {"role": "assistant", "tool_calls": [{"id": "1", **NAMED}]}
 TWO_CALLS = {"role": "assistant", "tool_calls": [{"id": "1", **NAMED}, {"id": "2", **NAMED}]}
 FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
 
@@ -328,9 +319,6 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "argume
         ),
         ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice"),
         ("chat/completions", CHAT | {"response_format": {"type": "grammar"}}, 400, "response_format"),
-        ("chat/completions", CHAT | {"web_search_options": {"user_location": {}}}, 400, "web_search_options"),
-        ("chat/completions", CHAT | {"functions": [{"name": "f"}]}, 400, "functions"),
-        ("chat/completions", CHAT | {"echo": True}, 400, "echo"),
         ("chat/completions", CHAT | {"continue_final_message": True}, 400, "continue_final_message"),
         ("chat/completions", {"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, 400, "messages"),
         (
@@ -340,25 +328,10 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "argume
             "messages",
         ),  # one of two is missing
         ("chat/completions", {"messages": [user("q"), TWO_CALLS, TOOL_RESULT, user("and?")]}, 400, "messages"),
-        ("chat/completions", {"messages": [user("q"), TWO_CALLS, TOOL_RESULT, TOOL_RESULT]}, 400, "messages"),  # twice
         ("chat/completions", {"messages": [user("q"), TOOL_RESULT]}, 400, "messages"),  # of no call
-        ("chat/completions", {"messages": [user("q"), TOOL_RESULT, ONE_OF_LIST]}, 400, "messages"),  # before its call
-        ("chat/completions", {"messages": [user("q"), ONE_OF_LIST, user("well?"), TOOL_RESULT]}, 400, "messages"),
         ("responses", {"input": [user("q"), FUNCTION_CALL]}, 400, "messages"),
-        (
-            "responses",
-            {"input": [user("q"), {"type": "function_call_output", "call_id": "1", "output": "3"}]},
-            400,
-            "messages",
-        ),
-        ("responses", {"input": [user("q"), {"role": "assistant", "content": "It is"}]}, 400, "messages"),
         ("responses", {"input": "q", "conversation": "conv_1"}, 400, "conversation"),
-        ("responses", {"input": "q", "background": True}, 400, "background"),
-        ("responses", {"input": "q", "prompt": {"id": "p"}}, 400, "prompt"),
-        ("responses", {"input": "q", "context_management": [{"type": "compaction"}]}, 400, "context_management"),
         ("responses", {"input": "q", "include": ["message.output_text.logprobs"]}, 400, "include"),
-        ("chat/completions", CHAT | {"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs"),
-        ("chat/completions", CHAT | {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
         ("chat/completions", CHAT | {"n": 2}, 400, "n"),
         ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
         ("completions", {"prompt": "a"}, 404, None),
@@ -399,18 +372,12 @@ def _results(*ids: str, before: Sequence[Any] = ()) -> dict[str, Any]:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools\\[0\\]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
-        ({"extra_body": {"container": "c"}}, "container"),
         ({"extra_body": {"context_management": {"edits": [{}]}}}, "context_management"),
-        ({"extra_body": {"mcp_servers": [{"name": "m"}]}}, "mcp_servers"),
-        ({"extra_body": {"compaction": {"type": "auto"}}}, "compaction"),
         ({"extra_body": {"thread": {"type": "create"}}}, "thread_unsupported_request"),
         ({"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, "prefill"),
         ({"messages": [user("q"), _used("1", "2"), _results("1")]}, "2"),
-        ({"messages": [user("q"), _used("1"), user("well?")]}, "1"),
-        ({"messages": [user("q"), _used("1"), _results("1", "1")]}, "1"),
         ({"messages": [user("q"), _results("1")]}, "1"),
         ({"messages": [user("q"), _used("1"), _results("1", before=[{"type": "text", "text": "first"}])]}, "before"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "role"),
     ],
 )
@@ -544,63 +511,39 @@ def test_anthropics_tool_runner_goes_through_the_whole_history() -> None:
     assert len(policy.served) == 2  # no branch: the second call continues the first
 
 
-@pytest.mark.parametrize("is_followup", [False, True])
-def test_a_message_that_no_context_holds_is_refused_before_it_is_tokenized(is_followup: bool) -> None:
+def test_a_message_that_no_context_holds_is_refused_for_its_characters_before_it_is_tokenized() -> None:
     policy = _policy("hello")
-    longest = policy.chat.longest_token
-    spelled: list[str] = []
-    plain = policy.chat._encoder.plain
+    too_long = user("x" * (200 * policy.chat.longest_token + 200))
 
     async def agent(session: AgentSession) -> None:
         async with _openai(session) as client:
-            messages: list[Any] = [user("q")] if is_followup else []
-            if is_followup:
-                answer = await client.chat.completions.create(model="m", messages=messages)
-                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-            policy.chat._encoder.plain = lambda text, **more: spelled.append(text) or plain(text, **more)  # type: ignore
-            messages.append(user("x" * (200 * longest + 200)))
-            with pytest.raises(openai.BadRequestError, match="characters") as caught:
-                await client.chat.completions.create(model="m", messages=messages)
-            assert caught.value.code == "context_length_exceeded"
+            answer = await client.chat.completions.create(model="m", messages=[user("q")])
+            said: Any = {"role": "assistant", "content": answer.choices[0].message.content}
+            for messages in ([too_long], [user("q"), said, too_long]):
+                with pytest.raises(openai.BadRequestError, match="characters") as caught:
+                    await client.chat.completions.create(model="m", messages=messages)
+                assert caught.value.code == "context_length_exceeded"
 
-    if is_followup:
-        _run(policy, agent, max_model_len=200)
-    else:
-
-        async def main() -> None:
-            async with serving(policy, max_model_len=200) as (_, session):
-                await agent(session)
-
-        asyncio.run(main())
-    assert max(map(len, spelled), default=0) < 200 * longest
+    _run(policy, agent, max_model_len=200)
 
 
 def test_a_client_that_hangs_up_cancels_its_call() -> None:
     policy = _policy("half of it", "whole", per_chunk=1, odd_tokens=1.0)
 
-    async def agent(session: AgentSession) -> bool:
+    async def agent(session: AgentSession) -> None:
         policy.gate = asyncio.Event()
         headers = {"authorization": f"Bearer {session.key}"}
         async with aiohttp.ClientSession(headers=headers) as client:
             asking = asyncio.create_task(client.post(f"{session.base_url}/chat/completions", json=CHAT))
-            async with asyncio.timeout(10):
-                while not (policy.served and policy.served[0].ids):
-                    await asyncio.sleep(0.001)
-                asking.cancel()
+            await until(lambda: bool(policy.served and policy.served[0].ids))
+            asking.cancel()
         # the client's session is closed, and its connection with it
-        for _ in range(10_000):
-            if session._running:
-                await asyncio.sleep(0.001)
-        is_cancelled = not session._running
-        policy.gate.set()
-        await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not session._running)
-        if is_cancelled:
-            async with _openai(session) as other:
-                await other.chat.completions.create(model="m", messages=[user("q")])
-        return is_cancelled
+        policy.gate.set()
+        async with _openai(session) as other:
+            await other.chat.completions.create(model="m", messages=[user("q")])
 
-    assert _run(policy, agent), "the call still runs, and nobody reads its answer"
+    _run(policy, agent)
     assert not policy.served[0].is_whole
 
 

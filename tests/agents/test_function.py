@@ -46,10 +46,6 @@ async def blocks(row: dict[str, Any], client: AgentClient) -> None:
     time.sleep(3.0)  # noqa: ASYNC251 - so it is meant
 
 
-def one_argument(row: dict[str, Any]) -> None:
-    """Cannot be called with a client."""
-
-
 def _run(name: str, **section: Any) -> AgentResult:
     async def run() -> AgentResult:
         settings = AgentSection(function=f"tests.agents.test_function:{name}", **section)
@@ -84,8 +80,6 @@ def test_a_function_that_fails_or_hangs_says_where(name: str, told: str) -> None
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
-        ("nowhere", {}, r"rollout\.agent\.function: tests\.agents\.test_function:nowhere: .*has no `nowhere`"),
-        ("one_argument", {}, r"one_argument: does not take \(row, client\): too many positional"),
         (
             "plain",
             {"speed": 1},
@@ -107,3 +101,6 @@ def test_single_answers_may_have_rewards_of_their_own() -> None:
         read_result({"rewards": 3})
     with pytest.raises(AgentError, match=r"`rewards\.a` of the agent's result is nan"):
         read_result({"rewards": {"a": float("nan")}})
+    for raw in ([1], {"reward": "high"}):
+        with pytest.raises(AgentError, match=r"result is (\[1\]|'high')"):
+            read_result(raw)
