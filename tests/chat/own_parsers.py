@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-NOT_CALLABLE = {"parse": None}
-
 
 def brackets(text: str) -> dict[str, Any]:
     """CALL[name] anywhere."""
@@ -25,25 +23,8 @@ def says_nothing(text: str) -> None:
     return None
 
 
-def empty_list(text: str) -> dict[str, Any]:
-    return {"content": text, "tool_calls": []}
-
-
 def raises(text: str) -> dict[str, Any]:
     raise RuntimeError("no such luck")
-
-
-class UnreadableError(Exception):
-    def __str__(self) -> str:
-        raise ValueError
-
-
-def raises_something_unreadable(text: str) -> dict[str, Any]:
-    raise UnreadableError
-
-
-def leaves(text: str) -> dict[str, Any]:
-    raise SystemExit(3)
 
 
 def returns_text(text: str) -> Any:
@@ -64,11 +45,3 @@ async def waits(text: str) -> dict[str, Any]:
 
 def takes_two(text: str, other: str) -> dict[str, Any]:
     return {}
-
-
-class Callable:
-    def __call__(self, text: str) -> dict[str, Any]:
-        return brackets(text)
-
-
-instance = Callable()
