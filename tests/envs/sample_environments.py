@@ -174,14 +174,6 @@ class NoReset:
         return "nodded"
 
 
-class NeedsUrl:
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def reset(self) -> str:
-        return self.url
-
-
 class Unreachable:
     def __init__(self) -> None:
         raise ConnectionError("nobody answers")
@@ -263,13 +255,6 @@ class Chosen:
 
     def reset(self, environment: str, **row: Any) -> str:
         return environment
-
-
-async def later() -> Bare:
-    return Bare()
-
-
-constant = 3
 
 
 class Timed:
