@@ -49,12 +49,5 @@ def strange_value() -> Iterator[dict[str, Any]]:
     yield {"prompt": "a", "answer": [1, {"deep": {1, 2}}]}
 
 
-async def asynchronous() -> Any:
-    yield {"prompt": "a"}
-
-
 def returns_text() -> str:
     return "abc"
-
-
-not_a_function = 3

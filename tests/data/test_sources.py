@@ -112,11 +112,9 @@ def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_pa
             'prompt,answer\n"a\nb",1\nc\n',
             "rows.txt:4: this row has not as many values as the header has columns",
         ),
-        ("csv", "prompt,answer\n\n\na\n", "rows.txt:4: this row has not as many values"),
         ("csv", 'prompt,answer\n"a,1\n', "rows.txt:2: this row is not valid CSV"),
         ("csv", "prompt,prompt\na,b\n", "`prompt` names more than one column"),
         ("parquet", '{"prompt": "a"}\n', "cannot be read as Parquet"),
-        ("parquet", None, "there is no such file or folder"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_by_line(
@@ -160,18 +158,6 @@ def test_parquet_is_read_in_batches_and_a_folder_in_the_order_of_names(
     assert rows.locations[4:] == [f"{whole}, row 4", f"{tmp_path / 'b.parquet'}, row 0"]
     whole.write_bytes(whole.read_bytes()[:200])
     assert "check that it is whole" in _error("parquet", path=tmp_path)
-
-
-def test_a_date_that_python_has_not_is_an_error_with_its_row(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    path = tmp_path / "late.parquet"
-    days = pyarrow.array([0, 10**7], pyarrow.date32())  # the year 29349
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "day": days}), path)
-    assert "late.parquet: this file cannot be read as Parquet, from row 0 on (OverflowError" in _error(
-        "parquet", path=path
-    )
 
 
 def _call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -231,12 +217,6 @@ def test_a_saved_dataset_gives_python_values_whatever_its_format(tmp_path: Path,
         assert f"has no `{setting}`; leave it out" in _error("hub", name=folder, **{setting: "main"})
 
 
-def test_a_row_of_a_dataset_that_cannot_be_decoded_is_named(tmp_path: Path, datasets: Any) -> None:
-    made = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [{"bytes": b"no image", "path": None}]})
-    made.cast_column("picture", datasets.Image()).save_to_disk(tmp_path / "saved")
-    assert "saved [train], row 0: cannot be decoded (" in _error("hub", name=str(tmp_path / "saved"))
-
-
 def test_splits_of_saved_collections_and_folders_of_files_are_taken_by_name(tmp_path: Path, datasets: Any) -> None:
     one = datasets.Dataset.from_dict({"prompt": ["b"]})
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
@@ -288,10 +268,7 @@ def test_a_generator_without_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) 
         ("unseeded", "row 0: a second call of the function makes another row"),
         ("no_dict", "row 1: the function must yield dicts"),
         ("strange_value", "row 0: column `answer` holds a builtins.set"),
-        ("asynchronous", "asynchronous: the function must yield rows"),
         ("returns_text", "the function must yield rows, or return a list of them, not a string ('abc')"),
-        ("not_a_function", "not callable"),
-        ("sum", "did you mean"),
         ("sums", "missing 1 required positional argument: 'num_rows'"),
     ],
 )
@@ -344,25 +321,14 @@ def test_messages_are_brought_into_one_form() -> None:
     ("message", "words"),
     [
         ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "part 0 is of type 'image'; only text"),
-        (
-            {"role": "user", "content": [{"type": "text", "text": None}]},
-            "the text of part 0 must be text, got null",
-        ),
         ({"role": "user", "content": None}, "has a `content` that is null; only a message with `tool_calls`"),
-        ({"role": "user", "content": "a\ud83d"}, "its `content` holds '\\ud83d', half a character"),
         ({"role": "user", "content": 5}, "its `content` must be text or a list of text parts, got a number (5)"),
         ({"role": "assistant", "content": "a", "tool_calls": {}}, "its `tool_calls` must be a list, got an object"),
         ({"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}, "of role `user` has `tool_calls`"),
-        ({"role": "assistant", "tool_calls": ["f"]}, "`tool_calls[0]` must be"),
         (
             {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]},
             "`arguments` cannot be used: it is not valid",
         ),
-        (
-            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]},
-            "NaN is not a number of JSON",
-        ),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "must be a JSON object, not a list"),
         ({"role": "tool", "content": "a", "tool_call_id": 7}, "its `tool_call_id` must be text, got a number (7)"),
         ({"role": None, "content": "a"}, "has no `role`"),
         ("b", "must be a {role, content} message, got a string ('b')"),
@@ -401,8 +367,6 @@ def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> N
     ("old", "new", "words"),
     [
         ("reward_model.truth", "answer", "but `reward_model` has no `truth`; it has `style`, `ground_truth`"),
-        ("reward_modle.ground_truth", "answer", "not a column here"),
-        ("data_source.name", "answer", "but `data_source` has no `name`"),
         ("extra_info.tries.2.answer", "answer", "but `extra_info.tries` has no `2`"),
         ("reward_modle", "answer", "did you mean 'reward_model'"),
         ("extra_info.split", "data_source", "two columns named `data_source`"),
@@ -441,12 +405,11 @@ def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
         load_rows(source, count_tokens=refuse)
 
 
-@pytest.mark.parametrize("name", ["messages", "conversations", "chosen"])
-def test_no_renaming_is_proposed_that_would_leave_the_answer_in_the_prompt(tmp_path: Path, name: str) -> None:
+def test_no_renaming_is_proposed_that_would_leave_the_answer_in_the_prompt(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({name: [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}))
+    path.write_text(json.dumps({"chosen": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "2"}]}))
     told = _error("jsonl", path=path)
-    assert f"`{name}` may hold the answer" in told
+    assert "`chosen` may hold the answer" in told
     assert "ename" not in told
 
 
