@@ -104,15 +104,6 @@ def takes_anything(*args: int, **kwargs: int) -> int:
     return 0
 
 
-def odd_type(a: Greeter) -> int:
-    """Takes what JSON cannot hold.
-
-    Args:
-        a: This one.
-    """
-    return 0
-
-
 def unresolvable(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
     """Takes a type that is not there.
 

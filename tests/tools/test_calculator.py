@@ -11,8 +11,6 @@ from grpo_async.tools.calculator import calculator
     ("expression", "value"),
     [
         ("1 + 2 * 3", "7"),
-        (" -(4 - 6) ", "2"),
-        ("10 / 5", "2"),
         ("0.1 + 0.2", "0.3"),
         ("123456789012345678901234567890 * 10", "1234567890123456789012345678900"),
         ("3 ** 200 / 3 ** 199", "3"),
@@ -29,14 +27,12 @@ def test_arithmetic(expression: str, value: str) -> None:
     [
         ("9**9**9", "too large"),
         ("2**4096", "too large"),
-        ("1e300 * 1e300", "too large"),
         ("10**1000 / 3", "too large"),
         ("(-8) ** 0.5", "not a real number"),
         ("2 ^ 3", r"write \*\*"),
         ("((((" * 60, "not an arithmetic expression"),
         ("1+" * 200 + "1", "longer than 300"),
         ("x + 1", "only numbers"),
-        ("'a' * 3", "only numbers"),
         ("__import__('os').getcwd()", "only numbers"),
     ],
 )

@@ -20,9 +20,8 @@ def _answer(code: str, **arguments: Any) -> str:
     return asyncio.run(_tool(**arguments).call({"code": code})).text
 
 
-@pytest.mark.parametrize("arguments", [{}, {"wall_s": 2.0, "memory_mb": 256}])
-def test_the_model_sees_the_code_alone(arguments: dict[str, Any]) -> None:
-    function = _tool(**arguments).schema["function"]
+def test_the_model_sees_the_code_alone() -> None:
+    function = _tool(wall_s=2.0, memory_mb=256).schema["function"]
     assert function["name"] == "run_python"
     assert list(function["parameters"]["properties"]) == ["code"]
     assert function["parameters"]["required"] == ["code"]
@@ -35,11 +34,8 @@ def test_the_model_sees_the_code_alone(arguments: dict[str, Any]) -> None:
         ("print(6 * 7)", "42"),
         ("x = 1", "The program printed nothing."),
         ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(3)", "The program ended with exit code 3."),
         ("def", "SyntaxError: invalid syntax"),
-        ("import os; os.abort()", "The program crashed."),
         ("x = bytearray(1 << 30)", "Stopped: the program used more than 512 MiB of memory."),
-        ("open('/etc/passwd')", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"),
     ],
 )
 def test_the_answer_is_the_output_or_what_went_wrong(code: str, answer: str) -> None:

@@ -62,7 +62,6 @@ def test_arguments_that_config_or_partial_fix_are_hidden_and_need_no_text_or_typ
         (sample_tools.half_documented, ["b is missing a type hint"]),
         (sample_tools.by_position, ["takes `a` by position only"]),
         (sample_tools.takes_anything, ["takes `*args`", "takes `**kwargs`"]),
-        (sample_tools.odd_type, ["cannot be described to the model"]),
         (sample_tools.unresolvable, ["a type hint that cannot be resolved: name 'Nowhere' is not defined"]),
     ],
 )
@@ -154,8 +153,6 @@ def _taking(hint: Any) -> Any:
     ("hint", "schema", "given", "value"),
     [
         (Color, _COLOR, "red", Color.RED),
-        (Color | None, {"anyOf": [_COLOR, {"type": "null"}]}, None, None),
-        (dict[str, list[Color]], None, {"a": ["red"]}, {"a": [Color.RED]}),
         (Place, _PLACE, {"street": "s", "colors": ["red"]}, Place(street="s", colors=[Color.RED])),
         (Place | str, {"anyOf": [_PLACE, {"type": "string"}]}, {"street": "s"}, Place(street="s")),
         (dict[Color, Place], None, {"red": {"street": "s"}}, {Color.RED: Place(street="s")}),
@@ -165,7 +162,6 @@ def _taking(hint: Any) -> Any:
         (date, {"type": "string", "format": "date"}, "2024-01-02", date(2024, 1, 2)),
         (datetime, {"type": "string", "format": "date-time"}, "2024-01-02T03:04:05", datetime(2024, 1, 2, 3, 4, 5)),
         (Annotated[int, Field(ge=0)], {"type": "integer", "minimum": 0}, 3, 3),
-        (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}, [1, 2], (1, 2)),
         (set[str], None, ["a"], {"a"}),
     ],
 )
@@ -180,9 +176,7 @@ def test_richer_types_have_the_schema_of_pydantic_and_reach_the_tool_as_instance
     assert check_arguments(spec.validator, spec.parameters, {"thing": given}) == {"thing": value}
 
 
-@pytest.mark.parametrize(
-    "hint", [Node, Callable[[int], int], sample_tools.Greeter, list[sample_tools.Greeter]], ids=str
-)
+@pytest.mark.parametrize("hint", [Node, Callable[[int], int], list[sample_tools.Greeter]], ids=str)
 def test_a_type_that_json_cannot_hold_is_refused_with_its_reason(hint: Any) -> None:
     with pytest.raises(UnusableError, match=r"cannot be described to the model: .*(Node|Callable|Greeter)"):
         build_spec(_taking(hint))
@@ -204,10 +198,8 @@ def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it
     ("arguments", "problem"),
     [
         ({"count": "3"}, 'argument "count": input should be a valid integer, not "3"'),
-        ({"count": True}, 'argument "count": input should be a valid integer, not true'),
         ({"text": 3}, 'argument "text": input should be a valid string, not 3'),
         ({"flags": [True, 1]}, 'argument "flags" at 1: input should be a valid boolean, not 1'),
-        ({"pair": [1]}, 'argument "pair" at 1: field required'),
         ({"either": "a"}, 'argument "either" at list[str]: input should be a valid array, not "a"'),
         ({"unit": "km"}, """argument "unit": input should be 'm' or 'ft', not "km\""""),
         ({"ration": 1}, "unknown argument \"ration\"; did you mean 'ratio'? It takes "),

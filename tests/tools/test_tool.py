@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import json
 import logging
 import threading
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_async.tools import Tool, ToolError
-from grpo_async.tools.results import ToolResult, error_text, truncate
+from grpo_async.tools.results import ToolResult
 from tests.tools import sample_tools
 
 
@@ -110,27 +108,15 @@ def test_a_traceback_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -
         asyncio.run(run())
     assert ["ValueError: no" in record.getMessage() for record in caplog.records] == [True, False]
     assert all("Traceback" in record.getMessage() and "picky" in record.getMessage() for record in caplog.records)
-    # The console shows the first line.
-    assert [record.getMessage().split("\n")[0].rpartition(": ")[0] for record in caplog.records] == [
-        "tool `picky`: ValueError",
-        "tool `picky`: KeyError",
-    ]
-
-
-CIRCLE: list[Any] = []
-CIRCLE.append(CIRCLE)
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         ("as it is", "as it is"),
-        (True, "True"),
         (None, "None"),
         ({"a": "é", "b": [1, None]}, "{'a': 'é', 'b': [1, None]}"),
         ([("a", 1)], "[('a', 1)]"),
-        (datetime.date(2024, 1, 2), "2024-01-02"),
-        (CIRCLE, "[[...]]"),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
         ([{"type": "fruit", "name": "fig"}], "[{'type': 'fruit', 'name': 'fig'}]"),
         ("half a \ud83d pair", "half a � pair"),
@@ -139,20 +125,10 @@ CIRCLE.append(CIRCLE)
 def test_values_are_texts_as_in_trl_and_lists_reach_rewards_as_they_are(value: Any, text: str) -> None:
     result = ToolResult.of(value)
     assert result.text == text
-    if value is not CIRCLE:
-        assert result.returned == (value if isinstance(value, list) else None)
-        assert result.returned is None or result.returned is not value
+    assert result.returned == (value if isinstance(value, list) else None)
+    assert result.returned is None or result.returned is not value
 
 
 def test_an_image_is_refused() -> None:
     with pytest.raises(ToolError, match="part 1 is of type 'image'; only text"):
         ToolResult.of([{"type": "text", "text": "see"}, {"type": "image", "image": object()}])
-
-
-def test_a_cut_says_how_much_is_missing() -> None:
-    assert truncate("abcd", 4) == "abcd"
-    assert truncate("abcdef", 4) == "abcd [cut: 2 more characters]"
-
-
-def test_an_error_stays_json_when_it_is_cut() -> None:
-    assert json.loads(error_text('a "quoted" thing', 5)) == {"error": 'a "qu [cut: 11 more characters]'}
