@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.user_code.calls import Caller, CallError, Raised, UserCall, is_async, shown, unwrap_partial
+from grpo_async.user_code.calls import Caller, CallError, Raised, UserCall, is_async, unwrap_partial
 from grpo_async.user_code.references import resolve
 from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
 from tests.support.waiting import until
@@ -53,7 +53,6 @@ def test_a_result_is_finished_where_it_was_made_and_awaited_if_it_must_be() -> N
         (KeyError("a"), "KeyError: 'a'"),
         (SystemExit(3), "SystemExit: 3"),
         (ValueError("two\n  lines"), "ValueError: two lines"),
-        (ValueError(), "ValueError"),
         (UnreadableError(), "UnreadableError: (its message cannot be read: ValueError)"),
     ],
 )
@@ -83,14 +82,6 @@ def test_the_place_is_the_last_line_of_the_users_own_code_whatever_library_raise
     wrong_arguments = UserCall(fails, {"number": 1}).attempt()
     assert isinstance(wrong_arguments, Raised)
     assert wrong_arguments.problem.endswith("got an unexpected keyword argument 'number'")
-
-
-def test_a_value_whose_repr_raises_is_shown_by_its_type() -> None:
-    class Broken:
-        def __repr__(self) -> str:
-            raise ValueError
-
-    assert shown(Broken()) == "<Broken: its repr raised ValueError> (Broken)"
 
 
 def test_a_cancelled_error_of_the_functions_own_is_a_value_and_one_of_the_caller_is_not() -> None:
