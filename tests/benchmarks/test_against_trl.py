@@ -89,38 +89,6 @@ def test_the_stand_in_for_the_kernel_gives_what_each_sample_gives_alone(monkeypa
         torch.testing.assert_close(output[0, own], expected)
 
 
-def test_the_steady_state_leaves_out_warm_up_and_end() -> None:
-    step = {"samples": 16.0, "tokens": 960.0, "waiting_s": 0.5, "push_s": 0.2, "staleness": 1.0}
-    steps = [{**step, "thrown_away": 4.0 * number, "wall_s": 1.0 + number} for number in range(7)]
-    found = against_trl.steady_state(steps, argparse.Namespace(warmup=2, steps=3))  # of 3, 4 and 5 s
-    assert found == pytest.approx(
-        {
-            "trained samples": 48 / 12, "trained tokens": 3 * 960 / 12, "step": 4000, "  waiting": 500, "  push": 200,
-            "thrown away": 12 / 60, "staleness": 1,
-        }
-    )  # fmt: skip
-
-
-def test_our_steps_are_read_from_the_metrics() -> None:
-    lost = {"ledger/groups/stale": 0.0, "ledger/groups/filtered": 0.0, "ledger/groups/failed": 0.0}
-    times = {"step_time": 2.0, "pipeline/trainer_idle_ratio": 0.125, "pipeline/pushing_fraction": 0.25}
-    lines = [
-        {**times, "num_tokens": 100.0, "ledger/groups/trained": 2.0, **lost},
-        {
-            **times,
-            "num_tokens": 90.0,
-            "ledger/groups/trained": 3.0,
-            **dict.fromkeys(lost, 1.0),
-            "async/staleness_mean": 0.5,
-        },
-    ]
-    first, second = against_trl.steps_of(lines)
-    assert (first["samples"], first["staleness"], first["thrown_away"]) == (16.0, 0.0, 0.0)
-    assert second == {
-        "wall_s": 2.0, "waiting_s": 0.25, "push_s": 0.5, "samples": 8.0, "tokens": 90.0, "staleness": 0.5, "thrown_away": 24.0,
-    }  # fmt: skip
-
-
 def test_what_trl_drops_is_counted_from_the_beginning(tmp_path: Path) -> None:
     """TRL logs how many it dropped since the last step, None where none were, and a summary at the end, which is no step."""
     writer = train.step_writer(tmp_path / "steps")
