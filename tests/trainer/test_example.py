@@ -22,12 +22,4 @@ def test_the_best_and_the_worst_of_the_group_whose_rewards_are_furthest_apart() 
         "prompt": "hard",
         "completions": [{"reward": 1.0, "text": "worth 1.0"}, {"reward": 0.0, "text": "worth 0.0"}],
     }
-
-
-def test_one_completion_where_all_rewards_are_equal_and_none_without_a_reward() -> None:
-    assert example_of([_group("x" * 400, [0.5, 0.5])]) == {
-        "prompt": "x" * 149 + "…" + "x" * 149,
-        "completions": [{"reward": 0.5, "text": "worth 0.5"}],
-    }
     assert example_of([_group("unscored", [None])]) is None
-    assert example_of([]) is None

@@ -20,10 +20,9 @@ from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EvaluationSection
 from grpo_async.display.summary import print_summary
-from grpo_async.errors import ConfigError, DeadlineError, RunError, ServerUnavailableError
+from grpo_async.errors import ConfigError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult
-from grpo_async.inference.fleet import Fleet
-from grpo_async.processes.assignment import Assignment, Purpose
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE
@@ -32,7 +31,6 @@ from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.lead import Leader, lead_ranks
 from grpo_async.training.checkpoint import CheckpointState
 from tests.launcher.support import make_config
-from tests.support.local_server import local_server
 from tests.trainer.fakes import FakeSource, FakeSync
 
 
@@ -45,7 +43,6 @@ class _Fleet:
         self.deadlines_s: list[float] = []  # of the waits for a server
         self.failures: list[Any] = []
         self.listeners: list[Callable[[], None]] = []
-        self.num_changes = 0
         self.life, self.is_silent = "first", False
         self.start = lambda: events.append("look for servers")
         self.close = lambda: closed.append("fleet")
@@ -192,16 +189,14 @@ def _lead(
     config: ExperimentConfig,
     *,
     resume_step: int | None = None,
-    url: str = "http://127.0.0.1:1",
-    purpose: Purpose = "train",
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""
     config = config.model_copy(update={"evaluation": EvaluationSection()})
     run_dir = RunDir(config.run_path)
     run_dir.create()
     place = Assignment(
-        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=(url,), resume_step=resume_step,
-        purpose=purpose,
+        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=("http://127.0.0.1:1",),
+        resume_step=resume_step,
     )  # fmt: skip
     told: list[str] = []
     sizes = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=dict))
@@ -347,20 +342,3 @@ def test_a_stop_during_the_evaluation_after_training_leaves_a_run_that_a_resume_
     assert "--resume latest    # make the evaluation after training" in console.file.getvalue()  # type: ignore[attr-defined]
     finished = lead_from_the_last_step(EvaluationResult(metrics={"reward": 0.5}, by_group={}))
     assert (finished["status"], finished["evaluation"]["after"]) == ("finished", {"reward": 0.5})
-
-
-def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R1.4: /health answers 503 forever; the request timeout and the queue wait are much longer."""
-    stub = _Stub(monkeypatch)
-    monkeypatch.setattr(connections_module, "Fleet", Fleet)
-    config = make_config(
-        tmp_path,
-        inference={"startup_timeout_s": 0.5, "request_timeout_s": 500.0},
-        training={"queue_timeout_s": 500.0, "max_steps": 1},
-    )
-    with (
-        local_server(refuses={"/health": 503}) as server,
-        pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"),
-    ):
-        _lead(stub, config, url=server.url)
-    assert len(server.requests) > 1

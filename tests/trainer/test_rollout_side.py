@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from grpo_async.errors import ConfigError, DeadlineError, RunError
 from grpo_async.records import GroupStatus
 from grpo_async.trainer.rollout_side import load_rollout_inputs
 from grpo_async.training.checkpoint import CheckpointState
-from tests.support.local_server import Refusal, Request, line, local_server
+from tests.support.local_server import Request, line, local_server
 from tests.support.records import make_scored
 from tests.support.stored import LineStore, read_groups
 from tests.trainer.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
@@ -26,36 +25,9 @@ from tests.trainer.sides import number_in_group, odd_or_even, open_side, serve, 
 LONG_S = 500.0
 
 
-async def _unavailable(request: Request) -> AsyncIterator[bytes]:
-    raise Refusal(503, "busy")
-    yield b""
-
-
 async def _silent(request: Request) -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
     yield b""
-
-
-@pytest.mark.clock
-def test_closing_ends_in_bounded_time_although_every_request_is_retried_for_ever(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """R1.1: a server that answers 503 to everything, and a million retries for each request."""
-    monkeypatch.setattr("grpo_async.rollout.source._SHUTDOWN_TIMEOUT_S", 3.0)
-    config = side_config(tmp_path, tiny_model, inference={"max_retries": 1_000_000})
-    with local_server(_unavailable) as server:
-        with open_side(config, server) as side:
-            side.source.start()
-            server.wait_for(lambda: len(server.requests) >= 12, "each of 4 requests to be retried")
-            began = time.monotonic()
-        assert time.monotonic() - began < 3.0 + 2.0  # the time limit, and some for a busy machine
-        assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
-        ledger = side.source.ledger_snapshot()
-        assert is_balanced(ledger)
-        assert (ledger["groups"]["cancelled"], ledger["groups"]["in_flight"]) == (2, 0)
-        num_requests = len(server.requests)
-        time.sleep(0.5)  # longer than the first delays of the back-off
-        assert len(server.requests) == num_requests
 
 
 def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path, tmp_path: Path) -> None:
@@ -99,43 +71,26 @@ def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have
             take(side, 2)
 
 
-def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: Path, tmp_path: Path) -> None:
-    """R1.4: 12 tokens with 0.25 s between them outlast a queue timeout of 2 s, because every token is a sign of health."""
+def test_an_empty_queue_goes_on_waiting_without_a_word_while_the_server_generates(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R1.4: 12 tokens with 0.15 s between them outlast a queue timeout of 1 s, because every token is a sign of health. R1.3."""
 
     async def slow(request: Request) -> AsyncIterator[bytes]:
         for _ in range(11):
             yield line([5 + number_in_group(request) % 2], finish=None)
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.15)
         yield line(request["stop_token_ids"][:1])
 
-    config = side_config(tmp_path, tiny_model, rollout={"max_completion_tokens": 16}, training={"queue_timeout_s": 2.0})
+    config = side_config(tmp_path, tiny_model, rollout={"max_completion_tokens": 16}, training={"queue_timeout_s": 1.0})
     with local_server(slow) as server, open_side(config, server) as side:
         side.source.start()
         began = time.monotonic()
-        groups = take(side, 2)
+        with caplog.at_level(logging.DEBUG, logger="grpo_async"):
+            groups = take(side, 2)
         assert groups is not None
         assert [len(group.samples) for group in groups] == [2, 2]
-        assert time.monotonic() - began > 2.0
-
-
-def test_a_long_wait_for_samples_logs_nothing(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """R1.3: no log line per poll: a second of waiting, and not a word."""
-    held = asyncio.Event()
-
-    async def holding(request: Request) -> AsyncIterator[bytes]:
-        await held.wait()
-        async for part in odd_or_even(request):
-            yield part
-
-    config = side_config(tmp_path, tiny_model)
-    with local_server(holding) as server, open_side(config, server) as side:
-        side.source.start()
-        server.wait_for(lambda: len(server.requests) == 4, "the requests of a step")
-        threading.Timer(1.0, lambda: server.let_go(held)).start()
-        with caplog.at_level(logging.DEBUG, logger="grpo_async"):
-            assert take(side, 2) is not None
+        assert time.monotonic() - began > 1.0
     assert [record.getMessage() for record in caplog.records if record.name.startswith("grpo_async")] == []
 
 
@@ -188,34 +143,6 @@ def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the
     assert {tokenizer.decode(request["token_ids"]) for request in server.requests} == {"user!hello<|im_start|>"}
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert all(sorted(request["stop_token_ids"]) == sorted(ends) for request in server.requests)
-
-
-def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """R1.2: every rollout of the first prompt is refused: logged once, counted, its group dropped, all others trained."""
-
-    async def refusing(request: Request) -> AsyncIterator[bytes]:
-        if request["request_id"].startswith("g0-"):
-            raise Refusal(400, "not this one")
-        async for part in odd_or_even(request):
-            yield part
-
-    config = side_config(tmp_path, tiny_model)
-    with local_server(refusing) as server, open_side(config, server) as side:
-        side.source.start()
-        groups = take(side, 2)
-        assert groups is not None
-        assert [group.group.group_id for group in groups] == [1, 2]
-        side.source.close_groups(groups, GroupStatus.TRAINED, step=1)
-        serve(side, 1)
-        assert take(side, 2, version=1) is not None
-        gauges = side.source.gauges()
-        assert gauges["failures/rollout/RequestRejectedError"] == 2
-        assert gauges["ledger/groups/failed"] == 1
-    logged = [record for record in caplog.records if "rollout failed" in record.getMessage()]
-    assert len(logged) == 1
-    assert logged[0].exc_info is not None
 
 
 def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model: Path, tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ def test_a_group_of_which_only_a_part_was_dispatched_is_cancelled_whole_and_noth
 
 
 def test_a_group_that_turns_out_stale_when_its_tokens_arrive_is_not_scored(tiny_model: Path, tmp_path: Path) -> None:
-    """R6.3: a rollout function shows its tokens at the end only; by then version 2 is served and its call began at 0."""
+    """R6.3: a rollout function shows its tokens at the end only; by then version 2 is served and its call began at 0.
+
+    R5.5: it takes the place of our own rollouts, which would find no server."""
     steps_seen.begin(held=True)
     config = side_config(tmp_path, tiny_model, rollout={"max_staleness": 1}, rollout_function=FUNCTION)
     with open_side(config, "http://127.0.0.1:9") as side:

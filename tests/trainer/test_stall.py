@@ -70,48 +70,27 @@ def _guard(state: ServerState = ServerState.SERVING, since: float = 0.0, *, time
 
 
 TIMEOUT_S = 0.5
-SEVERAL_TIMEOUTS_S = 2.0
 
 
-class _Watched:
-    """A guard on a counter that the test moves; it only notes what it would do."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, progress: Callable[[], object], *, excused: bool = False
-    ) -> None:
-        self.excused = excused
-        self.stalls: list[float] = []
-        self.stalled = threading.Event()
-        self.guard = _guard(timeout_s=TIMEOUT_S)
-        monkeypatch.setattr(self.guard, "_progress", progress)
-        monkeypatch.setattr(self.guard, "_is_excused", lambda: self.excused)
-        monkeypatch.setattr(self.guard, "_on_stall", self._note)
-        self.guard.start()
-
-    def _note(self, stalled_s: float) -> None:
-        self.stalls.append(stalled_s)
-        self.stalled.set()
-
-
-def test_a_run_that_stands_still_is_noticed_once_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = time.monotonic()
-    watched = _Watched(monkeypatch, lambda: 1)
-    assert watched.stalled.wait(timeout=10.0)
-    assert time.monotonic() - began >= TIMEOUT_S
-    assert watched.stalls[0] >= TIMEOUT_S
-    watched.guard._thread.join(timeout=10.0)
-    assert len(watched.stalls) == 1
+def _watched(monkeypatch: pytest.MonkeyPatch, progress: Callable[[], object]) -> tuple[Any, threading.Event]:
+    """A guard on a counter that the test moves; the event is set when it sees a stall."""
+    guard, stalled = _guard(timeout_s=TIMEOUT_S), threading.Event()
+    monkeypatch.setattr(guard, "_progress", progress)
+    monkeypatch.setattr(guard, "_is_excused", lambda: False)
+    monkeypatch.setattr(guard, "_on_stall", lambda stalled_s: stalled.set())
+    guard.start()
+    return guard, stalled
 
 
 def test_a_slow_run_that_moves_and_a_guard_that_was_stopped_notice_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It moves in the last third of each timeout."""
     began = time.monotonic()
-    moving = _Watched(monkeypatch, lambda: int((time.monotonic() - began) / (TIMEOUT_S * 0.7)))
-    stopped = _Watched(monkeypatch, lambda: 1)
-    stopped.guard.stop()
-    assert not moving.stalled.wait(timeout=SEVERAL_TIMEOUTS_S)
-    assert not stopped.stalled.is_set()
-    moving.guard.stop()
+    moving, stalled = _watched(monkeypatch, lambda: int((time.monotonic() - began) / (TIMEOUT_S * 0.7)))
+    stopped, stalled_later = _watched(monkeypatch, lambda: 1)
+    stopped.stop()
+    assert not stalled.wait(timeout=4 * TIMEOUT_S)
+    assert not stalled_later.is_set()
+    moving.stop()
 
 
 @pytest.mark.parametrize(
@@ -120,9 +99,7 @@ def test_a_slow_run_that_moves_and_a_guard_that_was_stopped_notice_nothing(monke
         (ServerState.STARTING, 100.0, True),
         (ServerState.DOWN, 100.0, True),  # the restart may take 60 s to begin and 60 s to be done
         (ServerState.DOWN, 130.0, False),
-        (ServerState.READY, 0.0, False),
         (ServerState.SERVING, 0.0, False),
-        (ServerState.GONE, 0.0, False),
     ],
 )
 def test_a_server_that_loads_or_is_restarted_is_an_excuse_for_as_long_as_that_may_take(
