@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_async.inference.fleet import ServerState
+from grpo_async.inference.api import ServerInfo
+from grpo_async.inference.fleet import Fleet
 from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer.connections import FleetReporter
-
-
-@dataclass
-class _Fleet:
-    states: list[ServerState]
-    words: list[str] = field(default_factory=lambda: ["never answered"] * 2)
-
-    def servers(self) -> list[Any]:
-        return [
-            SimpleNamespace(index=index, name=f"server {index}", state=state, url="")
-            for index, state in enumerate(self.states)
-        ]
-
-    def last_message(self, index: int) -> str:
-        return self.words[index]
-
-    def restarts(self, index: int) -> int:
-        return 0
-
-    def current_info(self, index: int) -> None:
-        return None
+from tests.support.configs import small_config
 
 
 def test_every_change_that_matters_is_told_once() -> None:
-    starting, ready, serving = ServerState.STARTING, ServerState.READY, ServerState.SERVING
-    fleet = _Fleet([starting, starting])
     told: list[str] = []
     statuses: list[list[str]] = []
 
@@ -45,20 +23,30 @@ def test_every_change_that_matters_is_told_once() -> None:
             statuses.append([server["state"] for server in content["servers"]])
 
     control: Any = SimpleNamespace(send=send)
-    reporter = FleetReporter(fleet, control, timeline=NO_TIMELINE, tells_changes=True)  # type: ignore[arg-type]
+    fleet = Fleet(["http://a", "http://b"], small_config().inference, token=None, control_timeout_s=1.0)
+    reporter = FleetReporter(fleet, control, timeline=NO_TIMELINE, tells_changes=True)
+    fleet.subscribe(reporter.on_change)
+
+    def serves(index: int) -> None:
+        info = ServerInfo(
+            engine="embedded", instance_id=str(index), model="m", dtype="float32", max_model_len=9, policy_version=0
+        )
+        fleet.found(fleet.server(index), info)
+        fleet.mark_serving([fleet.server(index)], version=0)
+
+    serves(0)
     reporter.on_change()
-    for states in ([ready, starting], [serving, starting], [serving, starting]):
-        fleet.states = states
-        reporter.on_change()
-    assert told == ["note: server 0 serves; 1 of 2 servers serve"]
-    fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection was lost"
-    reporter.on_change()
-    assert told[1:] == [
-        "warning: server 0 is down: its connection was lost; 1 of 2 servers serve", "note: server 1 serves; 1 of 2 servers serve",
-    ]  # fmt: skip
-    fleet.states, fleet.words[0] = [ServerState.GONE, serving], "401"
-    reporter.on_change()
-    assert told[3:] == ["warning: server 0 is given up: 401; 1 of 2 servers serve"]
+    fleet.fence(fleet.server(0), "its connection was lost")
+    serves(1)
+    fleet.give_up(fleet.server(0), "401")
+    assert told == [
+        "note: server 0 (http://a) serves; 1 of 2 servers serve",
+        "warning: server 0 (http://a) is down: its connection was lost; 0 of 2 servers serve",
+        "note: server 1 (http://b) serves; 1 of 2 servers serve",
+        "warning: server 0 (http://a) is given up: 401; 1 of 2 servers serve",
+    ]
     assert statuses[-1] == ["gone", "serving"]
+    num_told = len(statuses)
     reporter.on_load()
-    assert len(statuses) == 6, "load alone is told once a second"
+    assert len(statuses) == num_told, "load alone is told once a second"
+    fleet.close()
