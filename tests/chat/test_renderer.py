@@ -177,11 +177,6 @@ def test_an_unknown_way_of_calling_is_refused_and_a_users_own_parser_helps() -> 
     assert "does not read a call as this chat template writes it" in notes[2]
 
 
-def test_a_parser_that_does_not_fit_the_template_is_noted() -> None:
-    notes = renderer_of("llama3", parser="hermes").check_tools(TOOLS)
-    assert any("the parser `hermes` does not read a call as this chat template writes it" in note for note in notes)
-
-
 def test_a_template_that_cannot_render_several_calls_is_noted() -> None:
     template = template_source("qwen2_5").replace(
         "{%- for message in messages %}\n    {%- if message.role == 'user'",

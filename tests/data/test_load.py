@@ -145,14 +145,3 @@ def test_environments_leak_by_seed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"seed 9 is also seed 9.*`first_seed`"):
         _load(source, {"data": source | {"first_seed": 9}})
     assert _load(source, {"data": source | {"first_seed": 10}}).notes == ()
-
-
-def test_errors_and_notes_say_which_section_they_are_about(tmp_path: Path) -> None:
-    train = _file(tmp_path, "t.jsonl", ["a", "bb"]) | {"max_prompt_tokens": 1}
-    missing = {"data": {"type": "jsonl", "path": tmp_path / "no.jsonl"}}
-    with pytest.raises(ConfigError, match=r"^evaluation\.data: .*no\.jsonl: No such file"):
-        _load(_file(tmp_path, "one.jsonl", ["a"]), missing)
-    loaded = load_data(
-        DataSection.model_validate({"train": train}), None, count_tokens=lambda prompt: len(prompt.messages[0].content)
-    )
-    assert loaded.notes == ("data.train: max_prompt_tokens: 1 left out 1 of 2 rows",)

@@ -202,13 +202,6 @@ def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
     asyncio.run(main())
 
 
-def test_the_time_limit_of_another_library_is_not_reported_as_that_of_the_rollout() -> None:
-    setup = _Setup()
-    setup.client._answer = lambda request: TimeoutError()
-    (produced,) = setup.make(make_prompt())
-    assert {completion.error for completion in produced.completions} == {"TimeoutError"}
-
-
 @pytest.mark.parametrize(
     ("roles", "expected"),
     [

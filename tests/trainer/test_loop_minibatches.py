@@ -76,7 +76,6 @@ def test_each_rank_gets_its_part_of_each_minibatch() -> None:
 @pytest.mark.parametrize(
     ("updates", "closed"),
     [
-        ((True, True, True), [([0, 2, 3], GroupStatus.TRAINED)]),
         ((True, False, True), [([0, 3], GroupStatus.TRAINED), ([2], GroupStatus.FAILED)]),
         ((False, False, False), [([0, 2, 3], GroupStatus.FAILED)]),
     ],

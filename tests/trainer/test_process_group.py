@@ -20,10 +20,8 @@ from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.timeline import ATTEMPT, read_spans
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.main import run_rank
-from grpo_async.training.checkpoint_manifest import write_manifest
 from grpo_async.training.ranks import PackCommand, StepCommand, TrainerContext
 from tests.support.records import make_sample
 from tests.trainer.sides import side_config
@@ -74,28 +72,6 @@ def test_the_process_group_is_gone_however_a_rank_ends(
             _run(config, tmp_path)
     assert states == [True]
     assert not dist.is_initialized()
-
-
-def test_the_timeline_has_the_step_that_an_attempt_resumed_from(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The newest checkpoint is damaged, which only the ranks find out."""
-    monkeypatch.setattr(lead_module, "lead_ranks", lambda *_: None)
-    config = side_config(tmp_path, tiny_model)
-    place = _place(config, tmp_path).model_copy(update={"resume_step": 2})
-    for step, tensors in ((1, b"whole"), (2, b"flipped")):
-        folder = place.run_dir.checkpoint(step)
-        folder.mkdir()
-        (folder / "state.json").write_text("{}")
-        (folder / "__0_0.distcp").write_bytes(tensors)
-        write_manifest(folder, step=step, checksums={"__0_0.distcp": "0" * 64} if step == 2 else {})
-    run_rank(place, config, ControlClient(None))
-    steps = {
-        span["name"]: span["details"]["resume_step"]
-        for span in read_spans(place.run_dir.events)
-        if "resume_step" in span["details"] and span["end"] > span["start"]
-    }
-    assert steps == {ATTEMPT: 1, "checking the checkpoint": 1}
 
 
 def test_random_numbers_of_the_users_code_follow_the_seed(
