@@ -548,7 +548,7 @@ def test_anthropics_tool_runner_goes_through_the_whole_history() -> None:
 @pytest.mark.parametrize("is_followup", [False, True])
 def test_a_message_that_no_context_holds_is_refused_before_it_is_tokenized(is_followup: bool) -> None:
     policy = _policy("hello")
-    longest = policy.chat.longest_token
+    longest = policy.chat._encoder.longest_token
     spelled: list[str] = []
     plain = policy.chat._encoder.plain
 
