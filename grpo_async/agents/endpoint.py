@@ -147,7 +147,7 @@ class AgentEndpoint:
                     f"there is no {request.method} {request.path}; there are POST /v1{', /v1'.join(_EXCHANGES)} and "
                     "GET /v1/models",
                 )
-            body = await _body(request, session)
+            body = await _body(request, session.max_messages)
             exchange = kind(body, str(body.get("model") or self.sessions.model), session.api_state)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": await session.prompt_length(exchange.call, is_trained=is_trained)})
@@ -188,18 +188,14 @@ def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
     )
 
 
-async def _body(request: web.BaseRequest, session: AgentSession) -> Mapping[str, Any]:
+async def _body(request: web.BaseRequest, max_messages: int) -> Mapping[str, Any]:
     """The JSON object of a request. One that no context can hold is refused here: to read it would hold up all other rollouts."""
-    most = min(_MAX_REQUEST_BYTES, session.max_body_bytes)
-    length = request.content_length or 0
     try:
-        if length <= most:
-            content = await request.read()  # ends when the connection does
-            length = len(content)
-    except web.HTTPRequestEntityTooLarge:
-        length = _MAX_REQUEST_BYTES + 1
-    if length > most:
-        raise _too_large(f"{most} bytes")
+        if (length := request.content_length or 0) > _MAX_REQUEST_BYTES:
+            raise web.HTTPRequestEntityTooLarge(_MAX_REQUEST_BYTES, length)
+        content = await request.read()  # ends when the connection does
+    except web.HTTPRequestEntityTooLarge as error:
+        raise _too_large(f"{_MAX_REQUEST_BYTES} bytes, the most that is read") from error
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -207,14 +203,13 @@ async def _body(request: web.BaseRequest, session: AgentSession) -> Mapping[str,
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object")
     for name in ("messages", "input"):
-        if isinstance(items := body.get(name), list) and len(items) > session.max_messages:
-            raise _too_large(f"{session.max_messages} {name}")
+        if isinstance(items := body.get(name), list) and len(items) > max_messages:
+            raise _too_large(f"{max_messages} {name}, which no context of inference.max_model_len holds")
     return body
 
 
 def _too_large(limit: str) -> ApiError:
-    message = f"the request has more than {limit}, the most that is read with this inference.max_model_len"
-    return ApiError(413, "invalid_request_error", message)
+    return ApiError(413, "invalid_request_error", f"the request has more than {limit}")
 
 
 def _api_error_of(error: Exception, request: web.BaseRequest) -> ApiError:

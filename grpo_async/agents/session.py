@@ -146,12 +146,6 @@ class AgentSession:
         return self._settings.max_model_len
 
     @property
-    def max_body_bytes(self) -> int:
-        """More than any request that fits into a context: a character takes up to 12 bytes of JSON, and twice that is left for
-        thinking that comes back, and 1 MiB for all else."""
-        return (1 << 20) + 24 * self._settings.max_model_len * self._sessions.renderer.chat.longest_token
-
-    @property
     def anthropic_base_url(self) -> str:
         """URL of Anthropic's API, whose clients append /v1 themselves."""
         return self.base_url.removesuffix("/v1")

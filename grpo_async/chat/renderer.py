@@ -156,11 +156,6 @@ class ChatRenderer:
         """Why tool calls are not read, and what to do; None if they are."""
         return self._parser.reason if self._parser.format is None else None
 
-    @property
-    def longest_token(self) -> int:
-        """Characters of the longest token."""
-        return self._encoder.longest_token
-
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raise TooLongError for a text that surely has more than `max_tokens` tokens, without tokenizing it."""
         if self._encoder.is_longer(text, max_tokens):

@@ -23,7 +23,7 @@ from typing import Any
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.data.rows import ENVIRONMENT_COLUMN
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.tools.results import ToolError, encodable, joined_parts
+from grpo_async.tools.results import encodable, joined_parts
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
 from grpo_async.tools.tool import ASYNC_LOOP, Tool
 from grpo_async.user_code.calls import (
@@ -349,7 +349,7 @@ def _reset_text(raw: Any) -> str | None:
         return None
     try:
         text = str(raw) if isinstance(raw, str) else joined_parts(raw)
-    except ToolError as error:
+    except ValueError as error:
         raise _BadResultError(f"something unusable: {error}") from error
     if text is None:
         raise _BadResultError(f"{shown(raw)}; it must return text, a list of text parts, or None")

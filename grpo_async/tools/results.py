@@ -31,7 +31,7 @@ class ToolResult:
         3 -> `3`; {"a": "é"} -> `{'a': 'é'}`; [("a", 1)] -> `[('a', 1)]`; [{"type": "text", "text": "a"}] -> `a`; None -> `None`.
 
         Raises:
-            ToolError: the value contains an image or a part that is not text.
+            ValueError: the value contains an image or a part that is not text.
         """
         text = joined_parts(value)
         returned = own_copy(value) if isinstance(value, list) else None  # a tool may go on changing it
@@ -43,7 +43,7 @@ def joined_parts(value: Any) -> str | None:
     not a list of content parts.
 
     Raises:
-        ToolError: some part is not text.
+        ValueError: some part is not text.
     """
     if not isinstance(value, list) or not value:
         return None
@@ -57,7 +57,7 @@ def joined_parts(value: Any) -> str | None:
     try:
         return text_of_parts(value)
     except ValueError as error:
-        raise ToolError(f"the result cannot be given to the model: {error}") from error
+        raise ValueError(f"the result cannot be given to the model: {error}") from error
 
 
 def truncate(text: str, max_chars: int) -> str:

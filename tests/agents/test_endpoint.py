@@ -514,7 +514,7 @@ def test_anthropics_tool_runner_goes_through_the_whole_history() -> None:
 
 def test_a_message_that_no_context_holds_is_refused_for_its_characters_before_it_is_tokenized() -> None:
     policy = _policy("hello")
-    too_long = user("x" * (200 * policy.chat.longest_token + 200))
+    too_long = user("x" * (200 * policy.chat._encoder.longest_token + 200))
 
     async def agent(session: AgentSession) -> None:
         async with _openai(session) as client:

@@ -144,10 +144,27 @@ def _teaches(a: int) -> int:
     raise ToolError("use the other one")
 
 
+def _shows(a: int) -> list[Any]:
+    """
+    Show it, as VLM environments do.
+
+    Args:
+        a: anything
+    """
+    return [{"type": "image", "image": object()}, {"type": "text", "text": "see"}]
+
+
 @pytest.mark.parametrize(
-    ("function", "ends"), [(_needs_main_thread, True), (_picky, False), (_teaches, False), (add, False)]
+    ("function", "ends"),
+    [
+        (_needs_main_thread, "main thread.*set `tools.0.run_in: process`"),
+        (_shows, "part 0 is of type 'image'; only text"),
+        (_picky, ""),
+        (_teaches, ""),
+        (add, ""),
+    ],
 )
-def test_a_tool_that_always_fails_in_one_way_ends_the_run_by_its_name(function: Any, ends: bool) -> None:
+def test_a_tool_that_always_fails_in_one_way_ends_the_run_by_its_name(function: Any, ends: str) -> None:
     """16 calls in each of 2 x 2 rollouts. One that worked once, or that says on purpose what was wrong, may fail for ever."""
     function.__name__ = "add"  # the tool that FakeRenderer calls
     tool = Tool.from_function(function, setting="tools.0")
@@ -156,7 +173,7 @@ def test_a_tool_that_always_fails_in_one_way_ends_the_run_by_its_name(function: 
     if not ends:
         setup.make(make_prompt(1))
         return
-    with pytest.raises(FatalRolloutError, match=r"`add` has never worked.*main thread.*set `tools.0.run_in: process`"):
+    with pytest.raises(FatalRolloutError, match=rf"`add` has never worked.*{ends}"):
         setup.make(make_prompt(1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from grpo_async.config.sections import ModelSection
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.training.verify import compare_logprobs, probe_sequences, verify_limit
-from tests.servers.contract import LONG_PROMPT, PROMPT, scores_of, weights_of
+from tests.servers.contract import LONG_PROMPT, NUM_SLOTS, PROMPT, scores_of, weights_of
 from tests.servers.embedded_support import assert_exact, make_request, teacher_forced
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import WeightPusher
@@ -26,18 +25,16 @@ from tests.vllm.server import VllmServer, experiment, running_server
 pytestmark = pytest.mark.vllm
 
 
-def test_a_clients_seed_does_not_end_the_server_while_long_prompts_are_prefilled_in_chunks(
-    vllm_server: VllmServer,
+@pytest.mark.nightly
+def test_a_seed_does_not_end_a_server_that_prefills_a_prompt_in_chunks(
+    needs_vllm: None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    body = {"model": vllm_server.info().model, "max_tokens": 8, "temperature": 1.0, "seed": 3, "n": 2}
-    prompts = [[*LONG_PROMPT[number:], *LONG_PROMPT[:number]] for number in range(40)]
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = threads.map(
-            lambda prompt: vllm_server.client.post("/v1/completions", json=body | {"prompt": prompt}).status_code,
-            prompts,
-        )
-        assert set(answers) == {200}
-    assert vllm_server.info().engine == "vllm"
+    arguments = ["--max-num-batched-tokens", "128", "--max-num-seqs", str(NUM_SLOTS)]
+    with running_server(experiment(str(tiny_model), extra_args=arguments), tmp_path) as server:
+        server.generate(make_request(LONG_PROMPT, max_tokens=4, seed=3))
+        body = {"model": server.info().model, "prompt": LONG_PROMPT, "max_tokens": 4, "temperature": 1.0, "seed": 3}
+        assert server.client.post("/v1/completions", json=body).status_code == 200
+        server.generate(make_request(LONG_PROMPT, max_tokens=4))  # it lives
 
 
 def test_vllms_own_routes_wait_too_and_never_see_the_cache_of_older_weights(
