@@ -145,6 +145,7 @@ def _of_reward(history: RunHistory, errors: set[str]) -> Diagnosis:
         went = f"{format_number(rewards[0])} to {format_number(rewards[-1])}" if rewards else "none"
         why = f"only {count(len(rewards), 'step')} had a reward, and a trend needs at least 6 ({went})"
         return Diagnosis(is_learning=None, key="too-early", text=f"Too early to say: {why}.")
+    is_learning: bool | None
     fix = ""
     widest = max(sampled.high, 0.0 if change is None else change.high)
     if sampled.has_fallen:
@@ -185,7 +186,8 @@ def _without_steps(history: RunHistory) -> Diagnosis:
 def _of_held_out(history: RunHistory, change: Change, errors: set[str]) -> Diagnosis:
     """The held-out reward changed by more than chance."""
     results, peak = history.evaluated(), _peak(history)
-    last, is_learning, better = results[-1], False, ""
+    is_learning: bool | None = False
+    last, better = results[-1], ""
     went = "rose" if change.has_risen else "fell"
     went = f"between steps {results[0].step} and {last.step} the held-out reward {went} {change}.{_against(history)}"
     if peak is not None:
