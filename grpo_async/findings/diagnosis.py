@@ -18,7 +18,7 @@ from grpo_async.findings.history import RunHistory
 from grpo_async.findings.messages import first_reward_failure, read_equal_rewards
 from grpo_async.findings.statistics import Change, are_equal
 from grpo_async.tracking.evaluation_record import EvaluationRecord
-from grpo_async.utils.run_state import RUNNING
+from grpo_async.utils.run_state import FAILED, RUNNING
 from grpo_async.utils.text import count, first_line, format_number, percent
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
@@ -76,6 +76,10 @@ def diagnose(history: RunHistory) -> Diagnosis:
         return _of_evaluation(history.evaluation_result.get("evaluated", "a model"), metrics)
     if history.setting("training.max_steps") == 0 and history.evaluated():
         return _of_evaluation("a model", history.evaluated()[-1].metrics)
+    if history.purpose == "evaluation":
+        text = f"The evaluation {'is running' if history.status == RUNNING else 'has no result'}."
+        text += f" {sentence(first_line(history.error))}" if history.error else ""
+        return Diagnosis(is_learning=None, key="evaluation", text=text)
     causes = _causes(history)
     errors = [cause for cause in causes if cause.severity is ERROR]
     stands = _of_reward(history, {cause.key for cause in errors})
@@ -91,8 +95,10 @@ def diagnose(history: RunHistory) -> Diagnosis:
     speed = speed_advice(history)
     if speed is not None and speed.severity is WARNING and stands.is_learning is not False:
         fixes.append(f"{speed.title}. {speed.fix}")
-    fix = " ".join(" ".join(fixes).split())
-    return Diagnosis(is_learning=stands.is_learning, key=stands.key, text=stands.text, fix=fix, numbers=stands.numbers)
+    fix, text = " ".join(" ".join(fixes).split()), stands.text
+    if history.metrics and history.status == FAILED and (error := first_line(history.error or "")):
+        text = f"{text} Then the run failed: {sentence(error)}"
+    return Diagnosis(is_learning=stands.is_learning, key=stands.key, text=text, fix=fix, numbers=stands.numbers)
 
 
 def _inside(text: str) -> str:
@@ -139,6 +145,7 @@ def _of_reward(history: RunHistory, errors: set[str]) -> Diagnosis:
         went = f"{format_number(rewards[0])} to {format_number(rewards[-1])}" if rewards else "none"
         why = f"only {count(len(rewards), 'step')} had a reward, and a trend needs at least 6 ({went})"
         return Diagnosis(is_learning=None, key="too-early", text=f"Too early to say: {why}.")
+    is_learning: bool | None
     fix = ""
     widest = max(sampled.high, 0.0 if change is None else change.high)
     if sampled.has_fallen:
@@ -179,8 +186,8 @@ def _without_steps(history: RunHistory) -> Diagnosis:
 def _of_held_out(history: RunHistory, change: Change, errors: set[str]) -> Diagnosis:
     """The held-out reward changed by more than chance."""
     results, peak = history.evaluated(), _peak(history)
-    last, better = results[-1], ""
     is_learning: bool | None = False
+    last, better = results[-1], ""
     went = "rose" if change.has_risen else "fell"
     went = f"between steps {results[0].step} and {last.step} the held-out reward {went} {change}.{_against(history)}"
     if peak is not None:

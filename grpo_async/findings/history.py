@@ -56,6 +56,7 @@ class RunHistory:
 
     Args:
         evaluation_result: content of evaluation.json, which `eval` writes in place of a training.
+        purpose: train, or evaluation for a run of `eval`.
         status: one of run_state.LEVELS. error: why the run failed.
         problems: a sentence about each file that could not be read, or only in part.
     """
@@ -66,6 +67,7 @@ class RunHistory:
     config: Mapping[str, object] = field(default_factory=dict)
     engine: str | None = None
     on_gpu: bool | None = None
+    purpose: str = "train"
     status: str = FINISHED
     error: str | None = None
     problems: Sequence[str] = ()
@@ -88,6 +90,7 @@ class RunHistory:
             config=read_values(run_dir.config, problems),
             engine=engine if isinstance(engine, str) else None,
             on_gpu=on_gpu if isinstance(on_gpu, bool) else None,
+            purpose=str(status.get("purpose", "train")),
             status=state_of(status, summary).state,
             error=error if isinstance(error, str) else None,
             problems=problems,

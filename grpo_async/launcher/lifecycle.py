@@ -18,6 +18,7 @@ from grpo_async.display.output import Output
 from grpo_async.display.progress import StatusContent
 from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
+from grpo_async.findings import RunHistory, diagnose
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import exit_on_signals
@@ -67,12 +68,14 @@ def run_with_display(
 
 def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: Path | None = None) -> int:
     """Say how the run ended; returns the exit code. `report`: the page about the run, where one is written next."""
-    summary = outcome.summary
+    summary, stands = outcome.summary, diagnose(RunHistory.read(run_dir))
 
     def show(console: Console) -> None:
         assert summary is not None
-        print_summary(console, summary, run_dir.root, report=report)
+        print_summary(console, {**summary, "learning": stands.as_dict()}, run_dir.root, report=report)
 
+    if summary is None and report is not None:
+        output.say("\n".join(stands.lines))
     output.end(
         exit_code=outcome.exit_code,
         error=outcome.error,

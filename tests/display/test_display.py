@@ -65,14 +65,14 @@ def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
         "step 10/60  push 0.50 s",
         # 49 steps x 2 s = 98 s
         "step 11/60  reward 0.510 (all groups)  loss -0.0123  entropy 0.31  kl 0.002  length 42  truncated 3%  "
-        "1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  trainer idle 12%  push 0.04 s  "
+        "1234 tok/s generated  987 tok/s trained  staleness 0.75  queued 3  in flight 16  trainer idle 12%  push 0.04 s  "
         "2.0 s/step  1:38 left",
         "prompt of step 11: 3 + 4 =",
         "  reward 1.000: it is 7",
         "  reward 0.000: 8",
         "step 12/60  reward 0.530 (all groups, +0.020)  loss -0.0123  entropy 0.31  kl 0.002  length 42  truncated 3%  "
-        "1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  trainer idle 12%  push 0.04 s  "
-        "servers 1  restarts 3  2.0 s/step  1:36 left",
+        "1234 tok/s generated  987 tok/s trained  staleness 0.75  queued 3  in flight 16  trainer idle 12%  push 0.04 s  "
+        "2.0 s/step  servers 1  restarts 3  1:36 left",
         "held-out after training: reward 0.900  mean_length 20.000",
     ]
 

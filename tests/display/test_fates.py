@@ -131,3 +131,7 @@ def test_an_evaluation_is_no_training_that_was_killed(tmp_path: Path) -> None:
     assert read_status(run_dir).exit_code == 0
     (first,) = _printed(1, lambda console: print_status(console, read_status(run_dir)))
     assert first.endswith("An evaluation of tiny: reward 0.5 on 200 held-out prompts.")
+    run_dir.evaluation_result.unlink()
+    run_dir.status.write_text('{"state": "failed", "error": "a server is gone", "purpose": "evaluation"}')
+    found = diagnose(RunHistory.read(run_dir))
+    assert found.lines == ["The evaluation has no result. A server is gone."]

@@ -18,7 +18,7 @@ from tests.viewer.support import steps, wiggle
 ERROR, WARNING, GOOD, NOTE = Severity
 RATIO = "sampling__importance_sampling_ratio"
 # 16 groups of 8, one step ahead: at most 2 x 16 x 8 = 256 rollouts; 64 of them in flight
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "rollout": {"group_size": 8, "groups_per_step": 16, "max_staleness": 1, "max_in_flight": 64},
     "training": {"weight_sync_steps": 1},
     "rewards": [{"function": "rewards:judge"}],
@@ -30,7 +30,7 @@ TURNS = {"pipeline__trainer_idle_ratio": 0.6, "pipeline__generator_idle_ratio": 
 
 
 def _config(**rollout: Any) -> Mapping[str, Any]:
-    return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **rollout}}  # type: ignore[dict-item]
+    return {**SETTINGS, "rollout": {**SETTINGS["rollout"], **rollout}}
 
 
 def _names_settings(finding: Finding) -> None:

@@ -111,6 +111,9 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     "learns until a reward raises": (
         Run(reward=line(0.2, 0.7), state="failed", error=f"16 failures in a row; the last one: {RAISES}"), "learns", True
     ),
+    "learns until a server dies": (
+        Run(reward=line(0.2, 0.7), state="failed", error="the server ended with status 1\nits log"), "learns", True
+    ),
     "one step": (Run(reward=line(0.2, 0.25), num_steps=1), "too-early", None),
     "four steps": (Run(reward=line(0.2, 0.25), num_steps=4), "too-early", None),
     "eight noisy steps": (Run(reward=line(0.45, 0.5), num_steps=8), "unclear", None),
@@ -142,6 +145,7 @@ SAID = {
     "a reward raises, no evaluation": RAISES, "a reward raises in the first evaluation": RAISES,
     "truncated": "Raise rollout.max_completion_tokens", "before its first step": "no optimizer step has finished yet",
     "learns, the last evaluation failed": "the evaluation of step 60 failed: a server is gone",
+    "learns until a server dies": "Then the run failed: The server ended with status 1.",
     "ended before its first step": "The server ended with status 1", "one step": "only 1 step had a reward",
     "truncated, the most frequent answer": "Raise rollout.max_completion_tokens",
     "collapses to the most frequent answer": "lower optimizer.lr",

@@ -60,7 +60,7 @@ def headline(run: RunData) -> Headline:
 def _outcome(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
     done = f"{run.last_step} of {run.max_steps} steps" if run.max_steps else count(run.last_step, "step")
-    if run.evaluation_result:
+    if run.purpose == "evaluation":
         return "The evaluation finished." if run.status == FINISHED else f"The evaluation is {run.status}."
     steps = f"{done}{f', {duration(round(wall_s))} of training' if wall_s else ''}"
     # evaluation and export come after the last step
