@@ -104,7 +104,7 @@ def _counted(table: RolloutTable) -> dict[str, Any]:
     """What the findings and the headline need of a store."""
     counts = table.count()
     errors: dict[str, int] = {}
-    for message, number in table.facets("error", parse_query("status = 'failed'"), limit=_MAX_LISTED):
+    for message, number in table.errors(_MAX_LISTED):
         short = both_ends(" ".join(message.split()), _MAX_ERROR)  # two long messages may begin and end alike
         errors[short] = errors.get(short, 0) + number
     return {

@@ -1,8 +1,8 @@
 /* One group: its prompt, and its rollouts side by side. */
 
-import { address, get, note } from "./api.js";
+import { address, get, note, report } from "./api.js";
 import {
-  badge, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range, select, signed, spacer,
+  badge, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range, select, signed, spacer,
   span, statistics,
 } from "./dom.js";
 import { message, trace } from "./messages.js";
@@ -68,8 +68,7 @@ export async function groupView({ app, main, parameters, signal }) {
       `Group ${group.group_id}`,
       badge(group.status),
       spacer(),
-      h("a", { class: "button", href: address("prompt", { run, hash: summary.prompt_hash }) }, "Same prompt in other steps"),
-      copyLink(),
+      report ? null : h("a", { class: "button", href: address("groups", { run, q: `prompt_hash = '${summary.prompt_hash}'`, sort: "seq" }) }, "Same prompt in other steps"),
     ),
     statistics([
       ["step", number(group.step)],
