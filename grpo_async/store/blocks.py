@@ -53,12 +53,14 @@ class Blocks:
     Attributes:
         damage: blocks and lines that cannot be read, a sentence each.
         generation: grows whenever `refresh` found something new.
+        newest_seq: the highest seq of all groups, superseded or not; -1: there is none.
     """
 
     def __init__(self, folder: Path, writable: Sequence[Path] = ()) -> None:
         self.folder = folder
         self.damage: list[str] = []
         self.generation = 0
+        self.newest_seq = -1
         self.metadata = Metadata()
         self._state: object = None  # of the files, as they were read
         self._blocks: list[Block] = []  # those that can be read
@@ -195,6 +197,8 @@ class Blocks:
             cursor.execute(f"CREATE OR REPLACE VIEW stored AS SELECT * FROM {_union(metadata, sealed)}")
             seqs = cursor.execute("SELECT DISTINCT seq FROM unsealed").fetchall()
         self.metadata, self._blocks = metadata, readable
+        lasts = [each.last_seq for each in readable if each.last_seq is not None]
+        self.newest_seq = max([-1, *lasts, *(seq for (seq,) in seqs)])
         self.generation += 1
         stamps = [file_stamp(each.path) for each in blocks]
         self.damage = [self._unreadable[stamp] for stamp in stamps if stamp in self._unreadable]

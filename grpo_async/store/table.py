@@ -158,7 +158,7 @@ class RolloutTable:
     @property
     def newest_seq(self) -> int:
         """The highest seq of all groups, superseded or not; -1: there is none."""
-        return int(self._blocks.fetch("SELECT coalesce(max(seq), -1) AS seq FROM stored")[0]["seq"])
+        return self._blocks.newest_seq
 
     @property
     def damage(self) -> list[str]:

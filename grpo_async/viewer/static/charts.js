@@ -12,7 +12,7 @@
      series      {label, values, band: [low, high]?, x?, color?, dash?, points?}; values may be null; color is a number from 1
                  (--series-N); dash is a number from 0 (full)
      title, unit, xLabel ("step"), height (px), log (true: logarithmic, where there is a positive value), include ([0]: values that
-                 the y axis must show), smooth (0 to 1: of a line, the weight of what was before; the values stand faintly behind it)
+                 the y axis must show)
      format      "number", "percent", "seconds" or "bytes"
      group       charts of one page with the same group share their cursor and their zoom; null: on its own */
 
@@ -118,18 +118,6 @@ var Charts = (() => {
     return element;
   }
 
-  /** Each value with those before it, whose weight falls by `weight` from one to the next: 0, 1 with 0.5 -> 0, (0 * 0.5 + 1) / 1.5. */
-  function smoothed(values, weight) {
-    let [sum, total] = [0, 0];
-    return values.map((value) => {
-      if (!isNumber(value)) {
-        return value;
-      }
-      [sum, total] = [sum * weight + value, total * weight + 1];
-      return sum / total;
-    });
-  }
-
   // -- data: every series on one x
 
   function onOneAxis(options) {
@@ -223,7 +211,6 @@ var Charts = (() => {
       const zoom = this.zoom();
       Object.assign(this, { options }, onOneAxis(options));
       this.isLog = Boolean(options.log) && this.series.some((each) => each.values.some((value) => value > 0));
-      this.smooth = options.smooth ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
       this.isEmpty = !this.series.some((each) => each.values.some(isNumber));
       this.element.classList.toggle("without-values", this.isEmpty);
       if (this.isEmpty) {
@@ -232,7 +219,7 @@ var Charts = (() => {
       this.place.setAttribute("aria-label", `${this.summary()} Arrow keys move the cursor.`);
       const lines = this.lines();
       const looks = this.series.map(({ label, color, dash, band, isSparse }) => [label, color, dash, Boolean(band), isSparse]);
-      const shape = JSON.stringify([this.isLog, this.smooth.length, looks]);
+      const shape = JSON.stringify([this.isLog, looks]);
       if (shape === this.shape) {
         this.plot.setData(this.data(), !zoom);
         if (zoom) {
@@ -339,10 +326,6 @@ var Charts = (() => {
         series.push({ ...edge }, { ...edge });
         bands.push({ series: [low + 1, low], fill: fill(each, 0.16) });
       }
-      for (const each of this.smooth) {
-        each.edges = [...(each.edges || []), series.length + 1];
-        series.push({ stroke: fill(each, 0.35), width: 1, points: { show: false } });
-      }
       return { series: [{}, ...series], bands };
     }
 
@@ -350,8 +333,7 @@ var Charts = (() => {
       const drawable = (values) => (this.isLog ? values.map((value) => (value <= 0 ? null : value)) : values);
       const edges = this.series.flatMap((each) => (each.band ? each.band.map(drawable) : []));
       const lines = this.series.map((each) => drawable(each.values));
-      const smooth = this.series.map((each, index) => (this.smooth.includes(each) ? smoothed(lines[index], this.options.smooth) : lines[index]));
-      return [this.xs, ...smooth, ...edges, ...this.smooth.map((each) => lines[this.series.indexOf(each)])];
+      return [this.xs, ...lines, ...edges];
     }
 
     fillLegend() {

@@ -10,31 +10,23 @@ export async function curvesView({ main, parameters, signal }) {
   const { run } = parameters;
   const title = "Curves";
   const others = split(parameters.with).filter((name) => name !== run);
-  const settings = Object.fromEntries((report ? ["smooth"] : ["x", "smooth"]).map((name) => [name, parameters[name] ?? memory.get(name)]));
-  const addressed = () => ({ run, with: joined(others), find: filter.value, ...settings });
+  let axis = report ? "" : (parameters.x ?? memory.get("x"));
+  const addressed = () => ({ run, with: joined(others), find: filter.value, x: axis });
   const place = h("div", {});
   const plots = new Plots("curves");
   const folds = new Map(); // of chapters, by their titles
   let found = null;
 
-  const change = (name, value) => {
-    settings[name] = value;
-    memory.set(name, value);
+  const change = (x) => {
+    axis = x === "step" ? "" : x;
+    memory.set("x", axis);
     note("curves", addressed());
-    if (name === "x") {
-      plots.leave(); // a zoom of steps says nothing of seconds
-      read();
-    } else {
-      draw();
-    }
+    plots.leave(); // a zoom of steps says nothing of seconds
+    read();
   };
   const filter = h("input", {
     type: "search", "aria-label": "Find a plot", placeholder: "find a plot or a metric", autocomplete: "off", value: parameters.find || "",
     on: { input: () => (note("curves", addressed()), draw()) },
-  });
-  const smooth = h("input", {
-    type: "range", min: "0", max: "0.98", step: "0.02", "aria-label": "Smoothing", value: settings.smooth || "0",
-    on: { input: (event) => change("smooth", Number(event.target.value) ? event.target.value : "") },
   });
   fill(
     main,
@@ -43,8 +35,7 @@ export async function curvesView({ main, parameters, signal }) {
       "div",
       { class: "row heading" },
       filter,
-      report ? null : select({ "aria-label": "Horizontal axis" }, AXES, settings.x || "step", (x) => change("x", x === "step" ? "" : x)),
-      h("label", { class: "check" }, "smooth ", smooth),
+      report ? null : select({ "aria-label": "Horizontal axis" }, AXES, axis || "step", change),
       compared(others.length + 1),
     ),
     place,
@@ -77,12 +68,12 @@ export async function curvesView({ main, parameters, signal }) {
   function fillFold({ element, count, tiles, chapter }) {
     fill(count, chapter.isFolded ? ` (${chapter.plots.length})` : "");
     if (element.open) {
-      plots.show(tiles, chapter.plots, { xLabel: found.axis, smooth: Number(settings.smooth) || 0 });
+      plots.show(tiles, chapter.plots, { xLabel: found.axis });
     }
   }
 
   async function read() {
-    found = await get("curves", { run, compare_with: joined(others), axis: settings.x || "step" }, signal);
+    found = await get("curves", { run, compare_with: joined(others), axis: axis || "step" }, signal);
     draw();
   }
 
