@@ -25,7 +25,6 @@ VIEWS = {
     "diagnose-boxed": ("run?run=boxed", 340),
     "diagnose-boxed-rollouts": ("rollouts?run=boxed&sort=-length", 740),
     "diagnose-steep": ("run?run=steep", 740),
-    "diagnose-steep-change": ("change?run=steep", 630),
     "diagnose-short": ("run?run=short", 740),
     "diagnose-short-group": ("group?run=short&id={group}", 700),
 }

@@ -89,7 +89,7 @@ class InspectCommand(TyperCommand):
         return super().make_context(info_name, args, parent, **extra)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from grpo_async.store.query_names import help_text
+        from grpo_async.store.names import help_text
 
         formatter.write_paragraph()
         formatter.write("QUERY: an SQL condition on rollouts.\n\n" + help_text(width=max(60, formatter.width)))
@@ -180,7 +180,7 @@ def inspect_rollouts(
                 console.print(printing.group_page(row))
         elif as_json:
             for summary in printing.groups(table, query, sort=order, limit=shown):
-                typer.echo(printing.group_json(table.group_at(summary.seq), summary))
+                typer.echo(printing.group_json(table.group_at(summary["seq"]), summary))
         else:
             rows = list(printing.groups(table, query, sort=order, limit=shown))
             console.print(printing.group_table(rows, table.count(query).groups, num_stored))
@@ -244,7 +244,7 @@ def sort_order(text: str | None) -> str:
     """
     from grpo_async.errors import ConfigError
     from grpo_async.store.query import QueryError
-    from grpo_async.store.table import group_order
+    from grpo_async.store.table import check_group_order
 
     if not text:
         return ""
@@ -257,7 +257,7 @@ def sort_order(text: str | None) -> str:
             )
         fields.append(name if order == "asc" or name.startswith("-") else f"-{name}")
     try:
-        group_order(",".join(fields))
+        check_group_order(",".join(fields))
     except QueryError as error:
         raise ConfigError(f"--sort {text}: {error.problem}") from error
     return ",".join(fields)

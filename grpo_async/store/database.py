@@ -1,4 +1,5 @@
-"""DuckDB as the store uses it: databases in memory that load no extensions, SQL literals, and time limits.
+"""DuckDB as the store uses it: databases in memory that load no extensions, the lock on what they
+reach, SQL literals, and time limits.
 
 with time_limit(30.0):
     table.page(query)       # TimeoutError after 30 s: a thread that waits for DuckDB cannot be killed, DuckDB can be interrupted
@@ -7,7 +8,9 @@ with time_limit(30.0):
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,19 +18,61 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_async.utils.processes import usable_cpus
+
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 _INTERRUPT_INTERVAL_S = 0.1
+_MIN_MEMORY = 256 * 1024 * 1024
 _deadline: ContextVar[float | None] = ContextVar("_deadline", default=None)
 
 
-def connect(**settings: str) -> DuckDBPyConnection:
-    """Open a new database in memory. `settings` are further settings of DuckDB."""
+def connect() -> DuckDBPyConnection:
+    """Open a new database in memory."""
     import duckdb
 
-    extensions = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-    return duckdb.connect(":memory:", config={**extensions, **settings})
+    settings: dict[str, Any] = {
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "allow_community_extensions": "false",
+        "allow_persistent_secrets": "false",  # those of the user's other databases
+        "python_enable_replacements": "false",  # a name is a table, never a variable of this process
+    }
+    return duckdb.connect(":memory:", config=settings)
+
+
+def lock(connection: DuckDBPyConnection, folders: Sequence[Path], scratch: Path) -> None:
+    """Lock a database: it reaches files in `folders` and no others, takes a half of the machine's
+    memory at most, and no statement can change that."""
+    memory = half_of_memory()
+    paths = [each.absolute() for each in folders]
+    # A pattern is checked as it stands, and then the files that it names.
+    named = [f"{name}/" for path in paths for name in dict.fromkeys((str(path), sql_path(path)))]
+    for setting in (
+        f"threads = {usable_cpus()}",
+        f"memory_limit = '{memory // 1024}KiB'",
+        f"temp_directory = {quote(str(scratch))}",
+        "parquet_metadata_cache = true",  # sealed blocks never change
+        f"allowed_directories = [{', '.join(map(quote, named))}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"SET GLOBAL {setting}")
+
+
+def half_of_memory() -> int:
+    """A half of the machine's memory, in bytes."""
+    return max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _MIN_MEMORY)
+
+
+def limit_process_memory() -> None:
+    """Give this process a half of the machine's memory: `memory_limit` does not count the values
+    that a query computes (`len(range(3000000000))`); now such a query fails, alone."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = half_of_memory()
+    if most == resource.RLIM_INFINITY or limit < most:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 def quote(text: str) -> str:

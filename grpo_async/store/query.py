@@ -1,19 +1,15 @@
-"""Queries of `inspect-rollouts`, its web page and `export`: an SQL condition over the view `rollouts`, checked before it is run.
+"""Queries of `inspect-rollouts`, its web page and `export`: an SQL condition over `rollouts`.
 
-    text --DuckDB parses and binds it over empty tables--> Query(text, sql)
-
-A query is one expression: statements, subqueries and parameters are rejected, so it names columns and functions and nothing else.
-It runs in a database that reaches no files but those of the store (`index`), within limits of memory and time (`time_limit`).
+DuckDB's parser checks that a text is one expression, and binds it over an empty table. What a
+query may reach is not decided here: the database that runs it is locked (`database.locked`).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import threading
 import unicodedata
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,300 +17,120 @@ from rich.cells import cell_len
 
 from grpo_async.errors import ConfigError
 from grpo_async.store.database import connect, interrupting
-from grpo_async.store.query_names import (
-    BLOCK_NAMES,
-    BLOCK_SQL,
-    BY_NAME,
-    GROUP_NAMES,
-    INDEXED,
-    MAP,
-    NUMBER,
-    ROW_KEY,
-    TEXT,
-    create_tables,
-)
+from grpo_async.store.names import LAST_STEP_SQL, NAMES, VIEW_SQL
+from grpo_async.store.schema import NO_ROWS_SQL
 from grpo_async.utils.safe_text import SURROGATE
-from grpo_async.utils.text import clipped, first_line, nearest
+from grpo_async.utils.text import clipped
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-MAX_CHARACTERS = 4000
-_MAX_BRACKETS = 100
-"""DuckDB's parser takes minutes for thousands of open ones."""
-_SELECT = "SELECT 1 FROM everything WHERE "
-_NUM_SUGGESTIONS = 2
-_CLASSES = frozenset(
-    ("COMPARISON", "CONJUNCTION", "OPERATOR", "CONSTANT", "COLUMN_REF", "FUNCTION", "BETWEEN", "CAST", "CASE", "TYPE")
-)
-_FUNCTIONS = """
-last_step lower upper trim length len left right substring strip_accents contains starts_with ends_with prefix suffix regexp_matches
-regexp_full_match concat abs sign round floor ceil ceiling trunc sqrt ln log2 log10 least greatest isnan isfinite isinf coalesce
-ifnull nullif if list_value row list_contains list_has list_has_any list_has_all array_extract list_extract element_at map_extract
-map_contains map_keys map_values cardinality to_timestamp
-"""
-FUNCTIONS = frozenset(_FUNCTIONS.split())
-"""What a query may call. The cost is bounded by the length of the query: DuckDB works constants out while it checks a query, with
-no limit of time."""
-_CALLED_OPERATORS = "+ - * / // % ** ^ || ~~ !~~ ~~* !~~* like_escape not_like_escape ilike_escape not_ilike_escape"
-_OPERATORS = frozenset(_CALLED_OPERATORS.split())
-_TYPES = """
-VARCHAR TEXT STRING TINYINT SMALLINT INTEGER INT BIGINT HUGEINT FLOAT REAL DOUBLE DECIMAL NUMERIC BOOLEAN BOOL DATE TIMESTAMP
-"""
-TYPES = frozenset(_TYPES.split())
-"""What a query may cast to."""
+MAX_CHARACTERS = 2000
+"""DuckDB's parser cannot be interrupted, and takes seconds for thousands of open brackets."""
+_BEFORE = "DESCRIBE SELECT (\n"
 
 
 class QueryError(ConfigError):
-    """The query is wrong. `str(error)` is three lines: the problem, the query, and carets under the mistake.
+    """The query is wrong. `str(error)` is the problem, the query, and a caret under the mistake.
 
     Attributes:
-        text: the query, on one line.
-        position: where the mistake begins, in characters from 0; `length` (>= 1) is its extent.
         problem: one sentence.
-        suggestions: names that were perhaps meant, the nearest first.
+        position: where the mistake begins, in characters from 0.
     """
 
-    def __init__(self, text: str, position: int, length: int, problem: str, suggestions: Sequence[str] = ()) -> None:
-        self.text = _one_line(text)
-        self.position, self.length = position, max(length, 1)
-        self.suggestions = tuple(suggestions)
-        self.problem = _one_line(problem) + (
-            f"; did you mean {' or '.join(self.suggestions)}?" if self.suggestions else ""
-        )
-        indent, carets = cell_len(self.text[:position]), cell_len(self.text[position : position + self.length])
-        super().__init__(f"{self.problem}\n  {self.text}\n  {' ' * indent}{'^' * max(carets, 1)}")
+    def __init__(self, text: str, problem: str, position: int = 0) -> None:
+        shown = _one_line(text)
+        self.problem, self.position = _one_line(problem), position
+        caret = " " * cell_len(shown[:position]) + "^"
+        super().__init__(f"{self.problem}\n  {shown}\n  {caret}")
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A checked condition. `sql` is what DuckDB's parser made of `text` ("" matches everything); `reads_blocks`: it names texts
-    or maps."""
+    """A checked condition ("" matches everything)."""
 
     text: str
-    sql: str
-    reads_blocks: bool = False
+
+    @property
+    def sql(self) -> str:
+        """In parentheses, and in a line of its own: it may end in a comment."""
+        return f"({self.text or 'true'}\n)"
 
 
-EVERYTHING = Query("", "(TRUE)")
+EVERYTHING = Query("")
 
 
 def parse_query(text: str) -> Query:
     """Parse a query; one of spaces matches everything.
 
     Raises:
-        QueryError: it is not a condition over the names of `query_names`. The message has the query with carets under the mistake,
-            and the nearest names.
+        QueryError: it is not one condition over the columns of `rollouts`.
     """
+    import duckdb
+
     text = text.strip()
+    if len(text) > MAX_CHARACTERS:
+        raise QueryError(clipped(text), f"the query has {len(text)} characters, at most {MAX_CHARACTERS} are read")
+    if half := SURROGATE.search(text):
+        raise QueryError(text, "the query has half a character (a surrogate)", half.start())
     if not text:
         return EVERYTHING
-    if len(text) > MAX_CHARACTERS:
-        raise QueryError(
-            clipped(text), 59, 1, f"the query has {len(text)} characters, at most {MAX_CHARACTERS} are read"
-        )
-    if half := SURROGATE.search(text):
-        raise QueryError(text, half.start(), 1, "the query has half a character (a surrogate)")
-    if len(re.findall(r"[(\[{]|->", text)) > _MAX_BRACKETS:
-        raise QueryError(text, 0, 1, f"the query has more than {_MAX_BRACKETS} opening brackets")
     with _making:
-        cursor = _database().cursor()
-    with cursor, interrupting(cursor):
-        cursor.execute("SET errors_as_json = true")
-        cursor.execute("SET max_expression_depth = 200")
-        statement = _parse(cursor, text)
-        names = _check_nodes(statement["node"]["where_clause"], text)
-        _bind(cursor, text)
-        sql = _sql_of(cursor, statement)
-    return Query(text, sql, reads_blocks=not names.isdisjoint(each.name for each in BLOCK_NAMES))
+        cursor = _empty().cursor()
+    with cursor:
+        try:
+            with interrupting(cursor):
+                cursor.execute("SET errors_as_json = true")
+                found = cursor.execute(f"{_BEFORE}{text}\n) AS found FROM rollouts").fetchall()
+            duckdb.SQLExpression(text)  # "true) or (true" is none
+        except (duckdb.Error, RecursionError) as error:
+            raise _error_of(text, error) from error
+    if found[0][1] != "BOOLEAN":
+        example = next((each.example for each in NAMES if each.name == text), "") or "reward < 0.2"
+        raise QueryError(text, f"this is a value; a query needs a comparison, as in {example}")
+    return Query(text)
 
 
 def both(first: Query, second: Query) -> Query:
     """The query that matches what both match."""
     if not first.text or not second.text:
         return first if first.text else second
-    text, sql = f"({first.text}) and ({second.text})", f"({first.sql} AND {second.sql})"
-    return Query(text, sql, reads_blocks=first.reads_blocks or second.reads_blocks)
+    return Query(f"{first.sql} and {second.sql}")
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One column, or one entry of a map, as SQL over the view `rollouts` or, `in_blocks`, over the columns of the blocks."""
-
-    sql: str
-    kind: str
-    in_blocks: bool = False
-
-
-def find_value(name: str, *, of_group: bool = False, text: str | None = None) -> Value:
-    """What a histogram or a sort order names: reward, group_std, rewards['format'].
-
-    Args:
-        of_group: a value that all rollouts of a group share; "group_" may be left out.
-        text: the text in which the name stands, for the error.
-
-    Raises:
-        QueryError: there is no such value.
-    """
-    if not of_group and (entry := re.fullmatch(r"(rewards|columns|extra)\['(?:[^']|'')+'\]", name)):
-        is_reward = entry[1] == "rewards"
-        return Value(name, NUMBER if is_reward else TEXT, in_blocks=not is_reward)
-    for candidate in (f"group_{name}", name) if of_group else (name,):
-        known = BY_NAME.get(candidate)
-        if known is not None and known.kind != MAP and (not of_group or candidate in GROUP_NAMES):
-            return Value(f'"{candidate}"', known.kind, in_blocks=known in BLOCK_NAMES)
-        if known is None and candidate in INDEXED and not of_group:  # the store's own name of a column
-            return Value(f'"{candidate}"', INDEXED[candidate])
-    where = name if text is None else text
-    if of_group:
-        names = sorted(each.removeprefix("group_") for each in GROUP_NAMES)
-        what = f"groups have no {name}; they have {', '.join(names)}"
-    else:
-        names = [each.name for each in BY_NAME.values() if each.kind != MAP]
-        what = f"{name} has a value for each name: {name}['NAME']" if name in BY_NAME else f"there is no column {name}"
-    raise QueryError(where, max(where.find(name), 0), len(name), what, nearest(name, names, limit=_NUM_SUGGESTIONS))
-
-
-# ------------------------------------------------------------------------------------------------------ checking
+# -- checking
 
 _making = threading.Lock()
 
 
 @functools.cache
-def _database() -> DuckDBPyConnection:
-    """Empty tables with the columns of the real ones; reaches no file."""
-    connection = connect(threads="1", memory_limit="128MiB")
-    create_tables(connection)
-    connection.execute(
-        f"CREATE VIEW everything AS SELECT * FROM rollouts JOIN (SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM unsealed) "
-        "USING (row_key)"
-    )
+def _empty() -> DuckDBPyConnection:
+    """The columns of a store without rows; reaches no file."""
+    connection = connect()
+    connection.execute(f"CREATE TABLE stored AS SELECT *, false AS superseded FROM ({NO_ROWS_SQL})")
+    connection.execute(LAST_STEP_SQL)
+    connection.execute(VIEW_SQL)
     connection.execute("SET enable_external_access = false")
     return connection
 
 
-def _parse(cursor: DuckDBPyConnection, text: str) -> dict[str, Any]:
-    """The statement of a condition, from DuckDB's own parser."""
-    import duckdb
-
-    def tree(condition: str) -> dict[str, Any]:
-        """The tree of the condition in brackets."""
-        row = cursor.execute("SELECT json_serialize_sql(?)", [f"{_SELECT}({condition}\n)"]).fetchone()
-        assert row is not None
-        found: dict[str, Any] = json.loads(row[0])
-        if found["error"]:
-            first, length = _place(found, len(_SELECT) + 1)
-            raise _error_at(text, found["error_message"], first - len(_SELECT) - 1, length)
-        return found
-
-    def around(statements: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{**each["node"], "where_clause": None} for each in statements["statements"]]
-
-    try:
-        whole = tree(text)
-        if around(whole) != around(tree("TRUE")):  # true) LIMIT (1
-            raise QueryError(text, 0, len(text), "a query is one condition")
-    except duckdb.InterruptException:
-        raise
-    except (RecursionError, duckdb.Error) as error:
-        raise QueryError(text, 0, len(text), "the query is nested too deep, or too large") from error
-    statement: dict[str, Any] = whole["statements"][0]
-    return statement
-
-
-def _check_nodes(condition: dict[str, Any], text: str) -> set[str]:
-    """The names of columns in the tree."""
-    names = set()
-    for node in _nodes(condition):
-        kind = node.get("class", "OPERATOR")
-        problem = ""
-        if kind not in _CLASSES:
-            problem = f"a query cannot hold a {kind.lower()}"
-        elif kind == "FUNCTION" and (called := str(node["function_name"]).lower()) not in FUNCTIONS | _OPERATORS:
-            problem = f"queries have no function {called}; they have {', '.join(sorted(FUNCTIONS))}"
-        elif kind == "CAST":
-            made = (node.get("type_expr") or {}).get("type_name") or (node.get("cast_type") or {}).get("id", "")
-            if made.upper() not in TYPES:
-                problem = f"a query cannot cast to {made.lower()}, but to {', '.join(sorted(TYPES)).lower()}"
-        elif kind == "COLUMN_REF":
-            names.add(str(node["column_names"][0]).lower())
-        if problem:
-            place = node.get("query_location", 1 << 63)
-            first = 0 if place >= 1 << 63 else place - len(_SELECT) - 1
-            raise _error_at(text, problem, first, node.get("query_location_length", 1))
-    return names
-
-
-def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every object of the tree, without recursion."""
-    rest = [tree]
-    while rest:
-        each = rest.pop()
-        if isinstance(each, dict):
-            yield each
-            rest.extend(reversed(list(each.values())))
-        elif isinstance(each, list):
-            rest.extend(reversed(each))
-
-
-def _sql_of(cursor: DuckDBPyConnection, statement: dict[str, Any]) -> str:
-    """The condition as DuckDB writes it, in brackets: nothing of it reaches beyond them."""
-    row = cursor.execute(
-        "SELECT json_deserialize_sql(?)", [json.dumps({"error": False, "statements": [statement]})]
-    ).fetchone()
-    assert row is not None
-    return f"({row[0].removeprefix(_SELECT)})"
-
-
-def _bind(cursor: DuckDBPyConnection, text: str) -> None:
-    """Have DuckDB check names and types; nothing is run."""
-    import duckdb
-
-    before = "DESCRIBE SELECT (\n"
-    try:
-        rows = cursor.execute(f"{before}{text}\n) AS found FROM everything").fetchall()
-    except duckdb.InterruptException:
-        raise
-    except duckdb.Error as error:
-        details = _details(error)
-        first, length = _place(details, len(before))
-        candidates = [name for name in details.get("candidates", "").split(",") if name]
-        problem = first_line(details["exception_message"])
-        if details.get("error_subtype") == "COLUMN_NOT_FOUND":
-            problem = f"there is no column {details['name']}"
-        raise _error_at(text, problem, first - len(before), length, candidates[:_NUM_SUGGESTIONS]) from error
-    if rows[0][1] != "BOOLEAN":
-        column = BY_NAME.get(text.lower())
-        example = f", as in {column.example}" if column is not None and column.example else ""
-        raise QueryError(text, 0, len(text), f"this is a value; a query needs a comparison{example}")
-
-
-def _details(error: BaseException) -> dict[str, Any]:
-    """The fields of DuckDB's error (`errors_as_json`)."""
+def _error_of(text: str, error: BaseException) -> QueryError:
+    """DuckDB's error, with its place where it names one (`errors_as_json`, in bytes)."""
     message = str(error)
     try:
-        found: dict[str, Any] = json.JSONDecoder(strict=False).raw_decode(message, message.index("{"))[0]
-        return {"exception_message": message, **found}
-    except ValueError:  # no JSON
-        return {"exception_message": message}
-
-
-def _place(details: dict[str, Any], default: int) -> tuple[int, int]:
-    """First byte and number of bytes of a mistake in a statement; DuckDB 1 gives no length, and sometimes there is none."""
-    first, length = json.loads(details.get("location") or f"[{details.get('position') or default}, 1]")
-    return first, length
-
-
-def _error_at(text: str, problem: str, first: int, length: int, suggestions: Sequence[str] = ()) -> QueryError:
-    """`first` and `length` in bytes of the text."""
-    encoded = text.encode()
-    position = len(encoded[: max(first, 0)].decode(errors="ignore"))
-    if position >= len(text):
-        return QueryError(text, len(text), 1, "the query ends where something must follow", suggestions)
-    extent = len(encoded[max(first, 0) :][:length].decode(errors="ignore"))
-    return QueryError(text, position, extent, problem, suggestions)
+        details: dict[str, Any] = json.JSONDecoder(strict=False).raw_decode(message, message.index("{"))[0]
+    except ValueError:
+        return QueryError(text, message.split("\n\nLINE ", 1)[0])
+    problem = details.get("exception_message", message)
+    if details.get("error_subtype") == "COLUMN_NOT_FOUND":
+        near = " or ".join(filter(None, details.get("candidates", "").split(",")[:2]))
+        problem = f"there is no column {details['name']}" + (f"; did you mean {near}?" if near else "")
+    place = int(details.get("position") or len(_BEFORE)) - len(_BEFORE)
+    position = len(text.encode()[: max(place, 0)].decode(errors="ignore"))
+    return QueryError(text, problem, min(position, len(text)))
 
 
 def _one_line(text: str) -> str:
     """Control characters, line ends and lone surrogates become spaces."""
-    return "".join(" " if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") else each for each in text)
+    hidden = ("Cc", "Cs", "Zl", "Zp")
+    return "".join(" " if unicodedata.category(each) in hidden else each for each in text)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_async.records import TokenFlag
-from grpo_async.store.database import quote, sql_path
+from grpo_async.store.database import sql_paths
 
 SCHEMA = 5
 """Version of the lines and of the columns. A change that an older reader would get wrong raises it."""
@@ -162,6 +162,9 @@ COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
+_NULLS = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in COLUMNS)
+NO_ROWS_SQL = f"SELECT {_NULLS} LIMIT 0"
+"""A SELECT of all columns without a row."""
 TOKEN_COLUMNS = tuple(column.name for column in COLUMNS if column.type in ("INTEGER[]", "UTINYINT[]", "FLOAT[]"))
 """The lists with an entry for each token."""
 
@@ -176,16 +179,16 @@ _LINE_FIELDS = {name: _TYPES[name] for name in _GROUP_FIELDS.split()} | {"rollou
 """What a line holds, by name and type."""
 
 
-def select_from_lines(path: Path) -> str:
-    """The SELECT that makes COLUMNS from a file of JSON lines, in the order of seq and rollout. It leaves out torn and damaged
+def select_from_lines(*paths: Path) -> str:
+    """The SELECT that makes COLUMNS from files of JSON lines, in the order of seq and rollout. It leaves out torn and damaged
     lines: compare the number of groups with that of the lines."""
     fields = ", ".join(f"\"{name}\": '{type_}'" for name, type_ in _LINE_FIELDS.items())
     made = ",\n    ".join(f'({column.expression})::{column.type} AS "{column.name}"' for column in COLUMNS)
-    longest = max(path.stat().st_size + 1, _MIN_BUFFER)
+    longest = max(*(path.stat().st_size + 1 for path in paths), _MIN_BUFFER)
     return f"""
 WITH lines AS (
     SELECT *, list_transform(rollouts, lambda rollout: rollout.reward) AS rewards
-    FROM read_json({quote(sql_path(path))}, format = 'newline_delimited', ignore_errors = true,
+    FROM read_json({sql_paths(paths)}, format = 'newline_delimited', ignore_errors = true,
                    maximum_object_size = {longest}, columns = {{{fields}}})
     WHERE schema = {SCHEMA} AND seq IS NOT NULL AND rollouts IS NOT NULL
 ), groups AS (

@@ -35,7 +35,8 @@ def seal_block(path: Path) -> Path:
     with path.open("rb") as file:
         num_lines = sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
     try:
-        with connect(threads="1", temp_directory="") as connection:
+        with connect() as connection:
+            connection.execute("SET threads = 1; SET temp_directory = ''")
             connection.execute(
                 f"COPY ({select_from_lines(path)}) TO {quote(str(temporary))} ({PARQUET_OPTIONS}, COMPRESSION_LEVEL 3)"
             )

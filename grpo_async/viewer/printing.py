@@ -17,9 +17,9 @@ from rich.text import Text
 
 from grpo_async.records import GroupStatus, Origin, RolloutStatus
 from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.store.blocks import Row
 from grpo_async.store.export import printable
 from grpo_async.store.query import Query
-from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.utils.text import duration, percent
@@ -42,7 +42,7 @@ _STATUS_STYLES: dict[str, str] = {
 }
 
 
-def groups(table: RolloutTable, query: Query, *, sort: str = "", limit: int | None = None) -> Iterator[GroupSummary]:
+def groups(table: RolloutTable, query: Query, *, sort: str = "", limit: int | None = None) -> Iterator[Row]:
     """The groups that match the query, read by pages. `sort`: an order of the store ("" = newest first); `limit` None: all."""
     left, offset = math.inf if limit is None else limit, 0
     while left > 0:
@@ -54,7 +54,7 @@ def groups(table: RolloutTable, query: Query, *, sort: str = "", limit: int | No
         offset, left = offset + size, left - size
 
 
-def group_json(group: GroupRow, summary: GroupSummary) -> bytes:
+def group_json(group: GroupRow, summary: Row) -> bytes:
     """The stored row with a `summary`, as one line without its end."""
     return _json_line({**orjson.loads(orjson.dumps(group)), "summary": summary})
 
@@ -104,7 +104,7 @@ def _versions(rollout: RolloutRow) -> str:
     return _span(min(sampled, default=None), max(sampled, default=None))
 
 
-def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored: int) -> Table:
+def group_table(summaries: Sequence[Row], num_matching: int, num_stored: int) -> Table:
     """One line per group. The caption says what a limit hides."""
     caption = f"{len(summaries)} of {num_matching} matching groups, {num_stored} in the run"
     table = _table("step", "group", caption=caption)
@@ -113,16 +113,16 @@ def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored
     _add_numbers(table, "reward", "min", "max", "length", "versions", "trunc")
     for summary in summaries:
         table.add_row(
-            or_dash(summary.step),
-            str(summary.group_id),
-            _status(summary.status),
-            Text(visible_line(summary.prompt_preview, _PROMPT_WIDTH), no_wrap=True, overflow="ellipsis"),
-            number(summary.reward_mean),
-            number(summary.reward_min),
-            number(summary.reward_max),
-            number(summary.num_tokens_mean, 1),
-            _span(summary.version_min, summary.version_max),
-            _fraction(summary.num_truncated, summary.size),
+            or_dash(summary["step"]),
+            str(summary["group_id"]),
+            _status(summary["status"]),
+            Text(visible_line(summary["prompt_preview"], _PROMPT_WIDTH), no_wrap=True, overflow="ellipsis"),
+            number(summary["reward_mean"]),
+            number(summary["reward_min"]),
+            number(summary["reward_max"]),
+            number(summary["num_tokens_mean"], 1),
+            _span(summary["version_min"], summary["version_max"]),
+            _fraction(summary["num_truncated"], summary["size"]),
         )
     return table
 

@@ -1,4 +1,4 @@
-"""What a rollout store holds, whole, by the reader that users have."""
+"""What a store holds, as rows; and stores that leave their blocks as lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import RunError
-from grpo_async.store import RolloutStore
+from grpo_async.store import GroupRow, RolloutStore
+from grpo_async.store.blocks import Blocks
 from grpo_async.store.rollout_store import Sealer
-from grpo_async.store.rows import GroupRow, from_columns
-from grpo_async.store.schema import COLUMN_NAMES
-from grpo_async.store.table import RolloutTable
+from grpo_async.store.rows import from_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +31,16 @@ def read_groups(folder: Path) -> list[GroupRow]:
 
 def scan_groups(folder: Path) -> list[StoredGroup]:
     """As `read_groups`, with the superseded ones."""
-    with RolloutTable.open(folder) as table:
-        if table.damage:
-            raise RunError("\n".join(table.damage))
-        superseded = dict(table._index.fetch("SELECT seq, superseded FROM groups"))
-        names = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
-        rows = [dict(zip(COLUMN_NAMES, row, strict=True)) for row in table._read(names, list(superseded))]
-    groups = (from_columns(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["seq"]))
-    return [StoredGroup(row, superseded[row.seq]) for row in groups]
+    blocks = Blocks(folder)
+    try:
+        blocks.refresh()
+        if blocks.damage:
+            raise RunError("\n".join(blocks.damage))
+        rows = blocks.fetch("SELECT * FROM stored ORDER BY seq, rollout_index")
+    finally:
+        blocks.close()
+    groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row["seq"])]
+    return [StoredGroup(from_columns(each), each[0]["superseded"]) for each in groups]
 
 
 class _NoSealer(Sealer):

@@ -17,8 +17,7 @@ from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample, ScoredGroup, TaggedMessage, ToolCall
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow
-from grpo_async.store.summaries import GroupSummary
-from grpo_async.store.table import RolloutTable
+from grpo_async.store.table import RolloutTable, Row
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.viewer.printing import group_page, group_table, rollout_page
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
@@ -45,7 +44,7 @@ def _render(renderable: RenderableType, width: int = 200) -> str:
     return output.getvalue()
 
 
-def _summaries(folder: Path) -> list[GroupSummary]:
+def _summaries(folder: Path) -> list[Row]:
     with RolloutTable.open(folder) as table:
         return table.group_page(sort="seq")
 

@@ -1,10 +1,9 @@
-/* Charts on a page: a thin layer over uPlot that the report and the web page share.
+/* Charts on a page: a thin layer over uPlot.
 
    Charts.line(element, {x, series: [{label, values}]})        several lines, bands around them, one cursor for the page
-   Charts.histogram(element, {edges, counts})                  bars
 
    Each gives an object with destroy() and update(options): new values, while the zoom, the series that were switched off and the
-   cursor stay. Colors come from theme.css and follow it: light, dark, print. Every chart has a name for screen readers, arrow keys
+   cursor stay. Colors come from theme.css and follow it: light and dark. Every chart has a name for screen readers, arrow keys
    for its cursor, and a legend whose entries switch series off and show the values under the cursor. Text is only ever set as text.
    Needs uPlot and theme.css.
 
@@ -13,12 +12,9 @@
      series      {label, values, band: [low, high]?, x?, color?, dash?, points?}; values may be null; color is a number from 1
                  (--series-N); dash is a number from 0 (full)
      title, unit, xLabel ("step"), height (px), log (true: logarithmic, where there is a positive value), include ([0]: values that
-                 the y axis must show), smooth (0 to 1: of a line, the weight of what was before; the values stand faintly behind it)
+                 the y axis must show)
      format      "number", "percent", "seconds" or "bytes"
-     group       charts of one page with the same group share their cursor and their zoom; null: on its own
-     onSelect    called with the x value that was clicked
-   Options of histogram: edges (one more than counts), counts, missing (how many have no value), label, title, unit, xLabel, and
-   onTake: called with a function that makes a term of a query for a field, when a bin or, by dragging, several were chosen. */
+     group       charts of one page with the same group share their cursor and their zoom; null: on its own */
 
 "use strict";
 
@@ -54,16 +50,9 @@ var Charts = (() => {
   }
 
   function watchTheme() {
-    for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) {
+    for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)", "print"]) {
       window.matchMedia(query).addEventListener("change", redrawAll);
     }
-    const printing = (isPrinting) => {
-      document.documentElement.toggleAttribute("data-printing", isPrinting);
-      redrawAll();
-    };
-    window.addEventListener("beforeprint", () => printing(true));
-    window.addEventListener("afterprint", () => printing(false));
-    window.matchMedia("print").addEventListener("change", (event) => printing(event.matches));
   }
 
   // -- numbers
@@ -129,18 +118,6 @@ var Charts = (() => {
     return element;
   }
 
-  /** Each value with those before it, whose weight falls by `weight` from one to the next: 0, 1 with 0.5 -> 0, (0 * 0.5 + 1) / 1.5. */
-  function smoothed(values, weight) {
-    let [sum, total] = [0, 0];
-    return values.map((value) => {
-      if (!isNumber(value)) {
-        return value;
-      }
-      [sum, total] = [sum * weight + value, total * weight + 1];
-      return sum / total;
-    });
-  }
-
   // -- data: every series on one x
 
   function onOneAxis(options) {
@@ -204,9 +181,8 @@ var Charts = (() => {
   // -- a plot with its title and legend
 
   class Plot {
-    constructor(element, options, isHistogram) {
+    constructor(element, options) {
       this.element = element;
-      this.isHistogram = isHistogram;
       this.format = FORMATS[options.format || "number"];
       this.xLabel = options.xLabel || "step";
       this.hidden = new Set(); // labels of series that were switched off
@@ -229,17 +205,13 @@ var Charts = (() => {
       );
       alive.add(this);
       this.update(options);
-      if (options.onSelect || options.onTake) {
-        this.listenForClicks();
-      }
     }
 
     update(options) {
       const zoom = this.zoom();
-      Object.assign(this, { options }, onOneAxis(this.isHistogram ? barsOf(options) : options));
+      Object.assign(this, { options }, onOneAxis(options));
       this.isLog = Boolean(options.log) && this.series.some((each) => each.values.some((value) => value > 0));
-      this.smooth = options.smooth ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
-      this.isEmpty = !this.series.some((each) => each.values.some(this.isHistogram ? Boolean : isNumber));
+      this.isEmpty = !this.series.some((each) => each.values.some(isNumber));
       this.element.classList.toggle("without-values", this.isEmpty);
       if (this.isEmpty) {
         return;
@@ -247,7 +219,7 @@ var Charts = (() => {
       this.place.setAttribute("aria-label", `${this.summary()} Arrow keys move the cursor.`);
       const lines = this.lines();
       const looks = this.series.map(({ label, color, dash, band, isSparse }) => [label, color, dash, Boolean(band), isSparse]);
-      const shape = JSON.stringify([this.isLog, this.smooth.length, looks]);
+      const shape = JSON.stringify([this.isLog, looks]);
       if (shape === this.shape) {
         this.plot.setData(this.data(), !zoom);
         if (zoom) {
@@ -281,9 +253,6 @@ var Charts = (() => {
     }
 
     onKey(event) {
-      if (event.key === "Enter" && this.plot) {
-        this.choose();
-      }
       const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: 10, PageDown: -10, Home: -Infinity, End: Infinity };
       if (!this.plot || !(event.key in steps)) {
         return;
@@ -310,10 +279,9 @@ var Charts = (() => {
     }
 
     plotOptions(lines) {
-      const { options, isHistogram } = this;
-      const group = isHistogram ? null : options.group === undefined ? "page" : options.group;
-      const xRange = (low, high) => (isHistogram ? [options.edges[0], options.edges.at(-1)] : low === high ? [low - 1, high + 1] : [low, high]);
-      const include = isHistogram ? [0, ...(options.include || [])] : this.isLog ? [] : options.include;
+      const { options } = this;
+      const group = options.group === undefined ? "page" : options.group;
+      const xRange = (low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
       return {
         ...this.size(),
         legend: { show: false },
@@ -321,18 +289,17 @@ var Charts = (() => {
         cursor: {
           y: false,
           points: { size: 7 },
-          drag: { x: !isHistogram || Boolean(options.onTake), y: false, setScale: !isHistogram },
+          drag: { x: true, y: false, setScale: true },
           ...(group === null ? {} : { sync: { key: group, scales: ["x", null] } }),
         },
         scales: {
           x: { time: false, range: (_plot, low, high) => xRange(low, high) },
-          y: { distr: this.isLog ? 3 : 1, range: yRange(include, this.isLog) },
+          y: { distr: this.isLog ? 3 : 1, range: yRange(this.isLog ? [] : options.include, this.isLog) },
         },
         axes: axes(this.format, this.xs.every(Number.isInteger)),
         ...lines,
         hooks: {
           setCursor: [(plot) => this.showValues(plot.cursor.idx)],
-          setSelect: isHistogram ? [({ select }) => select.width > 0 && this.take(this.binAt(select.left), this.binAt(select.left + select.width))] : [],
         },
       };
     }
@@ -349,7 +316,6 @@ var Charts = (() => {
           width: 1.75,
           dash: DASHES[each.dash % DASHES.length],
           points: { show: each.isSparse, size: 6, stroke, fill: stroke },
-          ...(this.isHistogram ? { fill: fill(each, 0.55), width: 0, paths: uPlot.paths.bars({ size: [0.92, Infinity] }), points: { show: false } } : {}),
         };
       });
       const bands = [];
@@ -360,10 +326,6 @@ var Charts = (() => {
         series.push({ ...edge }, { ...edge });
         bands.push({ series: [low + 1, low], fill: fill(each, 0.16) });
       }
-      for (const each of this.smooth) {
-        each.edges = [...(each.edges || []), series.length + 1];
-        series.push({ stroke: fill(each, 0.35), width: 1, points: { show: false } });
-      }
       return { series: [{}, ...series], bands };
     }
 
@@ -371,15 +333,11 @@ var Charts = (() => {
       const drawable = (values) => (this.isLog ? values.map((value) => (value <= 0 ? null : value)) : values);
       const edges = this.series.flatMap((each) => (each.band ? each.band.map(drawable) : []));
       const lines = this.series.map((each) => drawable(each.values));
-      const smooth = this.series.map((each, index) => (this.smooth.includes(each) ? smoothed(lines[index], this.options.smooth) : lines[index]));
-      return [this.xs, ...smooth, ...edges, ...this.smooth.map((each) => lines[this.series.indexOf(each)])];
+      return [this.xs, ...lines, ...edges];
     }
 
     fillLegend() {
       this.legend.replaceChildren(this.at);
-      if (this.isHistogram) {
-        return;
-      }
       this.outputs = this.series.map(({ label, color, dash }, index) => {
         const button = make("button", "");
         button.type = "button";
@@ -405,10 +363,6 @@ var Charts = (() => {
 
     showValues(index) {
       const isOver = isNumber(index);
-      if (this.isHistogram) {
-        this.at.textContent = isOver ? this.binText(index) : this.totalText();
-        return;
-      }
       this.at.textContent = isOver ? `${this.xLabel} ${number(this.xs[index])}` : "";
       this.at.hidden = !isOver;
       this.series.forEach((each, place) => {
@@ -420,11 +374,6 @@ var Charts = (() => {
     }
 
     summary() {
-      if (this.isHistogram) {
-        const { counts, title, label } = this.options;
-        const most = counts.indexOf(Math.max(...counts));
-        return `${title || label || "histogram"}: ${this.totalText()} in ${counts.length} bins; most of them: ${this.binText(most)}.`;
-      }
       const parts = this.series.map((each) => {
         const values = each.values.filter(isNumber);
         if (values.length === 0) {
@@ -438,77 +387,12 @@ var Charts = (() => {
       const name = this.options.title || this.options.unit || "chart";
       return `${name} by ${this.xLabel} ${number(this.xs[0])} to ${number(this.xs[this.xs.length - 1])}. ${parts.join(". ")}.`;
     }
-
-    listenForClicks() {
-      let pressed = 0;
-      this.place.addEventListener("mousedown", (event) => (pressed = event.clientX));
-      this.place.addEventListener("mouseup", (event) => Math.abs(event.clientX - pressed) < 4 && this.choose());
-    }
-
-    /** What is under the cursor was clicked. */
-    choose() {
-      const index = this.plot.cursor.idx;
-      if (isNumber(index)) {
-        this.options.onSelect?.(this.xs[index]);
-        this.take(index, index);
-      }
-    }
-
-    // -- bins
-
-    get total() {
-      return this.options.counts.reduce((sum, count) => sum + count, 0);
-    }
-
-    totalText() {
-      const { label, missing } = this.options;
-      return `${number(this.total)} ${label || ""}${missing ? `, ${number(missing)} without` : ""}`;
-    }
-
-    binText(index) {
-      const [first, last] = this.ends(index);
-      const count = this.options.counts[index];
-      return `${this.xLabel} ${first === last ? number(first) : `${number(first)} to ${number(last)}`}: ${number(count)} (${FORMATS.percent(count / this.total)})`;
-    }
-
-    /** The bin at a place of the plot (px). */
-    binAt(left) {
-      const { edges, counts } = this.options;
-      return Math.max(0, Math.min(counts.length - 1, edges.findLastIndex((edge) => edge <= this.plot.posToVal(left, "x"))));
-    }
-
-    /** Bins of one whole number each: 1.5, 2.5, 3.5 hold 2 and 3. */
-    get isWhole() {
-      const { edges } = this.options;
-      return edges.every((edge, index) => Number.isInteger(edge + 0.5) && (index === 0 || edge - edges[index - 1] === 1));
-    }
-
-    /** The lowest and the highest value of the bins from `low` to `high`. */
-    ends(low, high = low) {
-      const { edges } = this.options;
-      return this.isWhole ? [edges[low] + 0.5, edges[high + 1] - 0.5] : [edges[low], edges[high + 1]];
-    }
-
-    /** Hands on a function that makes a term of a query for a field. */
-    take(low, high) {
-      if (this.isHistogram) {
-        const [first, last] = this.ends(low, high);
-        const upTo = this.isWhole || high === this.options.counts.length - 1 ? "<=" : "<";
-        this.options.onTake?.((field) => (first === last ? `${field}=${first}` : `${field}>=${first} and ${field}${upTo}${last}`));
-      }
-    }
-  }
-
-  /** Counts as a series at the middles of their bins. */
-  function barsOf({ edges, counts, label, ...options }) {
-    return { ...options, x: counts.map((_, index) => (edges[index] + edges[index + 1]) / 2), series: [{ label: label || "count", values: counts }] };
   }
 
   watchTheme();
 
   return {
-    line: (element, options) => new Plot(element, options, false),
-    histogram: (element, options) => new Plot(element, options, true),
+    line: (element, options) => new Plot(element, options),
     alive,
     duration,
     COLORS,

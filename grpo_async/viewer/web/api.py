@@ -23,8 +23,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
+from grpo_async.store.names import HELP, NAMES
 from grpo_async.store.query import QueryError
-from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.validation import problems_of
 from grpo_async.viewer.trace import write_trace
@@ -58,8 +58,7 @@ def error_answer(request: Request, error: Exception) -> Json:
     """The answer to a request that failed, for all endpoints."""
     match error:
         case QueryError():
-            where = {"position": error.position, "length": error.length, "suggestions": list(error.suggestions)}
-            return Json({"error": error.problem, **where}, status_code=400)
+            return Json({"error": error.problem, "position": error.position}, status_code=400)
         case ValidationError():
             return Json({"error": problems_of(error)}, status_code=400)
         case NotFoundError():
@@ -100,7 +99,8 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: InitialV
 
         found = [run_entry(registry.source(name)) for name in registry.names]
         folder = None if registry.folder is None else str(registry.folder)
-        return Json({"runs": found, "folder": folder, "opening": opening or InitialView(), "names": NAMES})
+        names = [{"name": each.name, "help": each.help, "values": each.values} for each in NAMES]
+        return Json({"runs": found, "folder": folder, "opening": opening or InitialView(), "names": names})
 
     def report(parameters: RequestParameters) -> Response:
         """The report of one run or several, as `grpo-async report` would write it now: a file, which is never opened here."""

@@ -13,7 +13,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_
 STATIC = Path(__file__).parents[1] / "static"
 
 _MAX_SAMPLE_BYTES = 4_000_000  # of rollouts, groups and prompts, over all runs of a report
-_NUM_SHOWN = 6  # of the best, the worst and so on
+_NUM_SHOWN = 6  # of the best, and of the worst
 _POLICY = "default-src 'none'; form-action 'none'; base-uri 'none'; img-src data:; trusted-types 'none'; "
 _POLICY += "require-trusted-types-for 'script'"
 
@@ -111,50 +111,28 @@ def _answer(registry: RunRegistry, view: str, asked: dict[str, Any]) -> Answer:
 
 
 def _sampled(registry: RunRegistry, run: str, max_bytes: int) -> Iterator[Answer]:
-    """Where to look first, and what is opened from there, while there is room: the best and worst rollouts, the prompts
-    that changed most, held-out prompts before and after."""
-    extremes = _answer(registry, "extremes", {"run": run, "k": _NUM_SHOWN})
-    change = _answer(registry, "change", {"run": run, "limit": _NUM_SHOWN})
-    pairs = change[2] or {"rows": []}
-    if pairs["rows"]:  # the page offers neither other evaluations nor further pairs
-        pairs |= {"steps": pairs["asked"], "total": len(pairs["rows"])}
-    yield extremes
-    yield change
-    known: list[tuple[str, dict[str, Any]]] = []
-    wanted = list(chain.from_iterable(_by_rank(run, extremes[2], pairs["rows"])))
-    for view, asked in wanted:  # which grows
-        if (view, asked) in known:
-            continue
-        known.append((view, asked))
-        *_, answer, why = _answer(registry, view, asked)
-        size = len(to_json(answer))
-        if why or size > max_bytes:
-            continue
-        max_bytes -= size
-        yield view, asked, answer, ""
-        if view == "group" and answer["summaries"]:
-            wanted.append(("rollout", {**asked, "id": answer["summaries"][0].rollout_id}))
-
-
-def _by_rank(run: str, extremes: Any, pairs: Sequence[Any]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """What the page asks for where a row of these is opened: the first of each kind, then the second."""
-
-    def rollout(each: Any) -> list[tuple[str, dict[str, Any]]]:
-        return [("rollout", {"run": run, "id": each.rollout_id, "seq": each.seq})]
-
-    def prompt(each: Any) -> list[tuple[str, dict[str, Any]]]:
-        groups = [("group", {"run": run, "id": str(of.group_id), "seq": of.seq}) for of in (each.first, each.last)]
-        return [("prompt", {"run": run, "hash": each.prompt_hash}), *groups]
-
-    def pair(row: Any) -> list[tuple[str, dict[str, Any]]]:
-        return [("rollout", {name: side[name] for name in ("run", "id", "seq")}) for side in row["sides"]]
-
-    kinds: list[list[Any]] = [list(map(pair, pairs))]
-    if extremes is not None:
-        kinds += [list(map(rollout, found)) for found in (extremes.best, extremes.worst)]
-        kinds += [list(map(prompt, found)) for found in (extremes.improved, extremes.worsened)]
-    for rank in zip_longest(*kinds, fillvalue=[]):
-        yield from rank
+    """The best and the worst rollouts, and what is opened from there, while there is room."""
+    asked = {"run": run, "q": "scored", "limit": _NUM_SHOWN}
+    best = _answer(registry, "rollouts", {**asked, "sort": "-reward", "count": True})
+    worst = _answer(registry, "rollouts", {**asked, "sort": "reward"})
+    if best[2] is None or worst[2] is None:
+        yield "rollouts", {"run": run}, None, best[3] or worst[3]
+        return
+    pairs = zip_longest(best[2]["rows"], worst[2]["rows"])
+    rows = {row["rollout_id"]: row for pair in pairs for row in pair if row is not None}
+    yield "rollouts", {"run": run}, {**best[2], "rows": list(rows.values())}, ""
+    groups = set()
+    for row in rows.values():
+        wanted = [("rollout", row["rollout_id"])]
+        if row["seq"] not in groups:
+            groups.add(row["seq"])
+            wanted.append(("group", str(row["group_id"])))
+        for view, name in wanted:
+            found = _answer(registry, view, {"run": run, "id": name, "seq": row["seq"]})
+            size = len(to_json(found[2]))
+            if not found[3] and size <= max_bytes:
+                max_bytes -= size
+                yield found
 
 
 # -- the file

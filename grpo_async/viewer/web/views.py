@@ -26,7 +26,6 @@ from grpo_async.viewer.format import call_tree, flag_names, prompt_of
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web import overview
-from grpo_async.viewer.web.before_after import before_after
 from grpo_async.viewer.web.plots import MAX_SERIES
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
@@ -45,16 +44,10 @@ class RequestParameters(BaseModel):
     count: bool = False
     id: str = ""  # of a group or rollout; `seq` of the group finds one of two with the same id
     seq: int = Field(-1, ge=-1, le=2**53)
-    field: str = "reward"
-    bins: int = Field(30, ge=1, le=200)
-    k: int = Field(10, ge=1, le=100)
-    hash: str = ""  # of a prompt
     compare_with: str = Field("", max_length=4000)  # names of further runs, with commas between; %2C within
     axis: str = Field("step", max_length=10)  # of curves: step, time, tokens
     attempt: str = Field("", max_length=100)
     file: str = Field("", max_length=100)  # of an attempt's logs
-    first: int = Field(-1, ge=-1, le=2**53)  # steps of two evaluations; -1: the first, the last
-    last: int = Field(-1, ge=-1, le=2**53)
 
 
 # -- views
@@ -66,8 +59,7 @@ def _summary(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     return {
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
-        "reward_names": table.reward_names(),
-        "column_names": table.column_names(),
+        "map_names": table.map_names(),
     }
 
 
@@ -90,23 +82,12 @@ def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     }
 
 
-def _query(parameters: RequestParameters) -> Query:
-    """The query of a request, bounded by its `until`."""
-    query = parse_query(parameters.q)
-    return query if parameters.until < 0 else _up_to(query, parameters.until)
-
-
-def _up_to(query: Query, until: int) -> Query:
-    """The query, for the groups up to the one with seq `until`."""
-    return both(query, parse_query(f"seq<={until}"))
-
-
 def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> dict[str, Any]:
     """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq (-1: no group yet), to which the rows are
     bound. With `count=1` also how many there are."""
     table = source.table()
     until = parameters.until if parameters.until >= 0 else table.newest_seq
-    query = _up_to(parse_query(parameters.q), until)
+    query = both(parse_query(parameters.q), Query(f"seq <= {until}"))
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit)
     counts = {"counts": table.count(query)} if parameters.count else {}
@@ -177,16 +158,11 @@ VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "rollouts": lambda source, given: _page(source, given, of_groups=False),
     "group": _group,
     "rollout": _rollout,
-    "histogram": lambda source, given: source.table().histogram(given.field, _query(given), bins=given.bins),
-    "steps": lambda source, given: {"steps": source.table().by_step(_query(given))},
-    "extremes": lambda source, given: source.table().extremes(_query(given), given.k),
-    "prompt": lambda source, given: {"groups": source.table().same_prompt(given.hash)},
     "card": lambda source, _: overview.card(source),
     "run": lambda source, _: overview.page(source),
     "curves": lambda source, given: overview.curves(together(source, given)[:MAX_SERIES], given.axis),
     "config": lambda source, given: overview.settings(together(source, given)[:MAX_SERIES]),
     "logs": lambda source, given: overview.logs(source.run, given.attempt, given.file),
-    "change": lambda source, given: before_after(source, given.first, given.last, given.offset, given.limit),
 }
 
 

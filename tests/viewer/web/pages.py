@@ -23,7 +23,7 @@ def opened(
         ready(watched.page)
         go(watched.page, view)
         if view == "#/groups":
-            watched.page.wait_for_selector(".grid-row a")
+            watched.page.wait_for_selector(".rows tbody a")
         yield watched
         watched.assert_quiet()
 
@@ -52,11 +52,9 @@ def ready(page: Page) -> None:
 
 
 def rows(page: Page) -> list[str]:
-    """The links of the rows in sight, from the top."""
-    page.wait_for_selector(".grid-row a")
-    links = page.locator(".grid-row a").all()
-    placed = sorted((int(link.get_attribute("data-index") or 0), link.inner_text()) for link in links)
-    return [text for _, text in placed]
+    """The links of the rows, from the top."""
+    page.wait_for_selector(".rows tbody a")
+    return page.locator(".rows tbody a").all_inner_texts()
 
 
 def search(page: Page, query: str) -> None:

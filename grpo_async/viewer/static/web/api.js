@@ -8,8 +8,6 @@ export class ApiError extends Error {
     super(body.error || `the server answered ${status}`);
     this.status = status;
     this.position = body.position;
-    this.length = body.length;
-    this.suggestions = body.suggestions || [];
   }
 }
 
@@ -30,7 +28,7 @@ const written = document.getElementById("report");
     list has one answer, which is all that the report has of it. */
 export const report = written && JSON.parse(written.textContent);
 
-const question = (name, { offset, limit, k, ...parameters }) => {
+const question = (name, { offset, limit, ...parameters }) => {
   const query = new URLSearchParams(queryString(parameters));
   query.sort();
   return `${name}?${query}`;
@@ -38,8 +36,8 @@ const question = (name, { offset, limit, k, ...parameters }) => {
 const answers = new Map((report?.answers ?? []).map(([name, parameters, answer, why]) => [question(name, parameters), { why, answer }]));
 
 /** Whether there is an answer: a report has a sample. */
-export function isKnown(name, { run, id, seq, hash } = {}) {
-  return !report || answers.has(question(name, { run, id, seq, hash }));
+export function isKnown(name, { run, id, seq } = {}) {
+  return !report || answers.has(question(name, { run, id, seq }));
 }
 
 function answerInPage(name, parameters) {

@@ -10,19 +10,18 @@ export function columnsOf(kind, rewardNames) {
   return kind === "groups" ? GROUPS : rolloutColumns(rewardNames);
 }
 
-const numeric = (sort, label, cell, more = {}) => ({ label, sort, numeric: true, width: "4.6rem", cell, ...more });
-const status = { label: "status", width: "5.4rem", from: 480, cell: (row) => badge(row.status) };
+const numeric = (sort, label, cell, more = {}) => ({ label, sort, numeric: true, cell, ...more });
+const status = { label: "status", from: 480, cell: (row) => badge(row.status) };
 const tools = numeric("tool_calls", "tools", toolCalls, { title: "tool calls, and those that failed", from: 1080 });
 
 const GROUPS = [
-  numeric("step", "step", (row) => number(row.step), { width: "3.2rem" }),
+  numeric("step", "step", (row) => number(row.step)),
   numeric("id", "group", (row) => String(row.group_id), { link: true }),
   status,
-  { label: "prompt", width: "minmax(7rem, 1fr)", cell: (row) => oneLine(row.prompt_preview, 300) },
+  { label: "prompt", grows: true, cell: (row) => oneLine(row.prompt_preview, 300) },
   numeric("reward", "reward", (row) => number(row.reward_mean), { title: "mean reward of its rollouts" }),
   numeric("std", "std", (row) => number(row.reward_std), { title: "standard deviation of its rewards", from: 700 }),
   numeric("max", "min – max", (row) => range(row.reward_min, row.reward_max), {
-    width: "6.6rem",
     title: "lowest and highest reward; sorts by the highest",
     from: 1000,
   }),
@@ -32,37 +31,37 @@ const GROUPS = [
   }),
   numeric("length", "length", (row) => number(row.num_tokens_mean, 1), { title: "mean of the tokens that the policy sampled", from: 440 }),
   numeric("truncated", "truncated", (row) => (row.num_truncated ? percent(row.num_truncated / row.size) : "–"), {
-    width: "5.4rem",
     title: "fraction of truncated rollouts",
     from: 920,
   }),
   tools,
-  numeric("staleness", "staleness", (row) => number(row.staleness), { width: "5.4rem", title: STALENESS, from: 640 }),
+  numeric("staleness", "staleness", (row) => number(row.staleness), { title: STALENESS, from: 640 }),
   numeric("duration", "time", (row) => Charts.duration(row.total_duration_s), { title: "of its longest rollout", from: 1160 }),
 ];
 
 function rolloutColumns(rewardNames) {
   const parts = rewardNames.length > 1 ? rewardNames.slice(0, MAX_REWARDS) : [];
   return [
-    numeric("step", "step", (row) => number(row.step), { width: "3.8rem", from: 440 }),
-    { label: "rollout", width: "6rem", link: true, sort: "id", cell: (row) => oneLine(row.rollout_id, 60) },
+    numeric("step", "step", (row) => number(row.step), { from: 440 }),
+    { label: "rollout", link: true, sort: "id", cell: (row) => oneLine(row.rollout_id, 60) },
     status,
-    { label: "prompt", width: "minmax(6rem, 2fr)", from: 760, cell: (row) => oneLine(row.prompt_preview, 300) },
+    { label: "prompt", grows: true, from: 760, cell: (row) => oneLine(row.prompt_preview, 300) },
     {
       label: "completion",
-      width: "minmax(7rem, 3fr)",
+      grows: true,
+     
       cell: (row) => (row.error ? `error: ${oneLine(row.error, 300)}` : oneLine(row.completion_preview, 300)),
     },
     numeric("reward", "reward", (row) => number(row.reward)),
-    ...parts.map((name) => numeric(mapEntry("rewards", name), oneLine(name, 20), (row) => number(row.rewards[name]), { width: "6rem", from: 1300 })),
-    numeric("advantage", "advantage", (row) => signed(row.advantage, 2), { width: "5.6rem", from: 640 }),
+    ...parts.map((name) => numeric(mapEntry("rewards", name), oneLine(name, 20), (row) => number(row.rewards[name]), { from: 1300 })),
+    numeric("advantage", "advantage", (row) => signed(row.advantage, 2), { from: 640 }),
     numeric("length", "length", (row) => number(row.num_tokens), { title: "tokens that the policy sampled", from: 440 }),
-    numeric("turns", "turns", (row) => String(row.num_turns), { width: "4rem", from: 1320 }),
+    numeric("turns", "turns", (row) => String(row.num_turns), { from: 1320 }),
     tools,
-    numeric("staleness", "staleness", (row) => number(row.staleness), { width: "5.4rem", title: STALENESS, from: 860 }),
+    numeric("staleness", "staleness", (row) => number(row.staleness), { title: STALENESS, from: 860 }),
     numeric("entropy", "entropy", (row) => number(row.entropy_mean), { title: "mean entropy of its tokens, nats", from: 1400 }),
     numeric("ratio_max", "max. ratio", (row) => number(row.ratio_max, 2), {
-      width: "5.6rem",
+     
       title: "highest importance weight of a token",
       from: 1500,
     }),

@@ -1,46 +1,33 @@
 /* The plots of one run, or of several laid over each other; all share the cursor. */
 
-import { get, go, joined, memory, note, report, split } from "./api.js";
+import { get, joined, memory, note, report, split } from "./api.js";
 import { Plots } from "./plots.js";
-import { arrange, button, checkbox, compared, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, plural, select, spacer } from "./dom.js";
+import { arrange, button, compared, empty, fill, h, hiddenHeading, select } from "./dom.js";
 
 const AXES = [["step", "by step"], ["time", "by time"], ["tokens", "by tokens"]];
-const FEW = 12; // runs that can be ticked without being looked for
 
-export async function curvesView({ app, main, parameters, signal }) {
+export async function curvesView({ main, parameters, signal }) {
   const { run } = parameters;
   const title = "Curves";
   const others = split(parameters.with).filter((name) => name !== run);
-  const settings = Object.fromEntries((report ? ["smooth", "log"] : ["x", "smooth", "log"]).map((name) => [name, parameters[name] ?? memory.get(name)]));
-  const addressed = () => ({ run, with: joined(others), find: filter.value, ...settings });
+  let axis = report ? "" : (parameters.x ?? memory.get("x"));
+  const addressed = () => ({ run, with: joined(others), find: filter.value, x: axis });
   const place = h("div", {});
   const plots = new Plots("curves");
   const folds = new Map(); // of chapters, by their titles
   let found = null;
 
-  const change = (name, value) => {
-    settings[name] = value;
-    memory.set(name, value);
+  const change = (x) => {
+    axis = x === "step" ? "" : x;
+    memory.set("x", axis);
     note("curves", addressed());
-    if (name === "x") {
-      plots.leave(); // a zoom of steps says nothing of seconds
-      read();
-    } else {
-      draw();
-    }
+    plots.leave(); // a zoom of steps says nothing of seconds
+    read();
   };
   const filter = h("input", {
     type: "search", "aria-label": "Find a plot", placeholder: "find a plot or a metric", autocomplete: "off", value: parameters.find || "",
     on: { input: () => (note("curves", addressed()), draw()) },
   });
-  const smooth = h("input", {
-    type: "range", min: "0", max: "0.98", step: "0.02", "aria-label": "Smoothing", value: settings.smooth || "0",
-    on: { input: (event) => change("smooth", Number(event.target.value) ? event.target.value : "") },
-  });
-  const tick = (name, isOn) => go("curves", { ...addressed(), with: joined(isOn ? [...others, name] : others.filter((each) => each !== name)) });
-  const boxes = (names) => names.map((name) => checkbox(oneLine(name, 40), others.includes(name), (isOn) => tick(name, isOn)));
-  const near = app.runs.map((each) => each.name).filter((name) => name !== run && !others.includes(name));
-  const beside = h("details", { class: "picker" }, h("summary", {}, others.length ? `with ${plural(others.length, "other run")}` : "overlay other runs"), h("div", { class: "picker-list tiles" }, boxes([...others, ...near])));
   fill(
     main,
     hiddenHeading(title),
@@ -48,13 +35,8 @@ export async function curvesView({ app, main, parameters, signal }) {
       "div",
       { class: "row heading" },
       filter,
-      report ? null : select({ "aria-label": "Horizontal axis" }, AXES, settings.x || "step", (x) => change("x", x === "step" ? "" : x)),
-      h("label", { class: "check" }, "smooth ", smooth),
-      checkbox("logarithmic", settings.log === "1", (isOn) => change("log", isOn ? "1" : "")),
-      report ? null : near.length + others.length <= FEW ? [near.length + others.length ? hint("overlay") : null, boxes([...others, ...near])] : beside,
+      report ? null : select({ "aria-label": "Horizontal axis" }, AXES, axis || "step", change),
       compared(others.length + 1),
-      spacer(),
-      copyLink(),
     ),
     place,
   );
@@ -86,13 +68,12 @@ export async function curvesView({ app, main, parameters, signal }) {
   function fillFold({ element, count, tiles, chapter }) {
     fill(count, chapter.isFolded ? ` (${chapter.plots.length})` : "");
     if (element.open) {
-      const changes = settings.log === "1" ? { log: true } : {};
-      plots.show(tiles, chapter.plots, { ...changes, xLabel: found.axis, smooth: Number(settings.smooth) || 0 });
+      plots.show(tiles, chapter.plots, { xLabel: found.axis });
     }
   }
 
   async function read() {
-    found = await get("curves", { run, compare_with: joined(others), axis: settings.x || "step" }, signal);
+    found = await get("curves", { run, compare_with: joined(others), axis: axis || "step" }, signal);
     draw();
   }
 

@@ -230,10 +230,6 @@ export function copyButton(label, content) {
   return element;
 }
 
-export function copyLink() {
-  return copyButton("link", () => location.href);
-}
-
 /** To screen readers. */
 export function announce(message) {
   document.getElementById("say").textContent = message;

@@ -1,7 +1,7 @@
 /* The logs and the settings of a run. */
 
-import { get, go, joined, report, split } from "./api.js";
-import { compared, copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
+import { get, go, split } from "./api.js";
+import { compared, copyButton, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
 
 const LEVELS = [[/\b(ERROR|CRITICAL|Traceback|Error:)/, "bad"], [/\bWARN(ING)?\b/, "warning"]];
 
@@ -34,19 +34,17 @@ export async function logsView({ main, parameters, signal }) {
   fill(
     main,
     hiddenHeading(title),
-    h("div", { class: "row heading" }, choose("attempt", found.attempts, found.attempt), choose("file", found.files, found.file), hint(found.path), spacer(), copyButton("text", () => box.textContent), copyLink()),
+    h("div", { class: "row heading" }, choose("attempt", found.attempts, found.attempt), choose("file", found.files, found.file), hint(found.path), spacer(), copyButton("text", () => box.textContent)),
     box,
   );
   show(found.lines);
   return { title, onStatus };
 }
 
-export async function configView({ app, main, parameters, signal }) {
+export async function configView({ main, parameters, signal }) {
   const { run } = parameters;
   const title = "Settings";
   const { settings, runs, different, path } = await get("config", { run, compare_with: parameters.with }, signal);
-  const others = app.runs.map((each) => each.name).filter((name) => name !== run);
-  const against = select({ "aria-label": "against" }, [["", "compare with …"], ...others.map((name) => [name, name])], "", (name) => go("config", { run, with: joined([name]) }));
   const place = h("div", {});
   const filter = h("input", { type: "search", "aria-label": "Find a setting", placeholder: "find a setting", autocomplete: "off", on: { input: () => draw() } });
   const code = ([name, ...values]) => [h("code", {}, oneLine(name, 200)), ...values.map((value) => h("code", { class: "said" }, visible(value)))];
@@ -55,7 +53,7 @@ export async function configView({ app, main, parameters, signal }) {
   fill(
     main,
     hiddenHeading(title),
-    h("div", { class: "row heading" }, filter, others.length && !report ? against : null, hint(path), spacer(), copyLink()),
+    h("div", { class: "row heading" }, filter, hint(path), spacer()),
     parameters.with ? panel(h("h2", {}, "Settings that differ", compared(new Set([run, ...split(parameters.with)]).size)), table(["setting", ...runs], different.map(code), { className: "settings" })) : null,
     place,
     h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),

@@ -1,32 +1,23 @@
 /* One group: its prompt, and its rollouts side by side. */
 
-import { address, get, note } from "./api.js";
+import { address, get, report } from "./api.js";
 import {
-  badge, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range, select, signed, spacer,
+  badge, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range, signed, spacer,
   span, statistics,
 } from "./dom.js";
 import { message, trace } from "./messages.js";
-
-const ORDERS = {
-  index: ["in order", (a, b) => a.rollout_index - b.rollout_index],
-  best: ["best first", (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)],
-  worst: ["worst first", (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity)],
-  long: ["longest first", (a, b) => b.num_tokens - a.num_tokens],
-};
 
 export async function groupView({ app, main, parameters, signal }) {
   const { run, id, seq } = parameters;
   const { summary, group, prompt, rollouts, summaries } = await get("group", { run, id, seq }, signal);
   const cards = h("div", { class: "tiles" });
   const byId = new Map(rollouts.map((each) => [each.rollout_id, each]));
-  let order = parameters.order in ORDERS ? parameters.order : "index";
   let chosen = -1;
 
-  const sorted = () => [...summaries].sort(ORDERS[order][1]);
   const rolloutAddress = (each) => address("rollout", { run, id: each.rollout_id, seq: group.seq });
 
   function draw() {
-    fill(cards, sorted().map(card));
+    fill(cards, summaries.map(card));
   }
 
   function card(each, index) {
@@ -56,20 +47,13 @@ export async function groupView({ app, main, parameters, signal }) {
     );
   }
 
-  const reorder = (value) => {
-    order = value;
-    note("group", { ...parameters, order: order === "index" ? null : order });
-    draw();
-  };
-  const orders = Object.entries(ORDERS).map(([name, [label]]) => [name, label]);
   fill(
     main,
     heading(
       `Group ${group.group_id}`,
       badge(group.status),
       spacer(),
-      h("a", { class: "button", href: address("prompt", { run, hash: summary.prompt_hash }) }, "Same prompt in other steps"),
-      copyLink(),
+      report ? null : h("a", { class: "button", href: address("groups", { run, q: `prompt_hash = '${summary.prompt_hash}'`, sort: "seq" }) }, "Same prompt in other steps"),
     ),
     statistics([
       ["step", number(group.step)],
@@ -87,12 +71,7 @@ export async function groupView({ app, main, parameters, signal }) {
       prompt.map((each) => message(each)),
       named(group.columns),
     ),
-    h(
-      "div",
-      { class: "row heading" },
-      h("h2", {}, plural(summaries.length, "rollout")),
-      select({ "aria-label": "Order" }, orders, order, reorder),
-    ),
+    h("h2", { class: "heading" }, plural(summaries.length, "rollout")),
     cards,
   );
   draw();
@@ -106,7 +85,7 @@ export async function groupView({ app, main, parameters, signal }) {
     if (event.target.closest("a, button, summary") || chosen < 0) {
       return false;
     }
-    location.hash = rolloutAddress(sorted()[chosen]);
+    location.hash = rolloutAddress(summaries[chosen]);
     return true;
   };
   return {

@@ -9,13 +9,12 @@ const KEYS = {
   Enter: "open the marked row",
   Esc: "back: rollout, group, list, all runs",
   h: "all runs",
-  "g G": "first, last row",
   r: "show new rows",
   "[ ]": "previous, next rollout of the group",
   c: "color the tokens by the next value",
   m: "tokens or trace",
   "← →": "on a token: previous, next",
-  "1 … 8": "overview, curves, before and after, groups, rollouts, prompts, logs, settings",
+  "1 … 6": "overview, curves, groups, rollouts, logs, settings",
   "?": "this page",
 };
 
@@ -24,13 +23,14 @@ export async function helpView({ app, main, parameters, signal }) {
   const { run } = parameters;
   const query = (text) => link(address("rollouts", { run, q: text }), h("code", {}, text));
   const keys = Object.entries(KEYS).map(([key, what]) => [key.split(" ").map((each) => [h("kbd", {}, each), " "]), what]);
-  const row = ({ syntax, meaning, example }) =>
-    example === syntax ? [query(example), meaning] : [h("code", {}, syntax), [meaning, " ", example ? query(example) : null]];
+  const row = ([syntax, meaning], isQuery) => [isQuery ? query(syntax) : h("code", {}, syntax), meaning];
   fill(
     main,
     heading("Queries and keys"),
     panel(h("h2", {}, "Keys"), table(null, keys, { isNamed: true, className: "help" })),
-    sections.map((section) => panel(h("h2", {}, section.title), table(null, section.rows.map(row), { isNamed: true, className: "help" }))),
+    sections.map(([title, rows], at) =>
+      panel(h("h2", {}, title), table(null, rows.map((each) => row(each, at === 0)), { isNamed: true, className: "help" })),
+    ),
   );
   return { title: "Help", up: () => app.list || address("groups", { run }) };
 }

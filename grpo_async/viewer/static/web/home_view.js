@@ -98,7 +98,6 @@ function drawCard(element, found, box, age) {
   const values = curve ? curve.values.filter((value) => value !== null) : [];
   const links = [
     link(address("run", { run }), "Overview"),
-    found.num_evaluations > 1 ? link(address("change", { run }), "Before and after") : null,
     link(address("curves", { run }), "Curves"),
     report ? null : [link(address("groups", { run }), "Rollouts"), link(address("logs", { run }), "Logs")],
   ];

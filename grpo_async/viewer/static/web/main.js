@@ -3,28 +3,22 @@
 import { ApiError, DEFAULT_VIEW, address, current, get, go, isKnown, openSession, report } from "./api.js";
 import { announce, button, empty, fill, h, link, oneLine, select, spacer } from "./dom.js";
 import { StatusPoll } from "./status.js";
-import { changeView } from "./change_view.js";
 import { curvesView } from "./curves_view.js";
 import { explorerView } from "./explorer_view.js";
 import { configView, logsView } from "./files_view.js";
 import { groupView } from "./group_view.js";
 import { helpView } from "./help_view.js";
 import { homeView } from "./home_view.js";
-import { promptView } from "./prompt_view.js";
-import { promptsView } from "./prompts_view.js";
 import { rolloutView } from "./rollout_view.js";
 import { runView } from "./run_view.js";
 
 const VIEWS = {
   home: homeView,
   run: runView,
-  change: changeView,
   groups: explorerView("groups"),
   rollouts: explorerView("rollouts"),
   group: groupView,
   rollout: rolloutView,
-  prompts: promptsView,
-  prompt: promptView,
   curves: curvesView,
   logs: logsView,
   config: configView,
@@ -33,16 +27,14 @@ const VIEWS = {
 const ALL_TABS = {
   run: "Overview",
   curves: "Curves",
-  change: "Before and after",
   groups: "Groups",
   rollouts: "Rollouts",
-  prompts: "Prompts",
   logs: "Logs",
   config: "Settings",
 };
-const REPORTED = ["run", "curves", "change", "prompts", "config"]; // views that every report has
+const REPORTED = ["run", "curves", "rollouts", "config"]; // views that every report has
 const TABS = Object.fromEntries(Object.entries(ALL_TABS).filter(([tab]) => !report || REPORTED.includes(tab)));
-const TAB_OF = { group: "groups", rollout: "rollouts", prompt: "prompts" }; // of views about one thing
+const TAB_OF = { group: "groups", rollout: "rollouts" }; // of views about one thing
 
 const app = { runs: [], names: [], run: null, list: null };
 const main = document.getElementById("main");
@@ -160,12 +152,12 @@ function ownerOf(name) {
   return app.runs.find(({ evaluations }) => evaluations.some((each) => each.name === name))?.name ?? name;
 }
 
-/** The tables keep what is looked for, and so do the prompts. */
+/** The tables keep what is looked for. */
 function tabAddress(tab) {
   const { view: from, parameters } = current();
-  const keeps = ["groups", "rollouts", "prompts"];
+  const keeps = ["groups", "rollouts"];
   const { q } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
-  return address(tab, { run: report || ["run", "change"].includes(tab) ? ownerOf(app.run) : app.run, q });
+  return address(tab, { run: report || tab === "run" ? ownerOf(app.run) : app.run, q });
 }
 
 function drawBar(name) {

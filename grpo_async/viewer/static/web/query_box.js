@@ -51,17 +51,9 @@ export class QueryBox {
     this.input.setAttribute("aria-invalid", "true");
     this.input.focus(); // what is typed next corrects the query instead of acting as a key of the page
     this.input.setSelectionRange(this.input.value.length, this.input.value.length);
-    const carets = `${" ".repeat(error.position)}${"^".repeat(error.length || 1)}`;
-    const where = Number.isInteger(error.position) ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${carets}`) : null;
-    const offers = error.suggestions.map((name) => [button(name, () => this.replace(error, name), { class: "chip" }), " "]);
-    const problem = offers.length ? error.message.split("; did you mean ")[0] : error.message;
-    fill(this.problem, where, h("p", { class: "level" }, problem, offers.length ? [". Did you mean ", offers] : null));
-  }
-
-  replace(error, name) {
-    const characters = [...this.input.value]; // as the server counts them: an emoji is one
-    characters.splice(error.position, error.length, name);
-    this.set(characters.join(""));
+    const caret = `${" ".repeat(error.position)}^`;
+    const where = Number.isInteger(error.position) ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${caret}`) : null;
+    fill(this.problem, where, h("p", { class: "level" }, error.message));
   }
 
   /** The query with each field or word in the place of what is being written; the browser shows those that go on from it. */
@@ -78,32 +70,6 @@ export class QueryBox {
 function entries(app, names) {
   const values = app.names.flatMap(({ name, help, values: known }) => known.map((value) => ({ name: `${name} = '${value}'`, help })));
   return [...names, ...app.names, ...values];
-}
-
-/** `query` and one more term. Terms of the same field that stand alone at the end are replaced: a second click moves the range. */
-export function withTerm(query, field, term) {
-  const escaped = field.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
-  const value = "[^\\s()'\"]+";
-  const old = new RegExp(`^(?:(.*?) and )?${escaped}(?:>=|=)${value}(?: and ${escaped}<=?${value})?$`);
-  const found = old.exec(query);
-  const rest = found && !isJoinedByOr(found[1] || "") ? found[1] || "" : query;
-  if (!rest) {
-    return term;
-  }
-  return isJoinedByOr(rest) ? `(${rest}) and ${term}` : `${rest} and ${term}`;
-}
-
-/** Whether an `or` stands outside all parentheses and quotes: what is added by `and` would belong to its right side only. */
-function isJoinedByOr(query) {
-  let depth = 0;
-  for (const [piece] of query.matchAll(/'[^']*'?|"[^"]*"?|[()]|[^\s()'"]+/g)) {
-    if (piece === "(" || piece === ")") {
-      depth += piece === "(" ? 1 : -1;
-    } else if (depth === 0 && piece.toLowerCase() === "or") {
-      return true;
-    }
-  }
-  return false;
 }
 
 /** What a query calls an entry of a map: rewards['format']. */

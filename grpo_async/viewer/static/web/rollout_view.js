@@ -1,8 +1,8 @@
 /* One rollout, turn by turn: its tokens in colors, its tool calls folded, its statistics at the side. */
 
-import { address, get, isKnown, memory, note } from "./api.js";
+import { address, get, isKnown, memory, note, report } from "./api.js";
 import {
-  badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
+  badge, button, copyButton, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
   spacer, span, statistics, text, visible,
 } from "./dom.js";
 import { endedBy, longText, message, parseError, toolCall, trace } from "./messages.js";
@@ -137,7 +137,6 @@ export async function rolloutView({ main, parameters, signal }) {
       button("‹", () => goTo(-1), { disabled: !beside(-1), title: "previous rollout of its group ([)" }),
       `${at + 1} of ${summaries.length}`,
       button("›", () => goTo(1), { disabled: !beside(1), title: "next rollout of its group (])" }),
-      copyLink(),
     ),
     rollout.error ? h("div", { class: "level bad" }, longText(rollout.error)) : null,
     h("div", { class: "columns" }, h("div", {}, tools, body, tree.length ? drawTree() : null), aside({ run, group, rollout, summary, ids: data.completion_ids })),
@@ -197,7 +196,7 @@ function aside({ run, group, rollout, summary, ids }) {
     section(`Time${of}`, named(times, String)),
     section("Extra data from rewards", named(rollout.extra)),
     section("Dataset columns", named(group.columns)),
-    isKnown("prompt", { run, hash: summary.prompt_hash }) ? h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash }), "Same prompt in other steps")) : null,
+    report ? null : h("p", {}, link(address("groups", { run, q: `prompt_hash = '${summary.prompt_hash}'`, sort: "seq" }), "Same prompt in other steps")),
     copyButton("ids", () => JSON.stringify(ids)),
   );
 }

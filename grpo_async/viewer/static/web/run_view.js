@@ -1,8 +1,7 @@
-/* One run as a whole: whether it learns and why not, its main curves, a held-out prompt before and after. It follows a running run. */
+/* One run as a whole: whether it learns and why not, its main curves. It follows a running run. */
 
 import { address, get, report, reportAddress, traceAddress } from "./api.js";
-import { arrange, badge, copyLink, h, heading, hint, link, panel, part, spacer, statistics, table } from "./dom.js";
-import { pair } from "./change_view.js";
+import { arrange, badge, h, heading, hint, link, panel, part, spacer, statistics, table } from "./dom.js";
 import { Plots } from "./plots.js";
 
 export async function runView({ main, parameters, signal }) {
@@ -18,17 +17,11 @@ export async function runView({ main, parameters, signal }) {
         h("a", { class: "button", href: reportAddress(run), download: `${run}.html`, title: "This page as a file, with its data" }, "Report"),
         h("a", { class: "button", href: traceAddress(run), download: `${run}.trace.json.gz`, title: "Open the file at ui.perfetto.dev" }, "Timeline"),
       ],
-      copyLink(),
     ),
     h("p", { class: `verdict lined filled said ${verdict.level}`, "data-verdict": verdict.key }, verdict.text),
     error ? h("pre", { class: "lined filled bad said" }, error) : null,
   ]);
   const place = h("div", { class: "tiles overview" });
-  const example = part(({ rows, outcome }) =>
-    rows.length
-      ? [h("div", { class: "row heading" }, h("h2", {}, "The same held-out prompt before and after"), link(address("change", { run }), outcome)), rows.slice(0, 1).map(pair)]
-      : null,
-  );
   const findings = part((all) => [h("h2", {}, "What the numbers say"), h("ul", { class: "findings bare" }, all.map((each) => finding(each, run)))]);
   const foot = part(({ advice, statistics: numbers, problems }) => [
     panel(h("h3", {}, "What limits its speed"), h("p", { class: "said" }, advice)),
@@ -41,18 +34,14 @@ export async function runView({ main, parameters, signal }) {
   let state = null; // of the last poll
 
   async function draw() {
-    const before = found;
     found = await get("run", { run }, signal);
     const { status, level, outcome, verdict, error, advice, problems } = found;
     head.show({ status, level, outcome, verdict, error });
     findings.show(found.findings);
     foot.show({ advice, statistics: found.statistics, problems });
     evaluations.show(found.evaluations);
-    arrange(main, [head.element, place, example.element, findings.element, foot.element, evaluations.element, made]);
+    arrange(main, [head.element, place, findings.element, foot.element, evaluations.element, made]);
     plots.show(place, found.plots);
-    if (found.num_evaluations !== before?.num_evaluations) {
-      example.show(await get("change", { run, limit: 1 }, signal).catch(() => ({ rows: [] })));
-    }
   }
 
   await draw();

@@ -1,11 +1,10 @@
-/* Polls how much there is by now, and tells the view; it never redraws anything itself. It asks every 2 s while something changes,
-   less and less often while nothing does, and not at all while the tab is hidden or no run is shown. */
+/* Polls how much there is by now, and tells the view; it never redraws anything itself. It asks every few seconds, and not
+   at all while the tab is hidden or no run is shown. */
 
 import { get } from "./api.js";
 import { h, oneLine, plural } from "./dom.js";
 
-const SHORTEST_MS = 2000;
-const LONGEST_MS = 20000;
+const EVERY_MS = 4000;
 
 export class StatusPoll {
   /** `onLocked` is called when the server does not know this page anymore: it was restarted, with another token. */
@@ -15,14 +14,11 @@ export class StatusPoll {
     this.element = h("span", { class: "run-status" });
     this.run = null;
     this.listener = () => {};
-    this.wait = SHORTEST_MS;
-    this.seen = null;
     document.addEventListener("visibilitychange", () => document.hidden || this.soon());
   }
 
   watch(run, listener) {
     if (run !== this.run) {
-      this.seen = null;
       this.say("", "");
     }
     this.run = run;
@@ -31,7 +27,6 @@ export class StatusPoll {
   }
 
   soon() {
-    this.wait = SHORTEST_MS;
     this.schedule(0);
   }
 
@@ -50,10 +45,6 @@ export class StatusPoll {
       if (run !== this.run) {
         return;
       }
-      const amount = `${found.until} ${found.metrics} ${found.num_evaluations}`;
-      const isChanged = this.seen !== null && this.seen !== amount;
-      this.wait = isChanged ? SHORTEST_MS : Math.min(LONGEST_MS, this.wait * 1.4);
-      this.seen = amount;
       this.show(found);
       this.listener(found);
     } catch (error) {
@@ -62,10 +53,9 @@ export class StatusPoll {
         this.onLocked();
         return;
       }
-      this.wait = Math.min(LONGEST_MS, this.wait * 2);
       this.say("bad", "no response", error.message);
     }
-    this.schedule(this.wait);
+    this.schedule(EVERY_MS);
   }
 
   show({ status, counts }) {
