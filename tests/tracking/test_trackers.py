@@ -75,7 +75,7 @@ def test_tensorboard_shows_each_completion_as_it_was_written_and_the_verdict(tmp
     trackers = open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
     trackers.log_completions(4, [])  # no evaluation has ended
     trackers.log_completions(5, [ROWS[0], ROWS[1] | {"completion": "```\n\n# no heading" + " long" * 30}])
-    trackers.log_verdict(5, VERDICT)
+    trackers.log_diagnosis(5, VERDICT)
     trackers.close()
     (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
     content = file.read_bytes()
@@ -95,7 +95,7 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     trackers = open_trackers(_config({"type": "wandb", "project": "p", "mode": "offline"}), RunDir(tmp_path))
     trackers.log(1, {"reward": 0.5})
     trackers.log_completions(1, ROWS)
-    trackers.log_verdict(1, VERDICT)
+    trackers.log_diagnosis(1, VERDICT)
     trackers.close()
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
     assert trackers.shown_by == [f"wandb: wandb sync {file.parent}"]
@@ -147,7 +147,7 @@ def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch
     assert trackers.shown_by == [f"trackio: TRACKIO_DIR={tmp_path}/trackio trackio show --project p"]
     trackers = open_trackers(_config({"type": "trackio", "project": "p"}), RunDir(tmp_path))
     trackers.log_completions(3, ROWS)
-    trackers.log_verdict(3, VERDICT)
+    trackers.log_diagnosis(3, VERDICT)
     trackers.close()
     *_, table, verdict = SQLiteStorage.get_logs("p", "tracked")
     assert table["held_out/completions"]["_value"] == [dict(zip(ROWS[0], row, strict=True)) for row in DATA]

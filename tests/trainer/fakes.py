@@ -32,6 +32,9 @@ class FakeSource:
     def take_group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}
 
+    def ledger_snapshot(self) -> dict[str, dict[str, int]]:
+        return {"groups": {}, "tokens": {}}
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def gauges(self) -> dict[str, float]:
