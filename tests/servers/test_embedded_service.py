@@ -243,6 +243,8 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         stuck.connect()
         group = stuck.group
         assert group is not None
+        [frozen] = own.ask(make_request(prompt(10), seed=2, max_tokens=400))
+        own.wait_until(lambda info: info.generated_tokens > 0)
         stuck.post("/pause")
         stuck.start(weights, bucket_bytes=20_000)
         unsent = own.pool.submit(own.post, "/update_weights")
@@ -251,10 +253,25 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         group.send(pack([weights[spec.name] for spec in first], into=into), timeout_s=10.0)()
         answer = unsent.result(30.0)
         assert (answer.status_code, "did not arrive (bucket 1)" in answer.json()["error"]) == (500, True)
+        refused = own.post("/resume")
+        assert (refused.status_code, "part of a weight update" in refused.json()["error"]) == (409, True)
+        assert own.is_paused()
+        [held] = own.ask(make_request(prompt(12), seed=3, max_tokens=10))
         scored = own.pool.submit(own.post, "/rollout/score", {"token_ids": prompt(9)})
-        own.wait_until(lambda info: info.active_requests == 1)
+        own.wait_until(lambda info: info.active_requests == 3)
         assert own.post("/start_weight_update", announcement(weights).model_dump()).status_code == 400
+        assert own.post("/finish_weight_update", {"weight_version": "0"}).status_code == 409
+        assert not held.done()
+        assert not scored.done()
         pusher.connect()
-        pusher.push(weights, 5, mode="drain")  # what waits can never drain
+        pusher.push(
+            weights, 5, mode="drain"
+        )  # waiting requests can never drain, and frozen ones must not continue before
+        output = held.result(30.0)
+        assert set(output.versions) == {5}
+        going_on = frozen.result(30.0).versions
+        num_old = going_on.count(0)
+        assert 0 < num_old < 400
+        assert going_on == [0] * num_old + [5] * (400 - num_old)
         assert scored.result(30.0).json()["policy_version"] == 5
     serves(own, model_b, version=5)
