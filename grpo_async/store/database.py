@@ -32,7 +32,7 @@ def connect() -> DuckDBPyConnection:
     """Open a new database in memory."""
     import duckdb
 
-    settings = {
+    settings: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
         "allow_community_extensions": "false",
