@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_async.utils.processes import usable_cpus
 
@@ -32,7 +32,7 @@ def connect() -> DuckDBPyConnection:
     """Open a new database in memory."""
     import duckdb
 
-    settings: dict[str, Any] = {
+    settings: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
         "allow_community_extensions": "false",

@@ -17,7 +17,8 @@ from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample, ScoredGroup, TaggedMessage, ToolCall
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow
-from grpo_async.store.table import RolloutTable, Row
+from grpo_async.store.blocks import Row
+from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.viewer.printing import group_page, group_table, rollout_page
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
