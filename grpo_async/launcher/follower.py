@@ -104,7 +104,7 @@ class Follower:
             try:
                 async with in_background(self._listen(), name="listen to node 0"):
                     await local.start()
-                    await local.wait(self._ended, local.lost_servers, local.liveness.frozen)
+                    await local.wait(self._ended, local.lost_servers, local.watcher.trouble)
                     outcome = await self._end()
                     await local.end_servers()
                 return outcome
@@ -120,7 +120,7 @@ class Follower:
         if local.lost_servers.is_set() and not self._ended.is_set():
             self._launchers.post(0, "failed", error=str(local.server_failure))
             await local.wait(self._ended, timeout_s=self._end_timeout_s)
-        if local.liveness.frozen.is_set() and local.is_training:
+        if local.watcher.trouble.is_set() and local.is_training:
             await local.kill_trainer()
         if not self._trains:
             return self._outcome()
@@ -149,12 +149,12 @@ class Follower:
 
     async def _report_exit(self) -> RunOutcome:
         """The trainer has ended: tell node 0, and wait for how the run went."""
-        trainer, liveness = self._local.trainer, self._local.liveness
+        trainer, watcher = self._local.trainer, self._local.watcher
         status, error = trainer.exited.result(), None
         if status != 0:
-            cause = liveness.explain()
-            error = liveness.failure or (trainer.describe_end() if cause is None else cause.text)
-        reports = [asdict(each) for each in liveness.reports]
+            cause = watcher.explain()
+            error = watcher.failure or (trainer.describe_end() if cause is None else cause.text)
+        reports = [asdict(each) for each in watcher.reports]
         self._launchers.post(0, "exited", status=status, error=error, reports=reports)
         await self._local.wait(self._ended, for_trainer=False, timeout_s=self._end_timeout_s)
         outcome = self._outcome()

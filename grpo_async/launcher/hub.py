@@ -47,7 +47,7 @@ class NodeHub:
     """The other machines of a run that has started.
 
     Args:
-        local: the processes of node 0. Its signals get those of the others, its liveness what their ranks reported.
+        local: the processes of node 0. Its signals get those of the others, its watcher what their ranks reported.
 
     Attributes:
         trouble: set as soon as the run cannot continue because of another machine; `failure` says why.
@@ -137,7 +137,7 @@ class NodeHub:
                 self._local.signals.take_remote(signal.Signals[name])
             case {"kind": "exited", "status": int(status)}:
                 self._note_end(node)
-                self._local.liveness.reports += map(from_json, message["reports"])
+                self._local.watcher.reports += map(from_json, message["reports"])
                 if status != 0:
                     self._fail(f"the trainer of {node.name} failed: {plain(str(message.get('error')))}")
             case {"kind": "failed", "error": str(error)}:

@@ -25,9 +25,9 @@ from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.children import Child, Children
-from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import ProcessPlan, ProcessSpec, first_server
 from grpo_async.launcher.signals import Signals
+from grpo_async.launcher.watcher import Watcher
 from grpo_async.utils.concurrency import in_background
 from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit, raise_open_files_limit
 from grpo_async.utils.retry import backoff_s
@@ -52,7 +52,7 @@ class LocalProcesses:
 
     Attributes:
         signals: those that this process receives.
-        liveness: of the trainer's processes.
+        watcher: of the trainer's processes.
         stopping: set when the run stops; from then on a server may end, and is not started again.
         lost_servers: set when the run cannot continue without its servers; `server_failure` says why.
         has_trainer: whether a trainer, on any machine, says when a server serves.
@@ -73,7 +73,7 @@ class LocalProcesses:
         self.tell_trainer: TellTrainer = tell_trainer or (lambda **_: None)
         self.children = Children(assignment.attempt_dir, display.warning)
         self.signals = Signals()
-        self.liveness = Liveness(assignment, config.launch.heartbeat_timeout_s, display.warning)
+        self.watcher = Watcher(assignment, config, display.warning)
         self.stopping = asyncio.Event()
         self.lost_servers = asyncio.Event()
         self.server_failure: str | None = None
@@ -95,7 +95,7 @@ class LocalProcesses:
         async with self._stack as stack:
             stack.enter_context(self.signals.installed())
             await stack.enter_async_context(self.children)
-            await stack.enter_async_context(self.liveness)
+            await stack.enter_async_context(self.watcher)
             self._stack = stack.pop_all()
         return self
 

@@ -30,7 +30,6 @@ from grpo_async.findings.messages import equal_value
 from grpo_async.launcher.hub import NodeHub
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.run_dir_watch import RunDirWatch
 from grpo_async.processes.control import ControlServer
 from grpo_async.utils.concurrency import in_background
 
@@ -82,14 +81,12 @@ class Supervisor:
         self._hub: NodeHub | None = None
         if cluster is not None:
             self._hub = NodeHub(cluster.launchers, cluster.nodes, self._assignment, self._local)
-        self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root, self._assignment.attempt_dir)
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
 
     async def run(self) -> RunOutcome:
         """Start, watch, end."""
-        watching = in_background(self._run_dir_watch.watch(), name="watch the run directory")
-        async with self._local, self._control, watching:
+        async with self._local, self._control:
             return await (self._supervise() if self._hub is None else self._lead(self._hub))
 
     async def _lead(self, hub: NodeHub) -> RunOutcome:
@@ -104,13 +101,13 @@ class Supervisor:
         return outcome
 
     async def _supervise(self) -> RunOutcome:
-        local, watch, hub = self._local, self._run_dir_watch, self._hub
+        local, watcher, hub = self._local, self._local.watcher, self._hub
         await local.start()
-        ends = [local.lost_servers, local.liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
+        ends = [local.lost_servers, watcher.trouble, *([] if hub is None else [hub.trouble])]
         await local.wait(*ends)
-        if watch.failure is not None:
+        if (lost := watcher.lost_run_dir) is not None:
             await self._end_trainer("the run directory is gone")
-            return RunOutcome(exit_code=1, error=watch.failure)
+            return RunOutcome(exit_code=1, error=lost)
         if local.signals.arrived.is_set() and local.is_training:
             return await self._stop()
         has_ended_well = not local.is_training and local.trainer.exited.result() == 0
@@ -118,9 +115,10 @@ class Supervisor:
             await self._end_trainer("another machine has failed")  # the ranks of this one cannot even save
             await hub.wait_for_ends(_NODES_TIMEOUT_S)
             return self._failed(self._nodes_failure(hub))
-        if local.liveness.failure is not None and local.is_training:
-            await self._end_trainer("a process of the trainer is frozen", saves=local.liveness.can_save)
-            return self._failed(local.liveness.failure)
+        if watcher.failure is not None and local.is_training:
+            await self._end_trainer("the trainer does not go on", saves=watcher.can_save)
+            watcher.keep_stacks()
+            return self._failed(watcher.failure)
         if local.server_failure is not None and not has_ended_well:
             # both at once: lost servers end the trainer, never the other way round
             await self._end_trainer("no server is left", saves=local.have_served)
@@ -153,7 +151,7 @@ class Supervisor:
             return await self._finish(exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
         reason = "a second signal" if is_second else f"it did not stop within launch.stop_timeout_s: {timeout_s:g} s"
-        reason = "; ".join(filter(None, [reason, local.liveness.silent()]))
+        reason = "; ".join(filter(None, [reason, local.watcher.silent()]))
         error = f"{signals.first.name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
         return RunOutcome(exit_code=signals.exit_code, error=error)
 
@@ -163,8 +161,8 @@ class Supervisor:
         if self._hub is not None and self._local.trainer.exited.result() != 0:
             await self._hub.wait_for_ends(_NODES_TIMEOUT_S)  # it may have failed only because another machine's has
         outcome = self._judge(exit_code)
-        if self._run_dir_watch.failure is not None:
-            outcome = RunOutcome(exit_code=1, error=self._run_dir_watch.failure)
+        if (lost := self._local.watcher.lost_run_dir) is not None:
+            outcome = RunOutcome(exit_code=1, error=lost)
         await self._local.end_servers()
         return outcome
 
@@ -190,7 +188,7 @@ class Supervisor:
             return f"the {trainer.name} ended without {result}\n{trainer.describe_end()}"
         if self._hub is not None and self._hub.has_lost_a_node:
             return self._nodes_failure(self._hub)
-        cause = "\nafter that ".join(filter(None, [self._local.liveness.silent(), self._explain()]))
+        cause = "\nafter that ".join(filter(None, [self._local.watcher.silent(), self._explain()]))
         if not cause or status < 0:
             return "\n".join(filter(None, [cause, f"the {trainer.describe_end()}"]))
         return f"{cause}\nlog: {trainer.log}"
@@ -201,7 +199,7 @@ class Supervisor:
 
     def _explain(self) -> str | None:
         """Which rank failed first, on any machine."""
-        cause = self._local.liveness.explain()
+        cause = self._local.watcher.explain()
         if cause is None:
             return None
         node = cause.rank // self._config.launch.num_trainer_ranks  # of each machine

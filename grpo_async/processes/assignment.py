@@ -99,7 +99,7 @@ class Assignment(_Record):
 
     @property
     def heartbeat_socket(self) -> Path:
-        """Socket of the launcher for heartbeats (launcher.liveness)."""
+        """Socket of the launcher for heartbeats (launcher.watcher)."""
         return self.private_dir / "heartbeat"
 
     @property
