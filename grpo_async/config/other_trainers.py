@@ -105,7 +105,7 @@ _NAMES = {
         "trainer.total_training_steps": "training.max_steps",
         "trainer.save_freq": "checkpoint.every_steps",
         "trainer.n_gpus_per_node": "launch.num_trainer_ranks",
-        "trainer.nnodes": "launch.nodes.train",
+        "trainer.nnodes": "launch.trainer_nodes",
         "trainer.logger": "tracking",
     },
     "prime-rl": {

@@ -244,7 +244,7 @@ def _trainer_waits(metrics: PipelineMetrics, setup: PipelineSetup, trainer: floa
 def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Finding:
     """The servers do what they can. With r of them, r x g / t generate as fast as is trained; at most twice as many at once."""
     config, step_s = setup.config, metrics.step_s or 0.0
-    launch, nodes, replicas, servers = config.launch, config.launch.nodes, config.inference.replicas, config.num_servers
+    launch, replicas, servers = config.launch, config.inference.max_replicas, config.num_servers
     why = f"generation takes {duration(metrics.generation_s)} of a step of {duration(step_s)}, training {duration(metrics.train_s)}"
     dominates = metrics.train_s < _NO_GAIN * step_s
     why = f"asynchrony cannot help here: {why}" if dominates else f"{idle}: {why}"
@@ -252,19 +252,17 @@ def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Fi
     needed = max(servers + 1, min(2 * servers, wanted))
     if not setup.spawns_servers:
         return _bound("generation", f"{why}; {servers} -> {needed} servers in inference.urls would keep up")
-    if nodes.infer:
-        return _change(
-            "generation", why, "launch.nodes.infer", nodes.infer, max(nodes.infer + 1, math.ceil(needed / replicas))
-        )
+    if launch.ray is not None:
+        return _change("generation", why, "inference.replicas", replicas, needed)
     if not setup.gpus_of_a_server:
         return _bound("generation", f"{why}; faster or more cores would help, or shorter completions")
-    suggested = math.ceil(needed / nodes.train)
+    suggested = needed
     if setup.num_gpus is not None:
         free = setup.num_gpus - (0 if launch.colocate else launch.num_trainer_ranks)
         suggested = min(suggested, free // setup.gpus_of_a_server)
     if suggested > replicas:
         return _change("generation", why, "inference.replicas", replicas, suggested)
-    help_ = "GPUs for more servers (launch.nodes.infer, or one of the trainer's) would help, or shorter completions"
+    help_ = "GPUs for more servers (more machines with launch.ray, or one of the trainer's) would help, or shorter completions"
     return _bound("generation", f"{why}; there is no room for another server: {help_}")
 
 
@@ -280,13 +278,13 @@ def _training(metrics: PipelineMetrics, setup: PipelineSetup, servers: float) ->
     suggested = min(2 * ranks, math.ceil(ranks * train_s / max(metrics.generation_s, 0.25 * train_s) - 1e-9))
     if setup.num_gpus is not None:
         # on the machine with the first ranks, on GPUs of their own
-        has_servers = setup.spawns_servers and not (launch.nodes.infer or launch.colocate)
-        taken = inference.replicas * setup.gpus_of_a_server if has_servers else 0
+        has_servers = setup.spawns_servers and not (launch.ray or launch.colocate)
+        taken = inference.max_replicas * setup.gpus_of_a_server if has_servers else 0
         suggested = min(suggested, setup.num_gpus - taken)
     if suggested > ranks:
-        tail = "of each machine" if launch.nodes.train > 1 else ""
+        tail = "of each machine" if launch.trainer_nodes > 1 else ""
         return _change("training", why, "launch.num_trainer_ranks", ranks, suggested, tail=tail)
-    return _bound("training", f"{why}; GPUs for more ranks (launch.nodes.train, or one of a server's) would help")
+    return _bound("training", f"{why}; GPUs for more ranks (launch.trainer_nodes, or one of a server's) would help")
 
 
 def _bound(bound_by: str, text: str, **change: Any) -> Finding:

@@ -33,8 +33,8 @@ from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher.gpus import fill_dtypes
 from grpo_async.launcher.prepare import Start, clear_run_dir
+from grpo_async.launcher.run import lead_run
 from grpo_async.launcher.supervisor import RunOutcome
-from grpo_async.launcher.train import lead_run
 from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.servers.engine_choice import choose_engine
@@ -138,6 +138,7 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
     kept = ("server_port", "trainer_threads", "stop_timeout_s", "heartbeat_timeout_s")
     content["launch"] = {"device": "cpu", **{name: content["launch"][name] for name in kept}}
     content["inference"]["vllm"]["sleep_while_training"] = False
+    content["inference"]["replicas"] = config.inference.min_replicas
     content["evaluation"]["every_steps"] = None
     try:
         return ExperimentConfig.model_validate(content)

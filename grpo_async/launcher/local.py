@@ -1,6 +1,6 @@
-"""The processes of a run on one machine: its servers, and its part of the trainer. The launcher that leads a run
-(launcher.supervisor), one that follows (launcher.follower) and one that only serves (launcher.serve) start, watch and end them
-here.
+"""The processes of a run on one machine: its servers, and its part of the trainer. The launcher of a run
+(launcher.supervisor), a node of a Ray cluster (launcher.ray) and a command that only serves (launcher.serve)
+start and end them here.
 
     start       the servers, then the trainer
     wait        for the first of: the end of the trainer, an event of the caller's, a signal
@@ -25,7 +25,7 @@ from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.children import Child, Children
-from grpo_async.launcher.plan import ProcessPlan, ProcessSpec, first_server
+from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
 from grpo_async.launcher.signals import Signals
 from grpo_async.launcher.watcher import Watcher
 from grpo_async.utils.concurrency import in_background
@@ -49,6 +49,8 @@ class LocalProcesses:
         display: shows the user what happens to the servers.
         tell_trainer: see TellTrainer. None: there is no trainer that says when a server serves, so one that was started counts as
             serving.
+        first_server: index of the first server of the plan.
+        leads: false on a node that another one leads, which alone knows whether a server is left.
 
     Attributes:
         signals: those that this process receives.
@@ -66,6 +68,8 @@ class LocalProcesses:
         display: Display,
         *,
         tell_trainer: TellTrainer | None,
+        first_server: int = 0,
+        leads: bool = True,
     ) -> None:
         assignment = plan.assignment
         self.display = display
@@ -82,10 +86,10 @@ class LocalProcesses:
         self._trainer: Child | None = None
         self._total = config.num_servers  # of all machines
         self._given_up: dict[int, str] = {}  # servers of all machines, and why
-        first = first_server(config, assignment.node) if plan.servers else 0
+        self._leads = leads
         self._servers = {
             index: SpawnedServer(index, spec, self, config.inference)
-            for index, spec in enumerate(plan.servers, start=first)
+            for index, spec in enumerate(plan.servers, start=first_server)
         }
         self._stack = AsyncExitStack()
         self._watches: list[asyncio.Task[None]] = []
@@ -174,9 +178,9 @@ class LocalProcesses:
         self.lost_servers.set()
 
     def give_up(self, servers: Collection[int], why: str, *log_tail: str) -> None:
-        """Servers, of any machine, are given up or gone, for one reason. The run continues as long as there is another; only node 0
-        knows whether there is."""
-        if self._plan.assignment.node.rank > 0:
+        """Servers, of any machine, are given up or gone, for one reason. The run continues as long as there is another; only the
+        launcher that leads knows whether there is."""
+        if not self._leads:
             self.display.warning(why)
             return
         for index in servers:

@@ -10,6 +10,7 @@ EXTRAS = {
     "pandas": "pandas",
     "peft": "lora",
     "pyarrow": "parquet",
+    "ray": "ray",
     "reasoning_gym": "reasoning-gym",
     "tensorboardX": "tensorboard",
     "trackio": "trackio",

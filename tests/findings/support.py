@@ -10,7 +10,7 @@ from tests.support.configs import small_config
 _SECTIONS = {
     **dict.fromkeys(("group_size", "groups_per_step", "max_staleness", "max_in_flight"), "rollout"),
     **dict.fromkeys(("weight_sync_steps",), "training"),
-    **dict.fromkeys(("num_trainer_ranks", "nodes", "colocate"), "launch"),
+    **dict.fromkeys(("num_trainer_ranks", "trainer_nodes", "ray", "colocate"), "launch"),
 }
 
 

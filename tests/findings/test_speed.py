@@ -98,9 +98,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({"embedded_slots": 64, "num_gpus": 2}, FED, "training", (RANKS, 1, 2), ""),
     ({"embedded_slots": 64, "num_gpus": 3}, BOUND, "generation", None, "faster or more cores would help"),
     # 3 machines with 2 ranks: t = 9.5 s, g = 6 s: 2 x 9.5 / 6 = 3.2 -> 4 ranks of each
-    ({"nodes": {"train": 3}, "num_trainer_ranks": 2}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each"),
-    # 2 machines with 4 servers each: twice as many at most, so 4 machines
-    ({"nodes": {"infer": 2}, "replicas": 4}, BOUND, "generation", ("launch.nodes.infer", 2, 4), ""),
+    ({"trainer_nodes": 3, "ray": "auto", "num_trainer_ranks": 2},
+     {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each"),
+    # 4 servers anywhere in a cluster: 7 would keep up
+    ({"ray": "auto", "replicas": 4}, BOUND, "generation", (SERVERS, 4, 7), ""),
     # what is wasted comes before who waits
     ({}, {"stale_fraction": 0.5, "push_fraction": 0.5, "trainer_idle": 0.6}, "dropped groups",
      (STALENESS, 1, 2), ""),

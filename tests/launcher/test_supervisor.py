@@ -187,7 +187,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kin
 
 
 def test_a_preflight_shows_the_checks_and_leaves_the_run_directory_alone(tmp_path: Path) -> None:
-    launch = {"nodes": {"train": 2, "infer": 1}, "rdzv": "node-0:29400"}
+    launch = {"ray": "auto", "trainer_nodes": 2}
     with LauncherProcess(tmp_path, trainer="preflight-fail", preflight=True, launch=launch) as launcher:
         assert launcher.end() == 1, launcher.output
         assert launcher.left() == {}
@@ -200,7 +200,7 @@ def test_a_preflight_shows_the_checks_and_leaves_the_run_directory_alone(tmp_pat
     assert ["pass", "logprobs", "mean", "1e-6"] in lines
     assert ["fail", "memory", "little", "is", "left"] in lines
     assert "error: preflight: 1 of 2 checks failed: memory" in launcher.output
-    assert "launch.nodes: 3 machines; the checks run on this one only" in launcher.output
+    assert "launch.ray: the checks run on this machine only" in launcher.output
     assert "checkpoint" not in launcher.output
 
 
