@@ -104,6 +104,14 @@ def test_what_the_pages_name_of_the_repository_is_there() -> None:
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+def test_shellcheck_has_nothing_to_say_of_the_batch_script(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "howto" / "slurm.md").read_text(encoding="utf-8")
+    script = tmp_path / "run.sbatch"
+    script.write_text(page.partition("```bash\n")[2].partition("```")[0])
+    checker = Path(sys.executable).with_name("shellcheck")
+    subprocess.run([checker, "--shell=bash", script], check=True, timeout=60.0)
+
+
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """--strict: a link, an anchor or a page that is missing from the navigation is an error (none is counted with --quiet)."""
     pytest.importorskip("mkdocs")

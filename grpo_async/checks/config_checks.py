@@ -75,13 +75,12 @@ def check_data(config: ExperimentConfig) -> list[str]:
 
 
 def check_inputs(
-    config: ExperimentConfig, *, engine: EngineChoice, node_rank: int = 0, trains: bool = True, deep: bool = False
+    config: ExperimentConfig, *, engine: EngineChoice, trains: bool = True, deep: bool = False
 ) -> list[str]:
     """Look at everything that the configuration names; returns notes (what could not be checked).
 
     Args:
         engine: what serves.
-        node_rank: of this machine; addresses are those of node 0.
         trains: false where it is only evaluated: what only the trainer needs is not checked.
         deep: load the tokenizer in any case (seconds), and measure prompts with it; else only where one may be too long.
 
@@ -96,9 +95,21 @@ def check_inputs(
     if has_model and trains and deep:
         found.check_room()
     found.check_own_functions()
-    found.check_connections(node_rank)
+    found.check_connections()
     found.problems.raise_if_any()
     return found.notes
+
+
+def check_node(config: ExperimentConfig, *, engine: EngineChoice, trains: bool) -> None:
+    """Look at what another node than that of rank 0 needs: the model, the optional packages, the devices.
+
+    Raises:
+        ConfigError: all problems, one a line, each with its dotted path.
+    """
+    found = _InputChecks(config=config, trains=trains)
+    found.check_model(engine)
+    found.check_machine(engine)
+    found.problems.raise_if_any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,9 +449,9 @@ class _InputChecks:
 
     # ---- addresses and the token ----
 
-    def check_connections(self, node_rank: int) -> None:
+    def check_connections(self) -> None:
         config, token = self.config, token_from_environment()
-        if node_rank == 0 and self.trains:
+        if self.trains:
             try:
                 host = weights_host(config, config.inference.urls)
                 if fault := binding_error(host, 0):

@@ -91,7 +91,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     Worked example: N = 8e9 in float32 on 8 ranks -> weights 4e9, gradients 4e9, optimizer 8e9.
     """
     training, launch, lora = config.training, config.launch, config.model.lora
-    ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes.train)
+    ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.trainer_nodes)
     master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.resolved_compute_dtype]
     weights = model.parameters * master
     if config.loss.needs_reference and not config.reference_is_policy:

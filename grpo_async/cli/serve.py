@@ -1,4 +1,4 @@
-"""`serve-vllm`, `serve-embedded`: inference servers on their own. `train` starts its own, on every machine of launch.nodes."""
+"""`serve-vllm`, `serve-embedded`: inference servers on their own. `train` starts its own, with launch.ray on every node."""
 
 from __future__ import annotations
 

@@ -63,21 +63,6 @@ def train(
             "Starts and writes nothing.",
         ),
     ] = False,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--node-rank",
-            metavar="K",
-            min=0,
-            help="Which machine of launch.nodes this is; 0 leads, and training machines come first. Default: see below.",
-        ),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option(
-            "--master-addr", metavar="HOST[:PORT]", help="Address of node 0. Default: launch.rdzv, or see below."
-        ),
-    ] = None,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
 ) -> None:
@@ -87,11 +72,9 @@ def train(
     checkpoint and stops; a second Ctrl-C stops immediately. Exit code: 0 finished, 1 failed, 2 the configuration is wrong,
     130 or 143 stopped by SIGINT or SIGTERM.
 
-    With several machines in launch.nodes, run this same command on every one of them; run.dir has to be on a file system that
-    they share. The scheduler says which machine this is and where node 0 is: Slurm (a task of srun), a Kubernetes Indexed
-    Job, or whatever sets $NODE_RANK (or $GROUP_RANK), $NNODES, $MASTER_ADDR and $MASTER_PORT as torchrun does. Without one, give
-    --node-rank, and launch.rdzv or --master-addr. Node 0 decides about --resume and --clean. When a training machine ends, so
-    does the run on all of them.
+    With launch.ray the processes run on the nodes of a Ray cluster, wherever this command was typed, and are shown here. A
+    server whose node is lost starts again on another one; when a node that trains is lost, the run ends, or goes on from its
+    last checkpoint (launch.max_restarts).
 
     On a terminal a dashboard shows the run; elsewhere, or with --quiet, it prints lines. `grpo-async status` shows the run's
     state from any other terminal.
@@ -105,12 +88,8 @@ def train(
       grpo-async train configs/quickstart.yaml --dry-run
       grpo-async train configs/quickstart.yaml --json-logs | jq 'select(.event == "step") | .metrics.reward'
       grpo-async train configs/cluster.yaml --dry-run
-      grpo-async train configs/cluster.yaml --node-rank 1 --master-addr 10.0.0.1
     """
     from grpo_async.launcher.train import launch
 
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
-    code = launch(
-        loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, master_addr=master_addr, output=output
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(launch(loaded, resume=resume, clean=clean, dry_run=dry_run, output=output))

@@ -139,8 +139,8 @@ class ExperimentConfig(StrictModel):
 
     @property
     def num_servers(self) -> int:
-        """Servers on all machines: those of `inference.urls`, else inference.replicas on each machine that serves."""
-        return len(self.inference.urls) or self.inference.replicas * len(self.launch.nodes.serving)
+        """Servers: those of `inference.urls`, else the most of `inference.replicas`."""
+        return len(self.inference.urls) or self.inference.max_replicas
 
     @property
     def max_in_flight_evaluation(self) -> int:

@@ -232,7 +232,6 @@ RENAMED: dict[KeyPath, KeyPath] = {
     ("evaluation", "data", "drop"): ("evaluation", "data", "remove_columns"),
     ("evaluation", "pass_reward"): ("evaluation", "pass_threshold"),
     ("evaluation", "samples"): ("evaluation", "samples_per_prompt"),
-    ("launch", "nodes"): ("launch", "nodes", "train"),  # the number alone
     ("model", "chat_template_arguments"): ("model", "chat_template_kwargs"),
     ("optimizer", "schedule_arguments"): ("optimizer", "schedule_kwargs"),
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
@@ -246,6 +245,13 @@ REMOVED: dict[KeyPath, str] = {
     ): "is gone: a reverse proxy in front of a server adds TLS; inference.urls takes https addresses",
     ("data", "reasoning_gym"): "is gone: docs/howto/reward.md has a generator and a reward for it",
     ("evaluation", "reasoning_gym"): "is gone: docs/howto/reward.md has a generator and a reward for it",
+    (
+        "launch",
+        "nodes",
+    ): "is gone: several machines are a Ray cluster; set launch.ray: auto, launch.trainer_nodes (the machines that "
+    "train) and inference.replicas (all servers)",
+    ("launch", "rdzv"): "is gone: with launch.ray the machines find each other",
+    ("launch", "rdzv_timeout_s"): "is gone: with launch.ray it is launch.placement_timeout_s",
     ("launch", "slurm"): "is gone: docs/howto/slurm.md has a batch script, whose options stand in its head",
     ("launch", "kubernetes"): "is gone: docs/howto/kubernetes.md has a manifest",
     (

@@ -160,7 +160,7 @@ class _Loading:
             self.problems.append((location, "an override is written section.key=value"))
             return
         node = read_yaml(text, location, self.problems, path=path, has_lines=False)
-        if path in RENAMED and not _is_section(path, node):
+        if path in RENAMED:
             path = _new_name(path, location)
         if fault := _fault_of(path, root):
             self.problems.append((location, fault))
@@ -172,7 +172,7 @@ class _Loading:
         """Give each setting that has its old name the new one, and warn."""
         for old, new in RENAMED.items():
             node, section = root.at(old), root.at(old[:-1])
-            if node is None or section is None or _is_section(old, node):
+            if node is None or section is None:
                 continue
             del section.value[old[-1]]
             if root.at(new) is not None:
@@ -180,11 +180,6 @@ class _Loading:
                 self.problems.append((node.location, problem))
                 continue
             root.put(_new_name(old, node.location), node)
-
-
-def _is_section(old: KeyPath, node: Node) -> bool:
-    """Whether an old path is that of a section now, and `node` is one: of `launch.nodes` only the number is old."""
-    return ROOT.find(old) is not None and isinstance(node.value, dict)
 
 
 def _new_name(old: KeyPath, location: Location) -> KeyPath:

@@ -102,7 +102,7 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
     )
     yield (
         config.launch.world_size > rollout.groups_per_step * rollout.group_size,
-        f"launch.num_trainer_ranks x launch.nodes.train: {config.launch.world_size} is more than the samples of a step "
+        f"launch.num_trainer_ranks x launch.trainer_nodes: {config.launch.world_size} is more than the samples of a step "
         f"({count(rollout.groups_per_step, 'group')} x {rollout.group_size})",
     )
     yield (
@@ -267,17 +267,28 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "weights.mode: recompute",
     )
     yield (
-        launch.sharding == "hybrid" and launch.nodes.train == 1,
-        "launch.sharding: hybrid replicates over machines, and launch.nodes.train is 1; set full",
+        launch.sharding == "hybrid" and launch.trainer_nodes == 1,
+        "launch.sharding: hybrid replicates over machines, and launch.trainer_nodes is 1; set full",
     )
     yield (
-        launch.nodes.infer and inference.urls,
-        "{launch.nodes.infer} machines would serve, but inference.urls names servers that run already; remove one of the two",
+        launch.trainer_nodes > 1 and launch.ray is None,
+        "{launch.trainer_nodes} machines are a Ray cluster; set launch.ray: auto, and start it with `ray start` on each",
     )
     yield (
-        launch.nodes.infer and launch.colocate,
-        "launch.colocate: puts servers on the GPUs of the trainer, and {launch.nodes.infer} gives them machines of their own; "
-        "remove one of the two",
+        launch.max_restarts and launch.ray is None,
+        "{launch.max_restarts} is for a machine that is lost of several; set launch.ray, or leave it out",
+    )
+    yield (
+        not isinstance(inference.replicas, int) and launch.ray is None,
+        "inference.replicas: servers come and go with the nodes of a Ray cluster only; set launch.ray, or one number",
+    )
+    yield (
+        launch.ray is not None and launch.colocate,
+        "launch.colocate: with launch.ray servers have GPUs of their own; leave it out",
+    )
+    yield (
+        launch.ray is not None and launch.server_port is not None,
+        "launch.server_port: with launch.ray each server takes a free port of its node; leave it out",
     )
     if lora is None or lora.push != "adapter":
         return

@@ -41,7 +41,7 @@ from grpo_async.config.base import (
     default_type,
     exactly_one,
 )
-from grpo_async.utils.network import WILDCARDS, host_and_port
+from grpo_async.utils.network import WILDCARDS
 from grpo_async.utils.text import duplicates
 
 _DEFAULT_STEPS = 100
@@ -799,6 +799,19 @@ class EmbeddedOptions(StrictModel):
     """Where the embedded engine runs."""
 
 
+class ReplicaRange(StrictModel):
+    min: int = Field(ge=1, le=65_536)
+    """Servers without which the run does not begin."""
+    max: int = Field(ge=1, le=65_536)
+    """Servers that are started where the cluster has room."""
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min} and max is {self.max}; max is the larger one")
+        return self
+
+
 class InferenceSection(StrictModel):
     engine: Literal["auto", EngineName] = "auto"
     """vllm: the real vLLM server. embedded: a small engine on transformers, for machines without vLLM.
@@ -806,12 +819,12 @@ class InferenceSection(StrictModel):
     urls: list[ServerUrl] = Field(default_factory=list)
     """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
     join later. Their token: $GRPO_ASYNC_TOKEN."""
-    replicas: SmallCount = 1
-    """Servers that `train` starts on each machine that serves, or `serve-vllm` or `serve-embedded` on one; each of vLLM takes as
-    many GPUs as the sizes under `vllm` multiply to. With `urls` only these two commands read it."""
+    replicas: SmallCount | ReplicaRange = 1
+    """Servers that `train`, `serve-vllm` or `serve-embedded` starts; each of vLLM takes as many GPUs as the sizes under `vllm`
+    multiply to. With `launch.ray` they are spread over the cluster, and `{min: 2, max: 16}` lets them come and go with its nodes.
+    With `urls` only the last two commands read it."""
     host: Host = "127.0.0.1"
-    """Address that a spawned server binds. On several machines each binds its own in the network that they share, or all of them
-    where this is 0.0.0.0."""
+    """Address that a spawned server binds. With `launch.ray` each binds that of its node, or all where this is 0.0.0.0."""
     dtype: ComputeDtype | None = None
     """dtype of the served weights; weights are cast to it before they are sent. null: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=8)
@@ -844,6 +857,16 @@ class InferenceSection(StrictModel):
         if twice := duplicates(urls):
             raise ValueError(f"named more than once: {twice}")
         return urls
+
+    @property
+    def min_replicas(self) -> int:
+        """Servers without which a run does not begin."""
+        return self.replicas.min if isinstance(self.replicas, ReplicaRange) else self.replicas
+
+    @property
+    def max_replicas(self) -> int:
+        """Servers that are started at most."""
+        return self.replicas.max if isinstance(self.replicas, ReplicaRange) else self.replicas
 
     @property
     def resolved_dtype(self) -> ComputeDtype:
@@ -973,42 +996,24 @@ TrackerSection = Annotated[TensorboardTracker | WandbTracker | TrackioTracker, F
 # ---- processes ----
 
 
-class NodesSection(StrictModel):
-    """The machines of a run. On each of them the same command is started, `grpo-async train CONFIG`, with `run.dir` on a file
-    system that they share. The scheduler, or --node-rank, says which machine it is: 0 leads, those that train come first."""
-
-    train: int = Field(default=1, ge=1, le=65_536)
-    """Machines that train."""
-    infer: int = Field(default=0, ge=0, le=65_536)
-    """Machines that serve, each with `inference.replicas` servers. 0: every machine that trains serves, too."""
-
-    @property
-    def count(self) -> int:
-        """train + infer."""
-        return self.train + self.infer
-
-    @property
-    def serving(self) -> range:
-        """Ranks of the machines that serve: {train: 2, infer: 2} -> 2 and 3; {train: 2} -> 0 and 1."""
-        return range(self.train, self.count) if self.infer else range(self.train)
-
-
 class LaunchSection(StrictModel):
     num_trainer_ranks: SmallCount = 1
     """Trainer processes of each machine that trains, under torchrun; one per GPU (or any number on CPU)."""
-    nodes: NodesSection = NodesSection()
-    """Machines that train, and machines that serve."""
+    ray: str | None = None
+    """The Ray cluster to run on, for more than one machine (extra `ray`): auto = the one that this machine is part of, or
+    host:port. Every node sees the working directory, model, data and `run.dir` under the same paths."""
+    trainer_nodes: int = Field(default=1, ge=1, le=65_536)
+    """Machines that train, each with `num_trainer_ranks`; more than one with `ray` only. Traffic between them is unencrypted and
+    without a password: use a private network."""
+    placement_timeout_s: Seconds = 600.0
+    """Time in which `ray` must have room for the machines that train and for the servers (the least of `inference.replicas`)."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often a run on `ray` goes on from its last checkpoint by itself after a machine that trains was lost."""
     colocate: bool = False
     """Put the servers on the GPUs of the trainer's ranks, sharing their memory. false: each has its own GPUs, and if
     there are too few, that is an error. Without GPUs it has no effect."""
-    rdzv: str | None = None
-    """`host:port` of the machine with node rank 0, to which the others connect. null = what the scheduler says (see
-    `train --help`). Traffic between the trainer's ranks goes over the interface with this address, unencrypted and without a
-    password: use a private network."""
     server_port: int | None = Field(default=None, ge=1024, le=65_000)
-    """Port of the first server of a machine; the next ones follow. null = free ones."""
-    rdzv_timeout_s: Seconds = 600.0
-    """Time in which all machines must have connected to `rdzv`, from the first one on."""
+    """Port of the first server; the next ones follow. null = free ones."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: parameters are sharded over all ranks. hybrid: over the ranks of a machine, and replicated over machines (HSDP)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -1021,36 +1026,12 @@ class LaunchSection(StrictModel):
     """Longest time without a sign of life from a trainer process; none comes while it is stopped, or some code holds the GIL. Then
     its stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
 
-    @field_validator("rdzv")
-    @classmethod
-    def _rdzv_names_one_address(cls, rdzv: str | None) -> str | None:
-        if rdzv is None:
-            return None
-        try:
-            host, port = host_and_port(rdzv)
-        except ValueError:
-            port = None
-        if not port:
-            raise ValueError(f"{rdzv!r} is not host:port, such as 10.0.0.1:29400, [fd00::1]:29400 or node-1:29400")
-        if host in WILDCARDS:
-            raise ValueError(
-                f"{host} would listen on every network; name the address of node 0 in the one that the machines share"
-            )
-        return rdzv
-
-    @property
-    def rendezvous_address(self) -> tuple[str, int]:
-        """Host and port of `rdzv`: "10.0.0.1:29400" -> ("10.0.0.1", 29400); only where it is set."""
-        host, port = host_and_port(self.rdzv or "")
-        assert port is not None
-        return host, port
-
     def on_one_machine(self, *, colocate: bool) -> LaunchSection:
         """This section without the settings of several machines."""
-        alone = {"nodes": NodesSection(), "rdzv": None, "sharding": "full", "colocate": colocate}
+        alone = {"ray": None, "trainer_nodes": 1, "sharding": "full", "colocate": colocate}
         return self.model_copy(update=alone)
 
     @property
     def world_size(self) -> int:
-        """Trainer processes of all machines: nodes.train x num_trainer_ranks."""
-        return self.nodes.train * self.num_trainer_ranks
+        """Trainer processes of all machines: trainer_nodes x num_trainer_ranks."""
+        return self.trainer_nodes * self.num_trainer_ranks

@@ -185,7 +185,7 @@ class Fleet:
     """See the module's docstring; also `router.Servers`.
 
     Args:
-        urls: addresses, one for each server; unchanged by restarts.
+        urls: addresses, one for each server; unchanged by restarts. Empty for one that has no place yet: "starting" brings its url.
         inference: timeouts for watching the servers, and trusted certificates.
         token: bearer token, or None.
         control_timeout_s: default timeout of control calls.
@@ -204,13 +204,17 @@ class Fleet:
         self._inference = inference
         self._ask_restart = ask_restart
         self._tracked = []
+        self._token = token
+        self._control_timeout_s = control_timeout_s
         for index, url in enumerate(urls):
-            name = f"server {index} ({url})"
-            control = ServerControl(url, token=token, timeout_s=control_timeout_s, name=name)
             server = Server(
-                index=index, name=name, url=url, control=control, state=ServerState.STARTING, since=time.monotonic()
+                index=index,
+                **self._at(index, url),
+                state=ServerState.STARTING if url else ServerState.DOWN,
+                since=time.monotonic(),
             )
-            self._tracked.append(_Tracked(server=server))
+            message = "never answered" if url else "there is no room for it in the cluster yet"
+            self._tracked.append(_Tracked(server=server, last_message=message))
         self._listeners: list[Callable[[], None]] = []
         self._info_listeners: list[Callable[[], None]] = []
         self.num_changes = 0
@@ -219,10 +223,17 @@ class Fleet:
         """See `router.Servers`. Set by the trainer; whoever pushes nothing cannot know it."""
         self._num_loading = 0  # pushes in phases in which engines receive and load
         self._loaded_at = -math.inf
+        self._busy_s = self._counted_busy_s = 0.0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_closed = False
         self._threads: list[threading.Thread] = []
+
+    def _at(self, index: int, url: str) -> dict[str, Any]:
+        """The fields of a server at an address."""
+        name = f"server {index} ({url})" if url else f"server {index}"
+        control = ServerControl(url, token=self._token, timeout_s=self._control_timeout_s, name=name)
+        return {"name": name, "url": url, "control": control}
 
     def start(self) -> None:
         """Begin to watch the servers."""
@@ -340,8 +351,12 @@ class Fleet:
             for index, info in infos.items():
                 self._tracked[index].note(info)
             counted = [counters for tracked in self._tracked for counters in tracked.counters.values()]
+            busy_s = sum(busy_s for busy_s, _ in counted)
+            num_placed = sum(bool(tracked.server.url) for tracked in self._tracked)
+            self._busy_s += (busy_s - self._counted_busy_s) / max(1, num_placed)
+            self._counted_busy_s = busy_s
         return ServerCounters(
-            busy_s=sum(busy_s for busy_s, _ in counted) / len(self._tracked),
+            busy_s=self._busy_s,
             generated_tokens=sum(tokens for _, tokens in counted),
         )
 
@@ -436,7 +451,7 @@ class Fleet:
         self._tracked[index].ask_now.set()
 
     def on_server_event(self, message: Mapping[str, Any]) -> None:
-        """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}
+        """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}, with "url" where its address has changed
 
         By themselves, only "starting" and "given_up" change the state. "exited" makes the monitor check at once: the server may
         have ended and be up again before the message is read.
@@ -450,6 +465,11 @@ class Fleet:
                 tracked.exit_message = tracked.last_message = detail or "its process ended"
             self.suspect(index)
         elif event == "starting":
+            url = message.get("url", tracked.server.url)
+            if url != tracked.server.url:  # on another node than before
+                self._fence(tracked.server, detail, ask=False)
+                with self._changing() as changed:
+                    self._set(tracked, changed, **self._at(index, url))
             with self._changing() as changed:
                 tracked.exit_message = ""
                 if tracked.server.state in (ServerState.DOWN, ServerState.STARTING):
@@ -471,7 +491,7 @@ class Fleet:
             try:
                 if server.state.is_up:
                     self._heartbeat(server)
-                else:
+                elif server.url:
                     self._search(server)
             except Exception:  # if the watcher ended, a dead server would go unnoticed
                 if not self._is_closed:

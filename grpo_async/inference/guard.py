@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, ClassVar
+from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -69,32 +68,18 @@ _Base: Any = AutoHTTPProtocol  # h11 or httptools, whichever is installed
 
 
 class GuardedProtocol(_Base):  # type: ignore[misc]
-    """The protocol class for `uvicorn.Config(http=...)`. The headers of a connection's first request have 10 s to arrive. If
-    waiting connections hold half of the descriptors that the rest of the process leaves, each new one closes the oldest."""
-
-    _waiting: ClassVar[dict[GuardedProtocol, asyncio.TimerHandle]] = {}  # the oldest first
+    """The protocol class for `uvicorn.Config(http=...)`. The headers of a connection's first request have 10 s to arrive."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._waiting[self] = self.loop.call_later(_HEADERS_TIMEOUT_S, transport.close)
-        # the system assigns the lowest free descriptor, so about that many are open, including waiting connections
-        descriptor = transport.get_extra_info("socket").fileno()
-        if descriptor + len(self._waiting) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
-            oldest = next(iter(self._waiting))
-            oldest._stop_waiting()
-            oldest.transport.close()
+        self._deadline: asyncio.TimerHandle = self.loop.call_later(_HEADERS_TIMEOUT_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         # the headers have arrived: those of a request, or of a WebSocket, whose protocol has taken the connection over
         if self.cycle is not None or self not in self.connections:
-            self._stop_waiting()
+            self._deadline.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._deadline.cancel()
         super().connection_lost(exc)
-
-    def _stop_waiting(self) -> None:
-        deadline = self._waiting.pop(self, None)
-        if deadline is not None:
-            deadline.cancel()

@@ -33,8 +33,8 @@ from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher.gpus import fill_dtypes
 from grpo_async.launcher.prepare import Start, clear_run_dir
+from grpo_async.launcher.run import lead_run
 from grpo_async.launcher.supervisor import RunOutcome
-from grpo_async.launcher.train import lead_run
 from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.servers.engine_choice import choose_engine
@@ -131,10 +131,9 @@ def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, 
 
 def _on_one_machine(config: ExperimentConfig) -> ExperimentConfig:
     """Return the config for this machine alone, with its ranks and one server, where it is one of several."""
-    nodes = config.launch.nodes
-    if nodes.count == 1:
+    if config.launch.ray is None:
         return config
-    launch = config.launch.on_one_machine(colocate=config.launch.colocate or nodes.infer > 0)
+    launch = config.launch.on_one_machine(colocate=True)
     inference = config.inference.model_copy(update={"replicas": 1})
     return config.model_copy(update={"launch": launch, "inference": inference})
 

@@ -9,7 +9,6 @@ from itertools import chain
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
-from grpo_async.processes.assignment import Node
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.text import count
 
@@ -49,9 +48,16 @@ def trains_on_gpu(config: ExperimentConfig, gpus: Sequence[str]) -> bool:
     return config.launch.device == "cuda" or (config.launch.device == "auto" and bool(gpus))
 
 
-def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str], node: Node) -> GpuShares:
-    """GPUs of one machine for the trainer's ranks first, then for each server. With `launch.colocate` the servers begin at the
-    first GPU, too, and share it with the trainer.
+def share_gpus(
+    config: ExperimentConfig,
+    engine: EngineChoice,
+    gpus: Sequence[str],
+    *,
+    trains: bool = True,
+    num_servers: int | None = None,
+) -> GpuShares:
+    """GPUs of one machine for the trainer's ranks first, if it `trains`, then for each server (None: of all that the run
+    starts). With `launch.colocate` the servers begin at the first GPU, too, and share it with the trainer.
 
     Worked examples, 2 ranks: 4 GPUs 0-3, one vLLM with tensor_parallel_size 2 -> trainer (0, 1), server (2, 3).
     4 GPUs, 2 replicas -> trainer (0, 1), servers (2,) and (3,). 2 GPUs, 2 replicas, colocate -> trainer (0, 1), servers (0,), (1,).
@@ -59,9 +65,10 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
     Raises:
         ConfigError: there are too few.
     """
-    launch, replicas = config.launch, config.inference.replicas
-    ranks = launch.num_trainer_ranks if launch.device != "cpu" and node.trains else 0
-    num_servers = 0 if engine.engine == "external" or not node.serves else replicas
+    launch = config.launch
+    if num_servers is None:
+        num_servers = 0 if engine.engine == "external" else config.inference.max_replicas
+    ranks = launch.num_trainer_ranks if launch.device != "cpu" and trains else 0
     each = gpus_of_a_server(config, engine)
     if not gpus:
         return GpuShares(trainer=None, servers=(None,) * num_servers)
@@ -91,7 +98,7 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
         needs.append(f"{num_servers * each} for {servers}")
     remedies = ["lower them"]
     if ranks and num_servers:
-        remedies.append("give servers their own machines (launch.nodes.infer)")
+        remedies.append("give servers other machines (launch.ray)")
         if not config.launch.colocate and max(ranks, each) <= number:
             remedies.append("let both share GPUs on purpose (launch.colocate: true)")
     return (
@@ -100,26 +107,8 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
     )
 
 
-def assumed_gpus(config: ExperimentConfig, engine: EngineChoice) -> tuple[str, ...]:
-    """GPUs of each machine of a cluster that cannot be inspected: as many as it needs."""
-    return tuple(map(str, range(gpus_needed(config, engine))))
-
-
-def gpus_needed(config: ExperimentConfig, engine: EngineChoice) -> int:
-    """GPUs that every machine needs where all have as many: those of one that trains or of one that serves, whichever are more.
-
-    Worked example: 8 ranks, 4 servers of 2 GPUs: 8 with machines for servers, 16 without.
-    """
-    launch = config.launch
-    trainer = launch.num_trainer_ranks if launch.device != "cpu" else 0
-    servers = 0 if config.inference.urls else config.inference.replicas * gpus_of_a_server(config, engine)
-    return max(trainer, servers) if launch.nodes.infer or launch.colocate else trainer + servers
-
-
-def plan_transport(
-    config: ExperimentConfig, engine: EngineChoice, shares: GpuShares, node: Node
-) -> tuple[TransportKind, str]:
-    """How the weights travel, and why. `shares` are of node 0, where the trainer sends them from.
+def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuShares) -> tuple[TransportKind, str]:
+    """How the weights travel, and why. `shares` are of the machine with rank 0, which sends them.
 
     Raises:
         ConfigError: `weights.transport` names a way that is impossible with these devices; says what to set instead.
@@ -137,7 +126,7 @@ def plan_transport(
             return "nccl", "servers are assumed to have their own GPUs; for servers on CPUs, weights.transport: gloo"
         # a user who sets it knows the devices of the servers
         workers = ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"]
-    elif engine.on_gpu and not node.is_alone:  # every machine that serves has as many
+    elif engine.on_gpu:
         elsewhere = config.num_servers - len(shares.servers)
         workers += [f"GPU {k} on another machine" for k in range(elsewhere * gpus_of_a_server(config, engine))]
     workers = workers or ["the servers' GPUs" if engine.on_gpu else "cpu"]

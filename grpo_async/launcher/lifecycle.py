@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -22,12 +23,15 @@ from grpo_async.findings import RunHistory, diagnose
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import exit_on_signals
-from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise
+from grpo_async.launcher.supervisor import RunOutcome, supervise
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped, last_line
+
+if TYPE_CHECKING:
+    from grpo_async.launcher.nodes import RayNodes
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
@@ -36,7 +40,7 @@ _MAX_PROBLEM = 400  # characters of what the child said
 
 
 def run_with_display(
-    config: ExperimentConfig, plan: ProcessPlan, output: Output, cluster: Cluster | None = None
+    config: ExperimentConfig, plan: ProcessPlan, output: Output, nodes: RayNodes | None = None
 ) -> RunOutcome:
     """Carry out the plan of a run in front of the user; status.json is kept meanwhile."""
     assignment = plan.assignment
@@ -60,7 +64,7 @@ def run_with_display(
     if assignment.purpose == "train":
         every = config.record.advise_every_steps
         display.views.append(Advisor(display, every_steps=every, run_dir=run_dir))
-    outcome = supervise(config, plan, display, cluster)
+    outcome = supervise(config, plan, display, nodes)
     states = {0: FINISHED, 1: FAILED}
     status.end(states.get(outcome.exit_code, STOPPED), exit_code=outcome.exit_code, error=outcome.error)
     return outcome
@@ -96,18 +100,25 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
     try:
         with exit_on_signals():
             exit_code = report_end(outcome, run_dir, output, report=run_dir.report)
-            problem = _write_report(run_dir, _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S)
+            problem = write_report(run_dir, exit_code)
     except (KeyboardInterrupt, SystemExit):
         problem = "a signal ended it"
-    if problem is not None:
-        again = shlex.join(["grpo-async", "report", str(run_dir.root)])
-        output.warn(f"report.html was not written: {plain(problem)}; try again: {again}")
+    warn_of_report(problem, run_dir, output)
     return outcome.exit_code
 
 
-def _write_report(run_dir: RunDir, timeout_s: float) -> str | None:
-    """Why there is no report, or None. A child writes it: reading a large store takes memory and may fail in a library, and neither
-    is to touch the end of the run. An exception in this process (a signal) ends the child, too."""
+def warn_of_report(problem: str | None, run_dir: RunDir, output: Output) -> None:
+    """Say why there is no report, if there is none."""
+    if problem is not None:
+        again = shlex.join(["grpo-async", "report", str(run_dir.root)])
+        output.warn(f"report.html was not written: {plain(problem)}; try again: {again}")
+
+
+def write_report(run_dir: RunDir, exit_code: int) -> str | None:
+    """Write the report of a run that ended with `exit_code`; returns why there is none, or None. A child writes it: reading
+    a large store takes memory and may fail in a library, and neither is to touch the end of the run. An exception in this process
+    (a signal) ends the child, too."""
+    timeout_s = _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S
     command = (sys.executable, "-m", "grpo_async", "report", str(run_dir.root))
     try:  # in its own session: a Ctrl-C now is for this process, which then ends the child
         done = subprocess.run(

@@ -1,6 +1,6 @@
-"""The processes of a run on one machine: its servers, and its part of the trainer. The launcher that leads a run
-(launcher.supervisor), one that follows (launcher.follower) and one that only serves (launcher.serve) start, watch and end them
-here.
+"""The processes of a run on one machine: its servers, and its part of the trainer. The launcher of a run
+(launcher.supervisor), a node of a Ray cluster (launcher.ray) and a command that only serves (launcher.serve)
+start and end them here.
 
     start       the servers, then the trainer
     wait        for the first of: the end of the trainer, an event of the caller's, a signal
@@ -25,9 +25,9 @@ from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.children import Child, Children
-from grpo_async.launcher.liveness import Liveness
-from grpo_async.launcher.plan import ProcessPlan, ProcessSpec, first_server
+from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
 from grpo_async.launcher.signals import Signals
+from grpo_async.launcher.watcher import Watcher
 from grpo_async.utils.concurrency import in_background
 from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit, raise_open_files_limit
 from grpo_async.utils.retry import backoff_s
@@ -49,10 +49,12 @@ class LocalProcesses:
         display: shows the user what happens to the servers.
         tell_trainer: see TellTrainer. None: there is no trainer that says when a server serves, so one that was started counts as
             serving.
+        first_server: index of the first server of the plan.
+        leads: false on a node that another one leads, which alone knows whether a server is left.
 
     Attributes:
         signals: those that this process receives.
-        liveness: of the trainer's processes.
+        watcher: of the trainer's processes.
         stopping: set when the run stops; from then on a server may end, and is not started again.
         lost_servers: set when the run cannot continue without its servers; `server_failure` says why.
         has_trainer: whether a trainer, on any machine, says when a server serves.
@@ -66,6 +68,8 @@ class LocalProcesses:
         display: Display,
         *,
         tell_trainer: TellTrainer | None,
+        first_server: int = 0,
+        leads: bool = True,
     ) -> None:
         assignment = plan.assignment
         self.display = display
@@ -73,7 +77,7 @@ class LocalProcesses:
         self.tell_trainer: TellTrainer = tell_trainer or (lambda **_: None)
         self.children = Children(assignment.attempt_dir, display.warning)
         self.signals = Signals()
-        self.liveness = Liveness(assignment, config.launch.heartbeat_timeout_s, display.warning)
+        self.watcher = Watcher(assignment, config, display.warning)
         self.stopping = asyncio.Event()
         self.lost_servers = asyncio.Event()
         self.server_failure: str | None = None
@@ -82,10 +86,10 @@ class LocalProcesses:
         self._trainer: Child | None = None
         self._total = config.num_servers  # of all machines
         self._given_up: dict[int, str] = {}  # servers of all machines, and why
-        first = first_server(config, assignment.node) if plan.servers else 0
+        self._leads = leads
         self._servers = {
             index: SpawnedServer(index, spec, self, config.inference)
-            for index, spec in enumerate(plan.servers, start=first)
+            for index, spec in enumerate(plan.servers, start=first_server)
         }
         self._stack = AsyncExitStack()
         self._watches: list[asyncio.Task[None]] = []
@@ -95,7 +99,7 @@ class LocalProcesses:
         async with self._stack as stack:
             stack.enter_context(self.signals.installed())
             await stack.enter_async_context(self.children)
-            await stack.enter_async_context(self.liveness)
+            await stack.enter_async_context(self.watcher)
             self._stack = stack.pop_all()
         return self
 
@@ -174,9 +178,9 @@ class LocalProcesses:
         self.lost_servers.set()
 
     def give_up(self, servers: Collection[int], why: str, *log_tail: str) -> None:
-        """Servers, of any machine, are given up or gone, for one reason. The run continues as long as there is another; only node 0
-        knows whether there is."""
-        if self._plan.assignment.node.rank > 0:
+        """Servers, of any machine, are given up or gone, for one reason. The run continues as long as there is another; only the
+        launcher that leads knows whether there is."""
+        if not self._leads:
             self.display.warning(why)
             return
         for index in servers:

@@ -3,8 +3,8 @@
     plan = plan_processes(config, engine=..., assignment=..., token=...)
     print(plan.describe())
 
-One machine: the trainer's ranks meet through private files, and by default nothing listens beyond loopback. Several: each has its
-part of the plan, ranks or servers; they meet in one store that node 0's launcher opens on one address (cluster.launcher_store).
+One machine: the trainer's ranks meet through private files, and by default nothing listens beyond loopback. Several (launcher.ray):
+each has its part of the plan, ranks or a server.
 Secrets travel by environment only, and `describe` shows neither the token nor anything else of the environment.
 """
 
@@ -20,23 +20,19 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
-from grpo_async.cluster.nodes import socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import set_options
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.gpus import (
     GpuShares,
-    assumed_gpus,
     fill_dtypes,
-    gpus_needed,
     plan_transport,
     share_gpus,
     trains_on_gpu,
 )
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
-from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
-from grpo_async.processes.addresses import own_urls
+from grpo_async.processes.addresses import own_urls, socket_names
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine, inspect_machine
 from grpo_async.run_directory import RunDir, attempt_config
@@ -48,9 +44,6 @@ Fact: TypeAlias = tuple[str, str]
 """A further line of a plan's description: a name and a text."""
 
 _SOCKET_FOLDER_BYTES = 70  # with "/" and the UUID by which vLLM names a socket 107, which Linux takes
-
-SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="other machines of the run serve")
-"""The engine of a machine that only trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +93,12 @@ class ProcessPlan:
             if assignment.resume_step is None
             else f"from the checkpoint of step {assignment.resume_step}",
         }[assignment.purpose]
-        is_external = self.engine.engine == "external" and self.engine is not SERVERS_ELSEWHERE
-        external = " (not started by this run)" if is_external else ""
+        external = " (not started by this run)" if self.engine.engine == "external" else ""
         lines = [
             f"run        {self.run_name}, {start}",
             f"directory  {assignment.run_dir.root}",
             f"engine     {self.engine.engine}: {self.engine.reason}",
-            *(f"server     {url}{external}" for url in assignment.server_urls if urlsplit(url).port != 0),
+            *(f"server     {url}{external}" for url in assignment.server_urls if url and urlsplit(url).port != 0),
             *(f"{name:<10} {text}" for name, text in self.facts),
         ]
         for spec in self.processes:
@@ -124,7 +116,6 @@ class ProcessPlan:
 
 def plan_dry(
     config: ExperimentConfig,
-    node: Node | None = None,
     *,
     machine: Machine | None = None,
     resume_step: int | None = None,
@@ -132,43 +123,56 @@ def plan_dry(
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
     """Plan a run without starting it. Names are placeholders: nothing is made or looked up, and port 0 means one that is chosen
-    at the start. The other machines of a cluster need not be there: they are assumed to have what the configuration needs.
+    at the start. With `launch.ray` it is the plan of the machine with rank 0, which is assumed to have the GPUs that it needs.
 
     Args:
-        node: None: node 0.
         machine: None: this one.
         plans_memory: estimate memory, for which the model's files are read.
     """
-    nodes, machine = config.launch.nodes, machine or inspect_machine()
-    node = node or Node(num_train=nodes.train, num_infer=nodes.infer)
-    engine = choose_engine(config, is_here=node.is_alone)
-    is_inspected = node.is_alone or bool(machine.gpus)
-    hosts = [config.inference.host]
-    if not node.is_alone:
-        names = [node.address or "NODE_0", *(f"NODE_{rank}" for rank in range(1, node.count))]
-        node = node.model_copy(update={"address": names[0], "own_address": names[node.rank]})
-        machine = replace(machine, gpus=machine.gpus or assumed_gpus(config, engine))
-        hosts = [names[rank] for rank in nodes.serving]
-    config = fill_dtypes(config, engine, machine.gpus)
-    ports = (0,) * config.inference.replicas if config.launch.server_port is None else None
+    machine, launch = machine or inspect_machine(), config.launch
+    is_alone = launch.ray is None
+    engine = choose_engine(config, is_here=is_alone)
+    urls: tuple[str, ...] = ()
+    if is_alone:
+        ports = (0,) * config.inference.max_replicas if launch.server_port is None else None
+        urls = own_urls(config, config.inference.host, ports=ports)
+    else:
+        needed = 0 if launch.device == "cpu" else launch.num_trainer_ranks
+        plans_memory = plans_memory and bool(machine.gpus)
+        machine = replace(machine, gpus=machine.gpus or tuple(map(str, range(needed))))
+        notes = (*ray_notes(config), *notes)
     run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.attempt("N"),
         private_dir=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
-        server_urls=tuple(url for host in hosts for url in own_urls(config, host, ports=ports)),
+        server_urls=urls,
         resume_step=resume_step,
-        node=node,
+        node=Node() if is_alone else Node(count=launch.trainer_nodes, address="NODE_0", own_address="NODE_0"),
     )
     return plan_processes(
-        config,
+        fill_dtypes(config, engine, machine.gpus),
         engine=engine,
         assignment=assignment,
         machine=machine,
         token=None,
-        plans_memory=plans_memory and is_inspected,
+        servers=None if is_alone else range(0),
+        plans_memory=plans_memory,
         notes=notes,
     )
+
+
+def ray_notes(config: ExperimentConfig) -> list[str]:
+    """Describe what runs on other machines of a Ray cluster than that of rank 0."""
+    launch, inference = config.launch, config.inference
+    machines = count(launch.trainer_nodes, "machine")
+    notes = [f"launch.ray: {machines} train, with {count(launch.num_trainer_ranks, 'rank')} each"]
+    if not inference.urls:
+        number = f"{inference.min_replicas} to {inference.max_replicas} servers"
+        if inference.min_replicas == inference.max_replicas:
+            number = count(inference.max_replicas, "server")
+        notes.append(f"launch.ray: {number}, each on a node that has room for it")
+    return notes
 
 
 def plan_processes(
@@ -178,17 +182,20 @@ def plan_processes(
     assignment: Assignment,
     token: str | None,
     machine: Machine | None = None,
+    trains: bool = True,
+    servers: range | None = None,
     plans_memory: bool = True,
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
     """Plan the processes of this machine: its servers, and torchrun with its ranks.
 
     Args:
-        engine: SERVERS_ELSEWHERE on a machine that does not serve and does not lead.
-        assignment: of node 0, without `transport`, which is planned here; of another machine, whole. `server_urls` are those of all
-            servers that the run starts, in the order of the machines; they keep them over restarts.
+        assignment: where rank 0 is without `transport`, which is planned here; elsewhere whole. `server_urls` are those of all
+            servers of the run, by their index.
         token: guards the servers; None only with servers that ask for none.
         machine: None: this one.
+        trains: whether ranks run here.
+        servers: the indices of the servers that run here; None: all that the run starts.
         plans_memory: see `plan_dry`.
         notes: shown with the plan, after its own.
 
@@ -197,16 +204,18 @@ def plan_processes(
             `inference.vllm.sleep_while_training` is impossible here, or $TMPDIR is too long for the sockets of vLLM.
     """
     node, machine = assignment.node, machine or inspect_machine()
-    shares = share_gpus(config, engine, machine.gpus, node)
+    if servers is None:
+        servers = range(0 if engine.engine == "external" else config.inference.max_replicas)
+    shares = share_gpus(config, engine, machine.gpus, trains=trains, num_servers=len(servers))
     memory = plan_memory(config, engine, shares, machine.gpu_bytes) if plans_memory else MemoryPlan()
-    facts = list(_nodes_facts(config, engine, machine, node))
-    if node.rank == 0 and node.trains:
+    facts: list[Fact] = []
+    if node.rank == 0 and trains:
         if config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
             raise ConfigError(
                 f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
                 f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"
             )
-        transport, reason = plan_transport(config, engine, shares, node)
+        transport, reason = plan_transport(config, engine, shares)
         urls = assignment.server_urls or tuple(config.inference.urls)
         assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
         facts += _facts(config, f"{transport}: {reason}")
@@ -217,29 +226,24 @@ def plan_processes(
         **({TOKEN_VARIABLE: token} if token else {}),
         **socket_names(node.own_address),
     }
-    if sys.platform == "linux" and engine.engine != "external" and node.is_alone and node.trains:
+    if sys.platform == "linux" and engine.engine != "external" and node.is_alone and trains:
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
-    servers = _servers(config, engine, assignment, machine, environment, memory, shares)
+    specs = _servers(config, engine, assignment, machine, environment, memory, shares, servers)
     trainer = None
-    if node.trains:
+    if trains:
         assignment = assignment.model_copy(update={"on_gpu": trains_on_gpu(config, machine.gpus)})
         trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
     plan = ProcessPlan(
         run_name=config.run.name,
         engine=engine,
         assignment=assignment,
-        servers=servers,
+        servers=specs,
         trainer=trainer,
         num_gpus=len(machine.gpus),
         facts=tuple(facts),
     )
     own_notes = _own_notes(config, machine, plan.processes, shares.shared)
     return replace(plan, notes=(*shares.notes, *memory.notes, *own_notes, *notes))
-
-
-def first_server(config: ExperimentConfig, node: Node) -> int:
-    """Index of the first server of a machine that serves: with {train: 2, infer: 2} and 8 replicas 8 on node 3."""
-    return config.launch.nodes.serving.index(node.rank) * config.inference.replicas
 
 
 def _servers(
@@ -250,9 +254,10 @@ def _servers(
     common: Mapping[str, str],
     memory: MemoryPlan,
     shares: GpuShares,
+    servers: range,
 ) -> tuple[ProcessSpec, ...]:
-    """The servers of this machine, one for each entry of `shares.servers`."""
-    if not shares.servers:
+    """The servers of this machine, by their indices."""
+    if not servers:
         return ()
     node, urls, sockets = assignment.node, assignment.server_urls, assignment.private_dir
     if engine.engine == "vllm" and len(os.fsencode(sockets)) > _SOCKET_FOLDER_BYTES:
@@ -260,7 +265,7 @@ def _servers(
             f"the path of the temporary folder is too long for the sockets of vLLM: {sockets}; set TMPDIR=/tmp"
         )
     # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
-    overrides = ["inference.replicas=1"] if len(shares.servers) > 1 else []
+    overrides = ["inference.replicas=1"] if config.inference.replicas != 1 else []
     if memory.cache_mb is not None:
         overrides.append(f"inference.vllm.kv_cache_mb={memory.cache_mb}")
     if not node.is_alone and config.inference.host not in WILDCARDS:
@@ -286,7 +291,7 @@ def _servers(
             gpus=own or (),
             memory=memory.server,
         )
-        for index, own in enumerate(shares.servers, start=first_server(config, node))
+        for index, own in zip(servers, shares.servers, strict=True)
     )
 
 
@@ -315,7 +320,7 @@ def _trainer(
         ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
     }
     options = {
-        "--nnodes": node.num_train,
+        "--nnodes": node.count,
         "--nproc-per-node": launch.num_trainer_ranks,
         "--max-restarts": 0,
         "--rdzv-id": config.run.name,
@@ -324,7 +329,7 @@ def _trainer(
         # without a folder it makes one in the temporary directory, and leaves it there
         "--log-dir": assignment.private_dir / "torchrun",
     }
-    if node.num_train == 1:
+    if node.count == 1:
         options |= {
             "--rdzv-backend": "c10d",
             "--rdzv-endpoint": assignment.private_dir / "rendezvous",
@@ -336,9 +341,11 @@ def _trainer(
             environment["GLOO_SOCKET_IFNAME"] = "lo"
     else:
         options |= {
-            "--rdzv-backend": RENDEZVOUS_BACKEND,
-            "--rdzv-endpoint": node.endpoint,
-            "--rdzv-conf": f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}",
+            "--rdzv-backend": "static",  # which leaves every agent its rank
+            "--node-rank": node.rank,
+            "--master-addr": node.address,
+            "--master-port": node.port,
+            "--rdzv-conf": f"timeout={max(1, round(launch.placement_timeout_s))}",
         }
     return ProcessSpec(
         name="trainer",
@@ -354,34 +361,6 @@ def _trainer(
         gpus=gpus or (),
         memory=memory,
     )
-
-
-def _nodes_facts(config: ExperimentConfig, engine: EngineChoice, machine: Machine, node: Node) -> Iterator[Fact]:
-    """Which machine does what; empty on a single machine. GPUs are counted on each, which is assumed to have what it needs."""
-    if node.is_alone:
-        return
-    ranks, replicas = config.launch.num_trainer_ranks, config.inference.replicas
-    gpus = tuple(map(str, range(gpus_needed(config, engine)))) if machine.gpus else ()
-    yield "nodes", f"{node.count}, which meet at {node.endpoint}; sharding: {config.launch.sharding}"
-    for rank in range(node.count):
-        one = node.model_copy(update={"rank": rank})
-        shares = share_gpus(config, engine, gpus, one)
-        parts = ["leads"] if rank == 0 else []
-        if one.trains:
-            last = f"s {rank * ranks}-{(rank + 1) * ranks - 1}" if ranks > 1 else f" {rank}"
-            parts.append(f"trainer rank{last}{_on_gpus(shares.trainer)}")
-        if one.serves and not config.inference.urls:
-            own = enumerate(shares.servers or (None,) * replicas, start=first_server(config, one))
-            servers = [f"{index}{_on_gpus(taken)}" for index, taken in own]
-            parts.append(f"server{'s' if replicas > 1 else ''} {', '.join(servers)}")
-        yield f"node {rank}", f"{'; '.join(parts)}{' (this machine)' if rank == node.rank else ''}"
-    if names := socket_names(node.own_address):
-        interfaces = ", ".join(sorted(set(names.values())))
-        yield "interface", f"{interfaces} ({node.own_address}), for {' and '.join(sorted(names))}"
-
-
-def _on_gpus(gpus: tuple[str, ...] | None) -> str:
-    return f" on GPU {','.join(gpus)}" if gpus else ""
 
 
 def _facts(config: ExperimentConfig, weights: str) -> Iterator[Fact]:

@@ -21,7 +21,7 @@ from grpo_async.launcher.prepare import writing
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import exit_on_signals
 from grpo_async.processes.addresses import own_urls
-from grpo_async.processes.assignment import Assignment, Node
+from grpo_async.processes.assignment import Assignment
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
 
@@ -39,6 +39,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
     with exit_on_signals(), private_folder() as private:
         changes = {
             "launch": config.launch.on_one_machine(colocate=False),
+            "inference": config.inference.model_copy(update={"replicas": config.inference.min_replicas}),
             # those of another machine, with the same config, must not sample the same
             "run": config.run.model_copy(update={"seed": secrets.randbits(31)}),
         }
@@ -51,10 +52,13 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
             run_dir=run_dir,
             attempt_dir=attempt,
             private_dir=private,
-            server_urls=own_urls(config, config.inference.host, ports=range(port, port + config.inference.replicas)),
-            node=Node(num_train=0, num_infer=1),
+            server_urls=own_urls(
+                config, config.inference.host, ports=range(port, port + config.inference.max_replicas)
+            ),
         )
-        plan = plan_processes(config, engine=engine, assignment=assignment, token=token_from_environment())
+        plan = plan_processes(
+            config, engine=engine, assignment=assignment, token=token_from_environment(), trains=False
+        )
         urls, specs = assignment.server_urls, plan.servers
         output.say("\n".join(f"{spec.name}: {url}, {spec.device}" for spec, url in zip(specs, urls, strict=True)))
         display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)

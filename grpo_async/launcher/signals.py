@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -15,7 +16,6 @@ class Signals:
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
         self.first: signal.Signals | None = None
-        self._has_own = False
 
     @property
     def exit_code(self) -> int:
@@ -24,13 +24,18 @@ class Signals:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
+        if (
+            threading.current_thread() is not threading.main_thread()
+        ):  # on a node of a cluster: `take` has those of the command
+            yield
+            return
         loop = asyncio.get_running_loop()
         caught = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored on purpose
             caught.append(signal.SIGHUP)
         before = {number: signal.getsignal(number) for number in caught}
         for number in caught:
-            loop.add_signal_handler(number, self._take, number)
+            loop.add_signal_handler(number, self.take, number)
         try:
             yield
         finally:
@@ -39,18 +44,10 @@ class Signals:
                 if handler is not None:  # None: not set from Python, which cannot set it again
                     signal.signal(number, handler)
 
-    def take_remote(self, number: signal.Signals) -> None:
-        """The launcher of another machine got one. A scheduler sends it to every machine, so it is never a second one."""
-        if self.first is None:
-            self.first = number
-            self.arrived.set()
-
-    def _take(self, number: signal.Signals) -> None:
-        is_repeat = self.first is not None and not self._has_own  # another machine has passed it on already
-        self._has_own = True
+    def take(self, number: signal.Signals) -> None:
+        """A signal has come; call it in the loop."""
         self.first = self.first or number
-        if not is_repeat:
-            self.arrived.set()
+        self.arrived.set()
 
 
 @contextlib.contextmanager
@@ -61,7 +58,8 @@ def exit_on_signals() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(143)
 
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if is_main else ()
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
     for number in before:
         signal.signal(number, leave)

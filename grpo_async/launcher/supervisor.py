@@ -5,7 +5,7 @@
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
                 SIGINT -> 130, SIGTERM, SIGHUP, SIGQUIT -> 143, after a checkpoint when the trainer manages in time
                 preflight only: 0 when no check failed, else 1
-    machines    of several, this one leads (node 0): it begins when all are there; one that trains and is lost ends the run
+    machines    of several (launcher.ray), this is the one with rank 0; another that trains and is lost ends the run
 
 The first failure wins: what dies after it is a consequence and not reported. Afterward everything that was started,
 and everything that those started, is ended: SIGTERM with a grace period, then SIGKILL.
@@ -18,109 +18,91 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_async.checks.report import Check
-from grpo_async.cluster.launcher_store import LauncherStore
-from grpo_async.cluster.rendezvous import NodeInfo
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
 from grpo_async.findings.messages import read_equal_rewards
-from grpo_async.launcher.hub import NodeHub
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.run_dir_watch import RunDirWatch
 from grpo_async.processes.control import ControlServer
-from grpo_async.utils.concurrency import in_background
 
-_NODES_TIMEOUT_S = 15.0  # for the other machines to say how their ranks ended, or to be missed
+if TYPE_CHECKING:
+    from grpo_async.launcher.nodes import RayNodes
+
+_NODES_TIMEOUT_S = (
+    60.0  # for the other nodes to say how their ranks ended, or for Ray to miss one, which takes half a minute
+)
 _LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
     """How a run ended. `error` is for the user, several lines; `summary` is the content of summary.json; `checks` are those
-    of the preflight, None when they were not made."""
+    of the preflight, None when they were not made; `has_lost_a_node` says why it failed."""
 
     exit_code: int
     error: str | None = None
     summary: Mapping[str, Any] | None = None
     checks: Sequence[Check] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The other machines of a run, which are ready."""
-
-    launchers: LauncherStore
-    nodes: Sequence[NodeInfo]
+    has_lost_a_node: bool = False
 
 
 def supervise(
-    config: ExperimentConfig, plan: ProcessPlan, display: Display, cluster: Cluster | None = None
+    config: ExperimentConfig, plan: ProcessPlan, display: Display, nodes: RayNodes | None = None
 ) -> RunOutcome:
-    """Start the processes of `plan`, and end them; `display` shows what they report. Call it from the main thread (signals; the
-    children's death signal).
+    """Start the processes of `plan`, and end them; `display` shows what they report. Call it from a thread that lives as long
+    as the process (the children's death signal), the main one for signals.
 
     Args:
-        cluster: of several machines, of which this one is node 0.
+        nodes: the other nodes of a run on several.
     """
     with display:
-        return asyncio.run(Supervisor(config, plan, display, cluster).run())
+        return asyncio.run(Supervisor(config, plan, display, nodes).run())
 
 
 class Supervisor:
     """One run of one plan."""
 
-    def __init__(self, config: ExperimentConfig, plan: ProcessPlan, display: Display, cluster: Cluster | None) -> None:
+    def __init__(self, config: ExperimentConfig, plan: ProcessPlan, display: Display, nodes: RayNodes | None) -> None:
         self._config = config
         self._assignment = plan.assignment
         self._display = display
         self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
         self._local = LocalProcesses(config, plan, display, tell_trainer=partial(self._control.send, "server_event"))
-        self._hub: NodeHub | None = None
-        if cluster is not None:
-            self._hub = NodeHub(cluster.launchers, cluster.nodes, self._assignment, self._local)
-        self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root, self._assignment.attempt_dir)
+        self._nodes = nodes
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
 
     async def run(self) -> RunOutcome:
         """Start, watch, end."""
-        watching = in_background(self._run_dir_watch.watch(), name="watch the run directory")
-        async with self._local, self._control, watching:
-            return await (self._supervise() if self._hub is None else self._lead(self._hub))
-
-    async def _lead(self, hub: NodeHub) -> RunOutcome:
-        """Let the other machines begin and end with this one."""
-        hub.start()
-        outcome = RunOutcome(exit_code=1, error="its launcher failed")
-        try:
-            async with in_background(hub.watch(), name="watch the other machines"):
-                outcome = await self._supervise()
-        finally:
-            await hub.end(outcome.exit_code, outcome.error)
-        return outcome
+        async with self._local, self._control:
+            if self._nodes is None:
+                return await self._supervise()
+            async with self._nodes.running(self._local, self._assignment):
+                return await self._supervise()
 
     async def _supervise(self) -> RunOutcome:
-        local, watch, hub = self._local, self._run_dir_watch, self._hub
+        local, watcher, nodes = self._local, self._local.watcher, self._nodes
         await local.start()
-        ends = [local.lost_servers, local.liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
+        ends = [local.lost_servers, watcher.trouble, *([] if nodes is None else [nodes.trouble])]
         await local.wait(*ends)
-        if watch.failure is not None:
+        if (lost := watcher.lost_run_dir) is not None:
             await self._end_trainer("the run directory is gone")
-            return RunOutcome(exit_code=1, error=watch.failure)
+            return RunOutcome(exit_code=1, error=lost)
         if local.signals.arrived.is_set() and local.is_training:
             return await self._stop()
         has_ended_well = not local.is_training and local.trainer.exited.result() == 0
-        if hub is not None and hub.trouble.is_set() and not has_ended_well:
+        if nodes is not None and nodes.trouble.is_set() and not has_ended_well:
             await self._end_trainer("another machine has failed")  # the ranks of this one cannot even save
-            await hub.wait_for_ends(_NODES_TIMEOUT_S)
-            return self._failed(self._nodes_failure(hub))
-        if local.liveness.failure is not None and local.is_training:
-            await self._end_trainer("a process of the trainer is frozen", saves=local.liveness.can_save)
-            return self._failed(local.liveness.failure)
+            await nodes.wait_for_ends(_NODES_TIMEOUT_S)
+            return self._failed(self._nodes_failure(nodes))
+        if watcher.failure is not None and local.is_training:
+            await self._end_trainer("the trainer does not go on", saves=watcher.can_save)
+            watcher.keep_stacks()
+            return self._failed(watcher.failure)
         if local.server_failure is not None and not has_ended_well:
             # both at once: lost servers end the trainer, never the other way round
             await self._end_trainer("no server is left", saves=local.have_served)
@@ -153,18 +135,18 @@ class Supervisor:
             return await self._finish(exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
         reason = "a second signal" if is_second else f"it did not stop within launch.stop_timeout_s: {timeout_s:g} s"
-        reason = "; ".join(filter(None, [reason, local.liveness.silent()]))
+        reason = "; ".join(filter(None, [reason, local.watcher.silent()]))
         error = f"{signals.first.name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
         return RunOutcome(exit_code=signals.exit_code, error=error)
 
     async def _finish(self, *, exit_code: int) -> RunOutcome:
         """The trainer has ended by itself; end the servers and say how it went."""
         await self._control.read_the_rest(_LAST_MESSAGES_TIMEOUT_S)
-        if self._hub is not None and self._local.trainer.exited.result() != 0:
-            await self._hub.wait_for_ends(_NODES_TIMEOUT_S)  # it may have failed only because another machine's has
+        if self._nodes is not None and self._local.trainer.exited.result() != 0:
+            await self._nodes.wait_for_ends(_NODES_TIMEOUT_S)  # it may have failed only because another machine's has
         outcome = self._judge(exit_code)
-        if self._run_dir_watch.failure is not None:
-            outcome = RunOutcome(exit_code=1, error=self._run_dir_watch.failure)
+        if (lost := self._local.watcher.lost_run_dir) is not None:
+            outcome = RunOutcome(exit_code=1, error=lost)
         await self._local.end_servers()
         return outcome
 
@@ -180,29 +162,30 @@ class Supervisor:
         trainer = self._local.trainer
         if status == 0:
             return f"the {trainer.name} ended without a summary\n{trainer.describe_end()}"
-        if self._hub is not None and self._hub.has_lost_a_node:
-            return self._nodes_failure(self._hub)
-        cause = "\nafter that ".join(filter(None, [self._local.liveness.silent(), self._explain()]))
+        if self._nodes is not None and self._nodes.has_lost_a_node:
+            return self._nodes_failure(self._nodes)
+        cause = "\nafter that ".join(filter(None, [self._local.watcher.silent(), self._explain()]))
         if not cause or status < 0:
             return "\n".join(filter(None, [cause, f"the {trainer.describe_end()}"]))
         return f"{cause}\nlog: {trainer.log}"
 
-    def _nodes_failure(self, hub: NodeHub) -> str:
-        assert hub.failure is not None
-        return (None if hub.has_lost_a_node else self._explain()) or hub.failure
+    def _nodes_failure(self, nodes: RayNodes) -> str:
+        assert nodes.failure is not None
+        return (None if nodes.has_lost_a_node else self._explain()) or nodes.failure
 
     def _explain(self) -> str | None:
         """Which rank failed first, on any machine."""
-        cause = self._local.liveness.explain()
+        cause = self._local.watcher.explain()
         if cause is None:
             return None
         node = cause.rank // self._config.launch.num_trainer_ranks  # of each machine
-        return cause.text if self._hub is None or node == 0 else f"{cause.text}\non {self._hub.name_of(node)}"
+        return cause.text if self._nodes is None or node == 0 else f"{cause.text}\non {self._nodes.name_of(node)}"
 
     def _failed(self, what: str) -> RunOutcome:
         # where all rewards are equal, a resume of the same run would end in the same way
         how = "" if read_equal_rewards(what) is not None else self._how_to_continue()
-        return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, how])))
+        has_lost_a_node = self._nodes is not None and self._nodes.has_lost_a_node
+        return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, how])), has_lost_a_node=has_lost_a_node)
 
     def _how_to_continue(self) -> str:
         if self._assignment.purpose != "train":
@@ -235,8 +218,8 @@ class Supervisor:
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(text)
             case {"kind": "server_serving" | "restart_server", "index": int(index)}:
-                if not self._local.receive(message) and self._hub is not None:
-                    self._hub.tell_server(index, message)
+                if not self._local.receive(message) and self._nodes is not None:
+                    self._nodes.tell_server(index, message)
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:

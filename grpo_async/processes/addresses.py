@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 import psutil
@@ -14,6 +15,7 @@ from grpo_async.processes.machine import free_ports
 from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url, is_loopback, own_address_towards
 
 _MAX_PORT = 65535
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def resolve_host(host: str, setting: str) -> str:
@@ -40,6 +42,14 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def socket_names(own_address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that make gloo and NCCL listen on the interface with `own_address` only; without those that are set already."""
+    name = interface_of(own_address)
+    if name is None:
+        return {}
+    return {variable: name for variable in _INTERFACES if not environment.get(variable)}
+
+
 def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
     """Master address of the weight group: `weights.host`, else the address of this machine that the first of `urls` on another
     machine reaches, else loopback. Only right on the machine of trainer rank 0.
@@ -49,7 +59,7 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
     """
     if config.weights.host is not None:
         return config.weights.host
-    for url in urls:
+    for url in filter(None, urls):
         parts = urlsplit(url)
         host = parts.hostname or ""
         if not is_loopback(host):
@@ -63,7 +73,7 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
 
 
 def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:
-    """URLs of the servers that a machine starts, one for each of `inference.replicas`; empty when others run them.
+    """URLs of the servers that this machine starts, one for each of `inference.replicas`; empty when others run them.
 
     Args:
         host: address of the machine that the trainer reaches.
@@ -76,12 +86,12 @@ def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None
     if inference.urls:
         return ()
     if ports is None and first is not None:
-        ports = range(first, first + inference.replicas)
+        ports = range(first, first + inference.max_replicas)
     if ports is None:
-        ports = free_ports(host, inference.replicas)
+        ports = free_ports(host, inference.max_replicas)
     if max(ports) > _MAX_PORT:
         raise ConfigError(
-            f"inference.replicas: {inference.replicas} servers need the ports {ports[0]} to {ports[-1]}, "
+            f"inference.replicas: {inference.max_replicas} servers need the ports {ports[0]} to {ports[-1]}, "
             f"and {_MAX_PORT} is the last"
         )
     host = host_in_url(WILDCARDS.get(host, host))

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.network import host_in_url
 
 ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"
 Purpose: TypeAlias = Literal["train", "evaluation"]
@@ -22,44 +21,20 @@ class _Record(BaseModel):
 
 
 class Node(_Record):
-    """A node: one machine of a run. A run on one machine has the defaults."""
+    """This machine among those that train. A run on one machine has the defaults."""
 
     rank: int = 0
-    num_train: int = 1
-    """Nodes that train; they come first. 0: this machine only has servers, for a run that others start."""
-    num_infer: int = 0
+    count: int = 1
     address: str = ""
-    """Node 0's: the store in which launchers and ranks meet listens there, at `port`."""
+    """That of the first one, where torchrun's agents and the ranks meet, at `port`."""
     port: int = 0
     own_address: str = ""
-    """This machine's, in the same network."""
-
-    @property
-    def endpoint(self) -> str:
-        """Where the store listens: "10.0.0.1:29400", "[fd00::1]:29400"."""
-        return f"{host_in_url(self.address)}:{self.port}"
-
-    @property
-    def count(self) -> int:
-        """Machines of the run."""
-        return self.num_train + self.num_infer
+    """This machine's, in the network that all share; empty where the run has one machine only."""
 
     @property
     def is_alone(self) -> bool:
-        return self.count == 1
-
-    @property
-    def trains(self) -> bool:
-        return self.trains_on(self.rank)
-
-    def trains_on(self, rank: int) -> bool:
-        """Whether the machine of that rank trains."""
-        return rank < self.num_train
-
-    @property
-    def serves(self) -> bool:
-        """Whether it runs servers: all do where no machine only serves."""
-        return not (self.num_infer and self.trains)
+        """Return whether the run has one machine only."""
+        return not self.own_address
 
 
 class Assignment(_Record):
@@ -99,13 +74,13 @@ class Assignment(_Record):
 
     @property
     def heartbeat_socket(self) -> Path:
-        """Socket of the launcher for heartbeats (launcher.liveness)."""
+        """Socket of the launcher for heartbeats (launcher.watcher)."""
         return self.private_dir / "heartbeat"
 
     @property
     def file_store(self) -> Path | None:
-        """The file of the torch FileStore in which the ranks meet; None: in the TCPStore of node 0 (ranks on several machines)."""
-        return self.private_dir / "store" if self.node.num_train == 1 else None
+        """The file of the torch FileStore in which the ranks meet; None: in torchrun's own store (ranks on several machines)."""
+        return self.private_dir / "store" if self.node.count == 1 else None
 
     @classmethod
     def from_environment(cls) -> Assignment:

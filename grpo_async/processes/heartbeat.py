@@ -1,14 +1,11 @@
 """What the processes of the trainer tell the launcher beside their work: that they live, and how they fail. No torch.
 
-Heartbeats   of each process, every second (launcher.liveness judges them). A thread sends them, and a thread gets the GIL every
-             few milliseconds whatever else computes. So they stop only when the process is stopped, or when one of its threads
-             holds the GIL (a regular expression that backtracks, C code that never comes back). When the launcher sends
+Heartbeats   of each process, every second, and the progress of rank 0 (launcher.watcher judges both). When the launcher sends
              STACKS_SIGNAL, a signal handler in C writes the stacks of all threads, which needs no GIL.
-Failures     A rank that raises reports a RankFailure; torchrun's agent reports a RankExit for each rank that failed. A rank that
-             raises takes the others with it, because their collectives break: so the earliest failure is the cause. But a rank
-             that was killed reports nothing, and then the failures of the others are consequences.
+Failures     A rank that raises reports a RankFailure; torchrun's agent reports a RankExit for each rank that failed. The earliest
+             failure is the cause of the others, unless a rank was killed, which reports nothing.
 
-Both are datagrams, so that nobody waits for the launcher and no disk is needed.
+All are datagrams, so that nobody waits for the launcher and no disk is needed.
 """
 
 from __future__ import annotations
@@ -153,14 +150,23 @@ def _killed_first(exits: Sequence[RankExit], reported: set[int]) -> RankExit | N
     return None
 
 
+def report_progress(path: Path, unchanged_s: float, text: str) -> None:
+    """Tell the launcher for how long the run has made no progress, and what waits for what."""
+    _send(path, {"kind": "progress", "pid": os.getpid(), "unchanged_s": unchanged_s, "text": clipped(text, _MAX_CHARS)})
+
+
 def report(path: Path, *reports: Report) -> None:
     """Tell the launcher, whose socket is `path`, how ranks end."""
+    _send(path, *map(asdict, reports))
+
+
+def _send(path: Path, *messages: Mapping[str, Any]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_DATAGRAM)
         connection.settimeout(_REPORT_TIMEOUT_S)
         with contextlib.suppress(OSError):  # the launcher is gone, or does not listen
-            for each in reports:
-                connection.sendto(json.dumps(asdict(each)).encode(), str(path))
+            for message in messages:
+                connection.sendto(json.dumps(message).encode(), str(path))
 
 
 def from_json(message: Mapping[str, Any]) -> Report:

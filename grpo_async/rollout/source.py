@@ -69,7 +69,6 @@ class RolloutSource:
         self._has_started = False
         self._is_closed = False
         self._usual_switch_interval_s = sys.getswitchinterval()
-        self._failure: BaseException | None = None
         self._generation: Future[None] | None = None
         self._evaluation: Future[Any] | None = None
         self._evaluated_tokens: Callable[[], int] = lambda: 0
@@ -93,9 +92,6 @@ class RolloutSource:
         """Stop the run: the current and every later `take` returns None, and a running evaluation is cancelled."""
         self._stopping = True
         self._buffer.interrupt()
-        self._cancel_evaluation()
-
-    def _cancel_evaluation(self) -> None:
         evaluation = self._evaluation  # another thread may replace it
         if evaluation is not None:
             evaluation.cancel()
@@ -149,12 +145,6 @@ class RolloutSource:
         """Where the tasks of the rollout thread wait. Thread-safe, and works when that thread hangs."""
         return self._thread.task_stacks()
 
-    def fail(self, error: BaseException) -> None:
-        """Make the current and every later `take` raise `error`, and cancel a running evaluation. Thread-safe."""
-        self._failure = error
-        self._buffer.fail(error)
-        self._cancel_evaluation()
-
     def close_groups(
         self,
         groups: Sequence[ScoredGroup],
@@ -186,7 +176,7 @@ class RolloutSource:
         the run is about to end, the wait for the rollout thread is bounded by half of `launch.stop_timeout_s`."""
         timeout_s, setting = self._config.training.queue_timeout_s, "training.queue_timeout_s"
         stop_s = self._config.launch.stop_timeout_s / 2
-        if (self._stopping or self._failure is not None) and stop_s < timeout_s:
+        if self._stopping and stop_s < timeout_s:
             timeout_s, setting = stop_s, "launch.stop_timeout_s"
 
         async def read() -> ResumeState:
@@ -231,7 +221,7 @@ class RolloutSource:
         self._evaluated_tokens = num_tokens
         running = self._thread.submit(run)
         self._evaluation = running
-        if self._stopping or self._failure is not None:  # may be set meanwhile by another thread
+        if self._stopping:  # may be set meanwhile by another thread
             running.cancel()
         running.add_done_callback(lambda _: self.wake())
         return running
@@ -242,7 +232,7 @@ class RolloutSource:
         """Wait for its result; None when the run is to stop. Calls `heartbeat` regularly, and `on_change` when the servers change.
 
         Raises:
-            GrpoAsyncError: too many rollouts failed, or the run has (see `fail`).
+            GrpoAsyncError: too many rollouts failed.
         """
         while not running.done():
             if not self._attention.wait(timeout=HEARTBEAT_S):
@@ -253,8 +243,6 @@ class RolloutSource:
         try:
             return running.result(timeout=0.0)
         except CancelledError:
-            if self._failure is not None:
-                raise RunError(f"the evaluation was interrupted: {self._failure}") from self._failure
             return None
 
     def stop_generating(self) -> None:

@@ -62,7 +62,7 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
     kind = device_kind(assignment)
     device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", assignment.local_rank)
     mesh = make_mesh(
-        kind, world_size=assignment.world_size, num_nodes=config.launch.nodes.train, sharding=config.launch.sharding
+        kind, world_size=assignment.world_size, num_nodes=config.launch.trainer_nodes, sharding=config.launch.sharding
     )
     policy = _build_policy(config, config.model, mesh, device)
     check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)

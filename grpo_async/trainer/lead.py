@@ -44,8 +44,8 @@ from grpo_async.tracking.timeline import record, span
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
 from grpo_async.trainer.packed_step import PackedStep, divide_step
+from grpo_async.trainer.progress import ProgressReporter
 from grpo_async.trainer.rollout_side import build_rollout_side
-from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import (
     CheckpointState,
@@ -291,17 +291,15 @@ class Leader:
             return
         call_when_set(self._control.stop_requested, self._source.interrupt)
         self.activity.begin("evaluating before training")
-        guard = StallGuard(
+        progress = ProgressReporter(
             self._assignment,
             self._config,
-            self._control,
             source=self._source,
             fleet=self._fleet,
             version=lambda: self.version,
             activity=self.activity,
-            checkpoints=self._context.checkpoints,
         )
-        guard.start()
+        progress.start()
         try:
             self._evaluations.before_training()
             if self._assignment.purpose == "evaluation":
@@ -309,8 +307,7 @@ class Leader:
             else:
                 self._write_summary(self._train_and_save())
         finally:
-            guard.stop()
-        guard.check()
+            progress.stop()
 
     def _push_first(self) -> bool:
         """Push until one server serves: the first may die between its readiness and the push. False when the run is to stop."""

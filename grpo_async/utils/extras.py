@@ -10,6 +10,7 @@ EXTRAS = {
     "pandas": "pandas",
     "peft": "lora",
     "pyarrow": "parquet",
+    "ray": "ray",
     "tensorboardX": "tensorboard",
     "trackio": "trackio",
     "verifiers": "verifiers",

@@ -7,7 +7,6 @@ import re
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -69,18 +68,6 @@ def check_host(host: str) -> str:
         in_ascii = f", for example {name}" if re.fullmatch(r"[\w.-]+", name) else ""
         raise ValueError(f"{host!r} cannot be the name of a host; write letters, digits, '-' and '.'{in_ascii}")
     return host
-
-
-def host_and_port(text: str) -> tuple[str, int | None]:
-    """ "node-1:80" -> ("node-1", 80); "[::1]" -> ("::1", None).
-
-    Raises:
-        ValueError: it is neither HOST nor HOST:PORT.
-    """
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname or parts.netloc != text or re.search(r"[\s@]", text):
-        raise ValueError(f"{text!r} is neither HOST nor HOST:PORT")
-    return check_host(parts.hostname), parts.port
 
 
 def binding_error(address: str, port: int = 0) -> OSError | None:

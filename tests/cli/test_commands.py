@@ -75,13 +75,11 @@ def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]])
     lines = [line.strip() for line in _invoke("train", "--help").stdout.splitlines()]
     commands = [line.partition(" | ")[0] for line in lines if line.startswith("grpo-async train ")]
     examples = [command.split()[2:] for command in commands]
-    assert len(examples) == 8
+    assert len(examples) == 7
     for example in examples:
         result = _invoke("train", *[config if word.endswith(".yaml") else word for word in example])
         assert result.exit_code == 7, result.output
-    assert [call["resume"] for call in runs] == [None, None, "latest", "40", None, None, None, None]
-    assert [call["node_rank"] for call in runs] == [None] * 7 + [1]
-    assert _invoke("train", config, "--node-rank", "-1").exit_code == 2
+    assert [call["resume"] for call in runs] == [None, None, "latest", "40", None, None, None]
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "validate", "serve-vllm"])

@@ -90,10 +90,6 @@ def test_a_key_is_found_by_its_path_by_other_names_and_by_words(words: list[str]
     assert told in result.stdout
 
 
-def test_a_section_whose_name_was_once_that_of_a_number_is_not_called_renamed() -> None:
-    assert CliRunner().invoke(app, ["explain", "launch.nodes"]).stdout.startswith("launch.nodes: section\n")
-
-
 def test_what_cannot_be_found_is_an_error() -> None:
     result = CliRunner().invoke(app, ["explain", "asdfgh"])
     assert result.exit_code == 2

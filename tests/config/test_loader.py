@@ -179,10 +179,6 @@ def test_an_old_name_of_a_key_is_taken_with_a_warning(tmp_path: Path, caplog: py
     assert _problems(both) == [
         "x.yaml:6: optimizer.schedule_arguments: is the old name of optimizer.schedule_kwargs, which is also set; remove it"
     ]
-    old = "launch: {nodes: 2}\n"
-    for file, options in ((MINIMAL + old, []), (MINIMAL, ["launch.nodes=2"]), (MINIMAL, ["launch={nodes: 2}"])):
-        assert load_config(_write(tmp_path, file), options).launch.nodes.model_dump() == {"train": 2, "infer": 0}
-    assert load_config(_write(tmp_path, MINIMAL + old), ["launch.nodes={train: 4}"]).launch.nodes.train == 4
     assert [new for new in RENAMED.values() if ROOT.find(new) is None] == []
 
 

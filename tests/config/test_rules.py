@@ -84,11 +84,12 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
-        (
-            {"inference": {"urls": ["http://[::1]:1"]}, "launch": {"nodes": {"infer": 1}}},
-            "launch.nodes.infer: 1 machines would serve, but inference.urls names servers that run already",
-        ),
-        ({"launch": {"nodes": {"infer": 1}, "colocate": True}}, "gives them machines of their own"),
+        ({"launch": {"trainer_nodes": 2}}, "launch.trainer_nodes: 2 machines are a Ray cluster"),
+        ({"launch": {"max_restarts": 1}}, "launch.max_restarts: 1 is for a machine that is lost"),
+        ({"launch": {"ray": "auto", "colocate": True}}, "launch.colocate: with launch.ray servers have GPUs of their own"),
+        ({"launch": {"ray": "auto", "server_port": 8000}}, "each server takes a free port of its node"),
+        ({"inference": {"replicas": {"min": 1, "max": 2}}}, "inference.replicas: servers come and go with the nodes"),
+        ({"inference": {"replicas": {"min": 3, "max": 2}}}, "min is 3 and max is 2; max is the larger one"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
         ({"inference": {"host": "a" * 64}}, "cannot be the name of a host: a part between its dots is empty or too long"),

@@ -11,7 +11,6 @@ from tests.e2e.support import Run, make_run, rewards
 pytestmark = pytest.mark.slow
 
 STILL = "no step was finished and no token generated"
-NOT_ENDED = "did not end the process within launch.stop_timeout_s = 8 s"
 
 
 def _run(folder: Path, reward: str, *more: str) -> Run:
@@ -35,7 +34,6 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_pat
     for part in (STILL, "is waiting for the samples of step", "being scored", "has been serving for"):
         assert part in printed
     assert run.metrics(), "there was a run before it stood still"
-    assert "thread rollout:" in run.logs()
     assert "in blocks_the_event_loop" in run.logs()
 
 
@@ -44,5 +42,4 @@ def test_a_run_that_can_still_save_does_so_before_it_ends(tmp_path: Path) -> Non
     run = _run(tmp_path, "user_rewards:never_answers")
     printed = run.fail()
     assert STILL in printed
-    assert NOT_ENDED not in printed
     assert run.checkpoints() == [len(run.metrics())] != [0]

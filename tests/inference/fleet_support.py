@@ -45,9 +45,9 @@ class Watch:
         """Until so many more were answered than the `since` of an earlier moment, which was len(heartbeats)."""
         self.wait(lambda: len(self.heartbeats) >= since + number, f"{number} heartbeats")
 
-    def tell(self, event: str, detail: str = "", index: int = 0) -> None:
+    def tell(self, event: str, detail: str = "", index: int = 0, **more: str) -> None:
         """A message of the launcher."""
-        self.fleet.on_server_event({"kind": "server_event", "index": index, "event": event, "detail": detail})
+        self.fleet.on_server_event({"kind": "server_event", "index": index, "event": event, "detail": detail, **more})
 
     def wait_until_up(
         self,

@@ -58,6 +58,21 @@ def test_a_killed_server_is_fenced_and_its_restart_asked_for_once() -> None:
         assert watch.fleet.failures[0].recovery_s is None
 
 
+def test_a_server_that_comes_with_a_node_or_moves_to_another_is_found_at_its_new_address() -> None:
+    with local_server() as first, local_server() as joined, local_server() as moved, watched([first.url, ""]) as watch:
+        watch.wait_state(READY)
+        assert watch.fleet.server(1).state is DOWN
+        watch.tell("starting", index=1, url=joined.url)
+        watch.wait_state(READY, index=1)
+        watch.serve_all()
+        moved.instance_id = "second"
+        watch.tell("starting", "its node was lost", url=moved.url)  # before the fleet has missed it
+        watch.wait_state(READY)
+        assert [server.url for server in watch.fleet.servers()] == [moved.url, joined.url]
+        assert [server.url for server in watch.fleet.serving()] == [joined.url]
+        assert (watch.restarts, len(watch.fleet.failures)) == ([], 1)
+
+
 def test_one_broken_connection_is_no_death() -> None:
     """Only a second one in a row counts."""
     with local_server() as server, watched([server.url], interval_s=600.0) as watch:

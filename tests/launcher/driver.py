@@ -1,7 +1,7 @@
 """The launcher with stand-ins for its children: `python -m tests.launcher.driver JSON`, see `LauncherProcess`.
 
 Options: folder; trainer and server (modes of the stand-ins, or a server that is "missing"); torchrun; stop_timeout_s; inference and
-launch (values of these sections); node_rank.
+launch (values of these sections).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.launcher import follower, train
+from grpo_async.launcher import run, train
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from tests.launcher.support import make_config
 
@@ -36,14 +36,14 @@ def main(options: dict[str, Any]) -> int:
         servers = [replace(spec, command=(*command, name)) for spec, name in zip(plan.servers, names, strict=True)]
         return replace(plan, servers=tuple(servers), trainer=trainer)
 
-    train.plan_processes = follower.plan_processes = plan_stand_ins  # type: ignore[attr-defined]
+    run.plan_processes = plan_stand_ins  # type: ignore[attr-defined]
     config = make_config(
         folder,
         launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},
         inference=options.get("inference", {}),
     )
-    code = train.launch(config, node_rank=options.get("node_rank"))
-    if "torch" in sys.modules and config.launch.nodes.count == 1:  # several machines meet in a store of torch
+    code = train.launch(config)
+    if "torch" in sys.modules:
         raise AssertionError("the launcher imported torch")
     return code
 

@@ -15,7 +15,6 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import share_gpus
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
-from grpo_async.processes.assignment import Node
 from grpo_async.processes.machine import Machine
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
@@ -46,7 +45,7 @@ def _plan(
     engine: EngineChoice = VLLM_ON_GPU,
 ) -> MemoryPlan:  # fmt: skip
     config = _shared(config) if len(gpus) == 1 else config
-    return plan_memory(config, engine, share_gpus(config, engine, gpus, Node()), gpu_bytes)
+    return plan_memory(config, engine, share_gpus(config, engine, gpus), gpu_bytes)
 
 
 def _left(config: ExperimentConfig, num_servers: int) -> float:

@@ -14,7 +14,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import GpuShares, fill_dtypes, plan_transport, share_gpus
-from grpo_async.launcher.plan import ProcessPlan, plan_dry
+from grpo_async.launcher.plan import ProcessPlan, plan_dry, plan_processes
 from grpo_async.launcher.serve import serve_replicas
 from grpo_async.processes import machine
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
@@ -104,7 +104,7 @@ def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
         return 0
 
     monkeypatch.setattr("grpo_async.launcher.serve._serve", serve)
-    launch = {"nodes": {"train": 2}, "sharding": "hybrid", "rdzv": "node-0:29400"}  # of the run that they are for
+    launch = {"ray": "auto", "trainer_nodes": 2, "sharding": "hybrid"}  # of the run that they are for
     config = make_config(tmp_path, inference={"replicas": 2}, launch=launch)
     for port in (443, 65_200):
         assert serve_replicas(config, EMBEDDED, port) == 0
@@ -160,13 +160,11 @@ def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the
     for wanted, kind in (("auto", "nccl"), ("gloo", "gloo"), ("nccl", "nccl")):
         weights = {"transport": wanted, "host": "10.0.0.1"}
         config = make_config(tmp_path, inference={"urls": ["http://a:1"]}, weights=weights, launch={"device": "cuda"})
-        assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ("0",), Node()), Node())[0] == kind
+        assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ("0",)))[0] == kind
     config = make_config(tmp_path, inference={"urls": ["http://a:1"]}, weights={"host": "10.0.0.1"})
-    assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, (), Node()), Node())[0] == "gloo"
+    assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ()))[0] == "gloo"
     config = make_config(tmp_path, model={"lora": {"push": "adapter"}}, launch={"device": "cuda"})
-    assert (
-        plan_transport(config, VLLM_ON_GPU, share_gpus(config, VLLM_ON_GPU, ("0", "1"), Node()), Node())[0] == "gloo"
-    ), "no other way"
+    assert plan_transport(config, VLLM_ON_GPU, share_gpus(config, VLLM_ON_GPU, ("0", "1")))[0] == "gloo", "no other way"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
         launch={"num_trainer_ranks": ranks, "device": "cuda", "colocate": colocate},
         inference={"replicas": replicas, "vllm": dict(zip(names, sizes, strict=True))},
     )
-    shares = share_gpus(config, VLLM_ON_GPU, tuple(gpus), Node())
+    shares = share_gpus(config, VLLM_ON_GPU, tuple(gpus))
     assert shares.trainer == tuple(trainer)
     assert shares.servers == tuple(tuple(server) for server in servers)
     assert shares.shared == tuple(gpu for gpu in trainer if gpu in "".join(servers))
@@ -198,16 +196,16 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
 
 def test_servers_beside_a_trainer_on_the_cpu_have_their_own_gpus_whatever_colocate_says(tmp_path: Path) -> None:
     config = make_config(tmp_path, launch={"device": "cpu", "colocate": True}, inference={"replicas": 2})
-    assert share_gpus(config, VLLM_ON_GPU, ("0", "1"), Node()).servers == (("0",), ("1",))
+    assert share_gpus(config, VLLM_ON_GPU, ("0", "1")).servers == (("0",), ("1",))
     with pytest.raises(ConfigError, match="this machine has 1 GPU for the run, and it needs 2 for 2 servers"):
-        share_gpus(config, VLLM_ON_GPU, ("0",), Node())
+        share_gpus(config, VLLM_ON_GPU, ("0",))
 
 
 @pytest.mark.parametrize(
     ("gpus", "ranks", "parallel", "colocate", "words"),
     [
         # the servers would be on trainer GPUs 0 to 3, with 6 and 7 idle
-        (8, 6, 4, False, r"6 for the trainer's ranks .*launch\.nodes\.infer.*launch\.colocate: true"),
+        (8, 6, 4, False, r"6 for the trainer's ranks .*launch\.ray.*launch\.colocate: true"),
         (1, 3, 1, True, "3 for the trainer's ranks .*lower them"),
         (2, 1, 4, True, "4 for 1 server of 4"),
     ],
@@ -218,7 +216,7 @@ def test_too_few_gpus_are_an_error_that_says_what_to_do(
     launch = {"num_trainer_ranks": ranks, "colocate": colocate}
     config = make_config(tmp_path, launch=launch, inference={"vllm": {"tensor_parallel_size": parallel}})
     with pytest.raises(ConfigError, match=rf"launch: this machine has {gpus} GPU.*{words}"):
-        share_gpus(config, VLLM_ON_GPU, tuple(map(str, range(gpus))), Node())
+        share_gpus(config, VLLM_ON_GPU, tuple(map(str, range(gpus))))
 
 
 def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
@@ -228,18 +226,11 @@ def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
     config = load_config(Path("configs/cluster.yaml"))
     plan = plan_dry(config, machine=Machine(num_cpus=2))
     text = plan.describe()
-    assert "node 0     leads; trainer ranks 0-7 on GPU 0,1,2,3,4,5,6,7 (this machine)" in text
-    assert "node 1     trainer ranks 8-15 on GPU 0,1,2,3,4,5,6,7" in text
-    assert "node 2     servers 0 on GPU 0, 1 on GPU 1, 2 on GPU 2, 3 on GPU 3" in text
-    assert "node 3     servers 8 on GPU 0, 9 on GPU 1" in text
+    assert "launch.ray: 2 machines train, with 8 ranks each" in text
+    assert "launch.ray: 8 to 16 servers, each on a node that has room for it" in text
     assert "weights    nccl: trainer and servers have separate GPUs" in text
     assert "trainer: 8 processes, 1 CPU thread each, GPU 0,1,2,3,4,5,6,7" in text
     assert plan.servers == ()
-    other = plan_dry(
-        config, Node(rank=3, num_train=2, num_infer=2), machine=Machine(num_cpus=2, gpus=tuple("01234567"))
-    )
-    assert [spec.gpus for spec in other.servers] == [(gpu,) for gpu in "01234567"]
-    assert other.trainer is None
     # six GPUs on each machine are too few for eight ranks
     with pytest.raises(ConfigError, match=r"this machine has 6 GPUs .* it needs 8 for the trainer's ranks"):
         plan_dry(config, machine=Machine(num_cpus=2, gpus=tuple("012345")))
@@ -247,9 +238,9 @@ def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
 
 def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_variable_alone(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    shares = share_gpus(config, VLLM_ON_CPU, ("0", "1"), Node())
+    shares = share_gpus(config, VLLM_ON_CPU, ("0", "1"))
     assert (shares.trainer, shares.servers) == (("0",), ((),))
-    assert share_gpus(config, VLLM_ON_GPU, (), Node()) == GpuShares(trainer=None, servers=(None,))
+    assert share_gpus(config, VLLM_ON_GPU, ()) == GpuShares(trainer=None, servers=(None,))
     plan = make_plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_CPU)
     assert plan.servers[0].environment["CUDA_VISIBLE_DEVICES"] == ""
     assert plan.trainer is not None
@@ -282,14 +273,14 @@ def test_the_transport_fits_the_devices_and_what_does_not_is_refused_but_for_glo
         inference={"replicas": replicas},
         weights={"transport": wanted},
     )
-    shares = share_gpus(config, engine, tuple(gpus), Node())
+    shares = share_gpus(config, engine, tuple(gpus))
     if found is None:
         with pytest.raises(
             ConfigError, match=rf"weights\.transport: {wanted} is impossible between .* set \w+, or auto"
         ):
-            plan_transport(config, engine, shares, Node())
+            plan_transport(config, engine, shares)
     else:
-        kind, reason = plan_transport(config, engine, shares, Node())
+        kind, reason = plan_transport(config, engine, shares)
         assert (kind, reason[: len(found[1])]) == found
 
 
@@ -380,3 +371,44 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said_to_be_cut(tmp_path: Path)
         in make_plan(make_config(tmp_path, training={"max_steps": 3}, **warmup)).describe()
     )
     assert "warmup_steps" not in make_plan(make_config(tmp_path, training={"max_steps": 5}, **warmup)).describe()
+
+
+def test_each_node_of_a_cluster_plans_its_ranks_or_its_server(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        launch={"ray": "auto", "trainer_nodes": 2, "num_trainer_ranks": 2},
+        inference={"engine": "vllm", "replicas": {"min": 1, "max": 2}, "vllm": {"tensor_parallel_size": 2}},
+    )
+
+    def plan(rank: int, address: str, **options: Any) -> ProcessPlan:
+        run_dir = RunDir(Path("/runs/x"))
+        assignment = Assignment(
+            run_dir=run_dir,
+            attempt_dir=run_dir.attempt(1),
+            private_dir=Path("/private"),
+            server_urls=("", "http://10.0.0.4:8001"),
+            node=Node(rank=rank, count=2, address="10.0.0.1", port=555, own_address=address),
+        )
+        machine = Machine(num_cpus=8, gpus=("4", "5"))
+        return plan_processes(
+            config,
+            engine=VLLM_ON_GPU,
+            assignment=assignment,
+            token="secret",
+            machine=machine,
+            plans_memory=False,
+            **options,
+        )
+
+    assert plan(0, "10.0.0.1", servers=range(0)).assignment.transport == "nccl"
+    trainer = plan(1, "10.0.0.2", servers=range(0)).trainer
+    assert trainer is not None
+    options = dict(pairwise(trainer.command))
+    assert (options["--nnodes"], options["--node-rank"], options["--master-addr"]) == ("2", "1", "10.0.0.1")
+    assert (trainer.gpus, trainer.log_name) == (("4", "5"), "trainer_node1.log")
+    served = plan(0, "10.0.0.4", trains=False, servers=range(1, 2))
+    assert served.trainer is None
+    (server,) = served.servers
+    assert dict(pairwise(server.command))["--port"] == "8001"
+    assert {"inference.host=10.0.0.4", "inference.replicas=1"} <= set(server.command)
+    assert (server.gpus, server.log_name) == (("4", "5"), "server_1.log")

@@ -18,8 +18,9 @@ import pytest
 from grpo_async.inference.fleet import ServerEvent
 from grpo_async.launcher.local import LocalProcesses, RestartCount
 from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
-from grpo_async.processes.assignment import Assignment, Node
-from grpo_async.run_directory import RunDir
+from grpo_async.processes.assignment import Assignment
+from grpo_async.run_directory import RunDir, attempt_config
+from grpo_async.utils.files import write_atomically
 from grpo_async.utils.processes import START_VARIABLE
 from tests.launcher.support import EMBEDDED, START_S, LauncherProcess, make_config
 from tests.support.waiting import eventually, is_alive
@@ -204,7 +205,7 @@ def _spawned(
     folder: Path,
     *,
     logs: Path | None = None,
-    node: Node = Node(num_train=0, num_infer=1),  # noqa: B008 - it is frozen
+    leads: bool = True,
     command: tuple[str, ...] = PAUSE,
     max_restarts: int = 3,
     has_trainer: bool = True,
@@ -213,12 +214,13 @@ def _spawned(
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
     )
-    launch = {"nodes": {"train": max(1, node.num_train), "infer": node.num_infer if node.num_train else 0}}
-    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts}, launch=launch)
-    assignment = Assignment(run_dir=RunDir(folder), attempt_dir=logs or folder, private_dir=folder, node=node)
+    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
+    assignment = Assignment(run_dir=RunDir(folder), attempt_dir=logs or folder, private_dir=folder)
+    write_atomically(attempt_config(assignment.attempt_dir), "")
     plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None, num_gpus=0)
     display: Any = news
-    return LocalProcesses(config, plan, display, tell_trainer=news.server_event if has_trainer else None)
+    tell_trainer = news.server_event if has_trainer else None
+    return LocalProcesses(config, plan, display, tell_trainer=tell_trainer, leads=leads)
 
 
 def _serves(local: LocalProcesses, num_restarts: int = 0) -> None:
@@ -296,14 +298,14 @@ def test_without_a_trainer_a_server_is_restarted_and_nothing_says_that_it_serves
     assert [note.partition(" (log")[0] for note in news.notes] == ["the inference server starts again"] * 2
 
 
-def test_a_machine_that_node_0_leads_leaves_it_to_node_0_whether_the_run_continues(tmp_path: Path) -> None:
+def test_a_node_that_another_one_leads_leaves_it_to_that_whether_the_run_continues(tmp_path: Path) -> None:
     """It does not know which servers other machines have lost."""
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path, node=Node(rank=2, num_train=1, num_infer=2), max_restarts=0) as local:
+        async with _spawned(news, tmp_path, leads=False, max_restarts=0) as local:
             await local.start()
-            local.receive({"kind": "server_serving", "index": 1, "num_restarts": 0})
+            _serves(local)
             os.kill(local.running_servers[0].pid, signal.SIGKILL)
             await news.wait_for("given_up", 0)
             assert not local.lost_servers.is_set()
@@ -316,9 +318,9 @@ def test_a_machine_that_node_0_leads_leaves_it_to_node_0_whether_the_run_continu
 
 def test_a_lost_machine_is_one_warning_and_one_reason_however_many_servers_it_had(tmp_path: Path) -> None:
     news: Any = News()
-    config = make_config(tmp_path, launch={"nodes": {"train": 1, "infer": 2}}, inference={"replicas": 4})
-    node = Node(num_train=1, num_infer=2)
-    assignment = Assignment(run_dir=RunDir(tmp_path), attempt_dir=tmp_path, private_dir=tmp_path, node=node)
+    config = make_config(tmp_path, inference={"replicas": 8})
+    assignment = Assignment(run_dir=RunDir(tmp_path), attempt_dir=tmp_path, private_dir=tmp_path)
+    write_atomically(attempt_config(tmp_path), "")
     plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(), trainer=None, num_gpus=0)
     local = LocalProcesses(config, plan, news, tell_trainer=news.server_event)
     local.give_up(range(4), "node 1 is gone")

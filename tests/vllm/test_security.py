@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-import resource
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -15,7 +12,6 @@ import psutil
 import pytest
 
 from grpo_async.inference import api
-from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer
 
@@ -75,29 +71,6 @@ def test_the_token_opens_every_path_of_ours_and_development_routes_are_not_there
     described = vllm_server.client.get("/openapi.json").json()["paths"]
     assert not {"/collective_rpc", "/server_info", "/reset_prefix_cache"} & set(described)
     assert vllm_server.client.post("/collective_rpc", json={"method": "load_model"}).status_code == 404
-
-
-def test_connections_that_say_nothing_keep_nobody_out(vllm_server: VllmServer) -> None:
-    """The API server may open 40 more files, and 100 connections come."""
-    pid, url = vllm_server.process.pid, httpx.URL(vllm_server.url)
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 40, before[1]))
-    try:
-        with ExitStack() as stack:
-            for _ in range(100):
-                stack.enter_context(socket.create_connection((url.host, url.port), timeout=20.0))
-            token = {"Authorization": f"Bearer {vllm_server.token}"}
-
-            def is_answered() -> bool:
-                try:
-                    return httpx.get(url.join("/rollout/info"), headers=token, timeout=20.0).status_code == 200
-                except (httpx.ReadError, httpx.RemoteProtocolError):
-                    # libuv resets or closes who comes in the moment in which no descriptor is free.
-                    return False
-
-            assert eventually(is_answered, timeout_s=9.0)  # silent connections have 10 s
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 def test_the_token_is_in_no_command_line_and_no_log(vllm_server: VllmServer) -> None:

@@ -1,1 +1,0 @@
-"""Several machines: how their launchers find each other."""

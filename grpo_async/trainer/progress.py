@@ -1,0 +1,106 @@
+"""Tells the launcher's watcher whether the run makes progress, and what waits for what (`training.stall_timeout_s`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.sections import MAX_RESTART_DELAY_S
+from grpo_async.inference.fleet import Fleet, Server, ServerState
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.heartbeat import report_progress
+from grpo_async.rollout.source import RolloutSource
+from grpo_async.training.timing import Activity
+
+logger = logging.getLogger(__name__)
+
+_MAX_INTERVAL_S = 5.0
+_REPORTS_PER_TIMEOUT = 10
+
+
+class ProgressReporter:
+    """A thread of rank 0, from `start` to `stop`. It goes on when the main thread hangs in a collective, or the rollout thread in
+    a user's function.
+
+    Args:
+        source: generated tokens, and what is in flight.
+        version: number of finished steps.
+        activity: what the main thread is doing.
+        fleet: tokens of evaluations, and whether servers are starting.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        config: ExperimentConfig,
+        *,
+        source: RolloutSource,
+        version: Callable[[], int],
+        activity: Activity,
+        fleet: Fleet,
+    ) -> None:
+        self._socket = assignment.heartbeat_socket
+        self._config = config
+        self._source = source
+        self._version = version
+        self._activity = activity
+        self._fleet = fleet
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._report, name="progress", daemon=True)
+
+    def start(self) -> None:
+        """Begin to report. Call it when servers serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._ended.set()
+
+    def _report(self) -> None:
+        timeout_s = self._config.training.stall_timeout_s
+        interval_s = min(_MAX_INTERVAL_S, timeout_s / _REPORTS_PER_TIMEOUT)
+        seen: object = None
+        changed_at = slept_at = time.monotonic()
+        while not self._ended.wait(timeout=interval_s):  # until `stop`; a daemon thread
+            was_stopped = time.monotonic() - slept_at > interval_s + timeout_s / 2  # SIGSTOP: not a stall
+            progress = self._progress()
+            now = slept_at = time.monotonic()
+            if progress != seen or was_stopped or self._is_excused():
+                seen, changed_at = progress, now
+            unchanged_s = now - changed_at
+            report_progress(self._socket, unchanged_s, self._describe(unchanged_s))
+            if unchanged_s >= timeout_s:
+                logger.error("where the tasks of the rollout thread wait:\n%s", self._source.task_stacks())
+                return
+
+    def _progress(self) -> object:
+        """Changes while the run makes progress."""
+        tokens = self._source.ledger_snapshot()["tokens"]["started"]
+        # only the servers know the tokens of evaluations; the end of a run (save, export) shows in what the main thread begins
+        return self._version(), tokens, self._fleet.read_counters().generated_tokens, self._activity.num_begun
+
+    def _is_excused(self) -> bool:
+        """Whether a server loads or is restarted: nothing else may be able to continue. The fleet has limits for that."""
+        longest_s = self._config.inference.startup_timeout_s + MAX_RESTART_DELAY_S
+        now = time.monotonic()
+        return any(
+            server.state in (ServerState.STARTING, ServerState.DOWN) and now - server.since < longest_s
+            for server in self._fleet.servers()
+        )
+
+    def _describe(self, unchanged_s: float) -> str:
+        """A paragraph on what waits for what."""
+        servers = _servers(self._fleet.servers(), time.monotonic())
+        return (
+            f"no step was finished and no token generated for {unchanged_s:.0f} s; raise `training.stall_timeout_s` if this is "
+            f"expected. The trainer has finished step {self._version()} and is {self._activity}. "
+            f"{self._source.describe()}. Servers: {servers}. "
+            "The stacks of all threads are in the folder of the logs, and where tasks wait is in trainer.log."
+        )
+
+
+def _servers(servers: Sequence[Server], now: float) -> str:
+    return "; ".join(f"{server.name} has been {server.state} for {now - server.since:.0f} s" for server in servers)

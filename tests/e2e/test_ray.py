@@ -1,0 +1,118 @@
+"""One command on a Ray cluster: nodes that are lost, nodes that join, a stop, a resume. The nodes are raylets on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.support import SMALL, Run, finish, make_run
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+LIMIT_S = 300.0  # a raylet takes seconds to start, and so does every process of a run
+NODE = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80 << 20}
+SETTINGS = (
+    *SMALL,
+    "launch={ray: auto, trainer_nodes: 2, device: cpu, max_restarts: 1}",
+    "inference.replicas={min: 1, max: 2}",
+    "evaluation=null",
+    "checkpoint.every_steps=2",
+    "training.max_steps=5000",
+    "rollout.max_rounds_without_signal=5000",  # it trains until it is ended, whatever becomes of the policy
+)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head and four nodes with room for one process each."""
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    address = ray.util.get_node_ip_address()
+    cluster = Cluster(
+        initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "node_ip_address": address}, shutdown_at_exit=False
+    )
+    try:
+        for _ in range(4):
+            cluster.add_node(**NODE, node_ip_address=address)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def _processes(run: Run, part: str) -> list[psutil.Process]:
+    """The processes of the run whose command contains `part`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words, environment = " ".join(process.cmdline()), process.environ()
+        except (psutil.Error, OSError):
+            continue
+        is_of_run = str(run.folder) in words or str(run.folder) in environment.get("GRPO_ASYNC_ASSIGNMENT", "")
+        if is_of_run and part in words:
+            found.append(process)
+    return found
+
+
+def _kill_node_of(process: psutil.Process) -> None:
+    """Kill -9 the raylet that the process descends from."""
+    (raylet,) = [each for each in process.parents() if each.name() == "raylet"]
+    raylet.kill()
+
+
+def _nothing_is_left(run: Run) -> bool:
+    return eventually(lambda: not _processes(run, ""), 60.0)
+
+
+@pytest.mark.timeout(1500)
+def test_nodes_are_lost_and_join_and_the_run_goes_on_until_it_is_stopped(cluster: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", SETTINGS)
+    command = run.start()
+    run.wait_for_servers(command, serving=2, timeout_s=LIMIT_S)
+    run.wait_for_step(2, command, timeout_s=LIMIT_S)
+    assert len(_processes(run, "trainer.main")) == 2
+
+    _kill_node_of(_processes(run, "serve-embedded")[0])
+    run.wait_for_servers(command, serving=1, timeout_s=LIMIT_S)
+    run.wait_for_step(len(run.metrics()) + 2, command, timeout_s=LIMIT_S)
+    cluster.add_node(**NODE, node_ip_address=cluster.head_node.node_ip_address)
+    run.wait_for_servers(command, serving=2, timeout_s=LIMIT_S)
+    assert len(_processes(run, "serve-embedded")) == 2
+
+    (other,) = [each for each in _processes(run, "trainer.main") if each.environ()["RANK"] == "1"]
+    _kill_node_of(other)
+    cluster.add_node(**NODE, node_ip_address=cluster.head_node.node_ip_address)
+    assert eventually(lambda: (run.folder / "logs" / "attempt_2" / "trainer.log").exists(), LIMIT_S)
+    run.wait_for_step(len(run.metrics()) + 4, command, timeout_s=LIMIT_S)
+
+    command.send_signal(signal.SIGINT)
+    done = finish(command, timeout_s=LIMIT_S)
+    assert done.returncode == 130, done.stdout[-3000:]
+    assert "trainer node 1 (" in done.stdout
+    assert "begins again by itself" in done.stdout
+    assert _nothing_is_left(run)
+    summary = run.summary()
+    assert (summary["status"], summary["ledger_closed"]) == ("stopped", True)
+    last = len(run.metrics())
+    assert run.checkpoints()[-1] == last
+    assert [line["step"] for line in run.metrics()] == list(range(1, last + 1))
+
+    again = finish(run.start("--resume", "--set", f"training.max_steps={last + 2}"), timeout_s=LIMIT_S)
+    assert again.returncode == 0, again.stdout[-3000:]
+    assert run.summary()["ledger_closed"]
+    assert _nothing_is_left(run)
+
+    killed = run.start("--clean")
+    run.wait_for_step(1, killed, timeout_s=LIMIT_S)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert _nothing_is_left(run)
