@@ -117,13 +117,13 @@ def test_the_run_is_that_of_the_configuration_with_the_chosen_model(
         model={"lora": {}},
         loss={"beta": 0.1, "reference": "another", "proximal": "recomputed", "correction": {"level": "token"}},
         rollout={"top_p": 0.9},
-        launch={"nodes": {"train": 2}, "num_trainer_ranks": 4, "server_port": 4000},
+        launch={"ray": "auto", "trainer_nodes": 2, "num_trainer_ranks": 4},
     )
     exported = _model(tmp_path / "exported")
     outcome = run_evaluation(config, checkpoint=str(exported), out=tmp_path / "found")
     (given,) = led
     assert (given.model.path, given.model.lora) == (str(exported), None)
-    assert (given.launch.nodes.count, given.launch.num_trainer_ranks, given.launch.server_port) == (1, 4, 4000)
+    assert (given.launch.ray, given.launch.trainer_nodes, given.launch.num_trainer_ranks) == (None, 1, 4)
     assert given.run_path == tmp_path / "found"
     assert not given.loss.needs_reference
     assert given.rollout == config.rollout
