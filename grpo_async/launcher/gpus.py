@@ -43,6 +43,14 @@ def fill_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[s
     )
 
 
+def gpus_of_lead(config: ExperimentConfig, gpus: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the GPUs of the machine with rank 0: those of this one, `gpus`. On a Ray cluster it may be another machine, which
+    is assumed to have what it needs."""
+    if gpus or config.launch.ray is None or config.launch.device == "cpu":
+        return gpus
+    return tuple(map(str, range(config.launch.num_trainer_ranks)))
+
+
 def trains_on_gpu(config: ExperimentConfig, gpus: Sequence[str]) -> bool:
     """`launch.device: auto` takes GPUs where the machine has any."""
     return config.launch.device == "cuda" or (config.launch.device == "auto" and bool(gpus))

@@ -27,6 +27,7 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.gpus import (
     GpuShares,
     fill_dtypes,
+    gpus_of_lead,
     plan_transport,
     share_gpus,
     trains_on_gpu,
@@ -137,9 +138,8 @@ def plan_dry(
         ports = (0,) * config.inference.max_replicas if launch.server_port is None else None
         urls = own_urls(config, config.inference.host, ports=ports)
     else:
-        needed = 0 if launch.device == "cpu" else launch.num_trainer_ranks
         plans_memory = plans_memory and bool(machine.gpus)
-        machine = replace(machine, gpus=machine.gpus or tuple(map(str, range(needed))))
+        machine = replace(machine, gpus=gpus_of_lead(config, machine.gpus))
         notes = (*ray_notes(config), *notes)
     run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(

@@ -15,7 +15,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import fill_dtypes
+from grpo_async.launcher.gpus import fill_dtypes, gpus_of_lead
 from grpo_async.launcher.lifecycle import end_with_report
 from grpo_async.launcher.plan import plan_dry
 from grpo_async.launcher.prepare import check_start
@@ -51,7 +51,6 @@ def launch(
             part.
     """
     output = output or Output()
-    checking = "checking the configuration, the data and the rewards ..."
     with output.reporting():
         if config.launch.ray is not None and not dry_run:
             if find_spec("ray") is None:
@@ -61,16 +60,15 @@ def launch(
             return run_on_ray(config, resume=resume, clean=clean, output=output)
         start = check_start(config, resume=resume, clean=clean)  # before what takes seconds
         engine = choose_engine(config, is_here=config.launch.ray is None)
-        filled = fill_dtypes(config, engine, inspect_machine().gpus)
-        with output.working(checking):
-            notes = check_inputs(filled, engine=engine, deep=dry_run)
+        config = fill_dtypes(config, engine, gpus_of_lead(config, inspect_machine().gpus))
+        with output.working("checking the configuration, the data and the rewards ..."):
+            notes = check_inputs(config, engine=engine, deep=dry_run)
         if dry_run:  # it describes the whole cluster, not this machine
             plan = plan_dry(config, resume_step=start.resume_step, plans_memory=True, notes=[*start.notes, *notes])
             output.answer(f"{plan.describe()}\n{dump_config(config)}dry run: nothing was started or written")
             return 0
-        run_dir = RunDir(filled.run_path.absolute())
-        with prepared(
-            filled, run_dir, resume=resume, clean=clean
-        ) as start:  # another launcher may have had it until now
-            outcome = lead_run(filled, engine, output, start=start, notes=notes)
-            return end_with_report(outcome, filled, run_dir, output)
+        run_dir = RunDir(config.run_path.absolute())
+        # again, with the lock: another launcher may have had it until now
+        with prepared(config, run_dir, resume=resume, clean=clean) as start:
+            outcome = lead_run(config, engine, output, start=start, notes=notes)
+            return end_with_report(outcome, config, run_dir, output)
