@@ -80,7 +80,7 @@ def test_the_names_in_the_tables_of_the_migration_page_are_known() -> None:
         (["data.train.type"], 'default "jsonl"\n  jsonl: One JSON object per line.\n'),
         (["rewards"], "\n  Keys: function, model, name, "),
         (["environments"], "\n  Keys: factory, arguments, "),
-        (["tracking"], "completions and the\n  verdict on learning after each evaluation.\n"),
+        (["tracking"], "held-out completions and the\n  diagnosis of learning after each evaluation.\n"),
         ([], "training.max_steps "),
     ],
 )
