@@ -151,7 +151,7 @@ def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch
     trackers.close()
     *_, table, verdict = SQLiteStorage.get_logs("p", "tracked")
     assert table["held_out/completions"]["_value"] == [dict(zip(ROWS[0], row, strict=True)) for row in DATA]
-    assert verdict["verdict"]["_value"] == [{"step": 3, "verdict": VERDICT}]
+    assert verdict["diagnosis"]["_value"] == [{"step": 3, "diagnosis": VERDICT}]
 
 
 def test_a_tracker_that_cannot_be_set_up_stops_the_run_before_it_begins(

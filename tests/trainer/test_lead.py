@@ -22,7 +22,7 @@ from grpo_async.config.sections import EvaluationSection
 from grpo_async.display.summary import print_summary
 from grpo_async.errors import ConfigError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult
-from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer import connections as connections_module
@@ -118,6 +118,7 @@ class _Source(FakeSource):
         self.resume_state = lambda: ResumeState(data={}, outstanding=[], ledger={})
         self.ledger_snapshot = dict
         self.wake = self.interrupt = self.stop_generating = lambda: None
+        self.tell_of_failures = lambda tell: None
 
     def begin_evaluation(self, task: Any, *, num_tokens: Any) -> Future[Any]:
         self.events.append(f"evaluate {task.step}")  # the evaluator gives its task back
@@ -191,6 +192,7 @@ def _lead(
     config: ExperimentConfig,
     *,
     resume_step: int | None = None,
+    purpose: Purpose = "train",
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""
     config = config.model_copy(update={"evaluation": EvaluationSection()})
@@ -198,7 +200,7 @@ def _lead(
     run_dir.create()
     place = Assignment(
         run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=("http://127.0.0.1:1",),
-        resume_step=resume_step,
+        resume_step=resume_step, purpose=purpose,
     )  # fmt: skip
     told: list[str] = []
     sizes = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=dict))

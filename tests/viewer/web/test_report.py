@@ -51,7 +51,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     )
     found = _answers(run)
     top = found["run"]
-    assert top["outcome"] == "The run finished after 20 of 20 steps in 2:05."
+    assert top["outcome"] == "The run finished after 20 of 20 steps, 2:05 of training."
     assert ["held-out reward", "0.1 → 0.9", "always the most frequent answer: 0.2"] in top["statistics"]
     assert ["stored rollouts", "4", "in 2 groups"] in top["statistics"]
     assert "from 0.1 to 0.9: +0.800" in top["verdict"]["text"]
@@ -128,14 +128,16 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_after_its_last_step_says_what_is_left(tmp_path: Path) -> None:
     """The export and the last evaluation come after it."""
     outcome = _answers(write_run(tmp_path, metrics=steps(20), state="stopped"))["run"]["outcome"]
-    assert outcome == "The run was stopped after 20 of 20 steps in 40 s, before its end; --resume does the rest."
+    assert (
+        outcome == "The run was stopped after 20 of 20 steps, 40 s of training, before its end; --resume does the rest."
+    )
 
 
 @pytest.mark.parametrize("state", ["failed", "running"])
 def test_the_time_of_an_attempt_before_is_not_told_of_this_one(tmp_path: Path, state: str) -> None:
     left = {"status": "stopped", "steps": 3, "wall_s": 32.0}
     run = write_run(tmp_path, metrics=steps(120), state=state, error="it broke", summary=left)
-    assert "120 of 120 steps in 4:00" in _answers(run)["run"]["outcome"]  # 120 x 2 s
+    assert "120 of 120 steps, 4:00 of training" in _answers(run)["run"]["outcome"]  # 120 x 2 s
 
 
 def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
@@ -267,7 +269,12 @@ def _opened(
 
 def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(browser: Browser, tmp_path: Path) -> None:
     run = RunDir(write_stored_run(tmp_path / "good"))
-    write_run(tmp_path / "other", "good", metrics=steps(20), evaluations=[evaluation(0, 0.1), evaluation(20, 0.9)])
+    write_run(
+        tmp_path / "other",
+        "good",
+        metrics=steps(20, sampling__ess=0.4),
+        evaluations=[evaluation(0, 0.1), evaluation(20, 0.9)],
+    )
     for name in ("metrics.jsonl", "evaluations.jsonl", "status.json", "config.yaml"):
         (tmp_path / "other" / "runs" / "good" / name).rename(run.root / name)
     with _opened(browser, write_report([run])) as watched:
@@ -278,9 +285,9 @@ def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(brows
         assert page.locator("#bar nav a").all_inner_texts() == ["Overview", "Curves", "Rollouts", "Settings"]
         for gone in ("a.button:has-text('Report')", "a.button:has-text('Timeline')", "#run", ".run-status"):
             assert page.locator(gone).count() == 0, gone
-        page.click(".findings li:has-text('The held-out reward rose') >> text=See the plot")
+        page.click(".findings li:has-text('Samples are off policy') >> text=See the plot")
         page.wait_for_selector(".curves .uplot")
-        assert page.locator(".curves .chart h3").all_inner_texts() == ["Held-out reward"]
+        assert page.locator(".curves .chart h3").all_inner_texts() == ["Importance ratio"]
         page.click("#bar nav >> text=Curves")
         page.wait_for_selector("h2:has-text('The pipeline')")
         assert page.locator(".curves .chart-plot canvas").count() >= 15
@@ -292,7 +299,7 @@ def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(brows
         page.wait_for_selector("td:has-text('training.max_steps')")
         page.click("#bar nav >> text=Rollouts")
         page.wait_for_selector("text=12 of the best and the worst")
-        page.locator(".rows tbody a[href]").first.click()
+        page.locator(".rows tbody a[href]").last.click()
         page.wait_for_selector("h1:has-text('Rollout')")
         page.click("button:has-text('Tokens')")
         page.locator("[data-token='0']").hover()
@@ -369,7 +376,7 @@ def test_plots_have_the_colors_of_the_scheme_and_paper_shows_all_of_a_page(brows
 @pytest.mark.parametrize(
     ("metrics", "state", "said"),
     [
-        ([], "failed", "No optimizer step was finished."),
+        ([], "failed", "no optimizer step was finished."),
         (steps(1), "stopped", "The run was stopped after 1 of 1 steps"),
         (steps(8), "running", "The run is in progress"),
     ],
