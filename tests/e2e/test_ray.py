@@ -64,6 +64,12 @@ def _processes(run: Run, part: str) -> list[psutil.Process]:
     return found
 
 
+def _ranks(run: Run) -> dict[str, psutil.Process]:
+    """The trainer's ranks, without the processes that start them."""
+    started = [(process, process.environ()) for process in _processes(run, "trainer.main")]
+    return {environment["RANK"]: process for process, environment in started if "RANK" in environment}
+
+
 def _kill_node_of(process: psutil.Process) -> None:
     """Kill -9 the raylet that the process descends from."""
     (raylet,) = [each for each in process.parents() if each.name() == "raylet"]
@@ -80,7 +86,7 @@ def test_nodes_are_lost_and_join_and_the_run_goes_on_until_it_is_stopped(cluster
     command = run.start()
     run.wait_for_servers(command, serving=2, timeout_s=LIMIT_S)
     run.wait_for_step(2, command, timeout_s=LIMIT_S)
-    assert len(_processes(run, "trainer.main")) == 2
+    assert set(_ranks(run)) == {"0", "1"}
 
     _kill_node_of(_processes(run, "serve-embedded")[0])
     run.wait_for_servers(command, serving=1, timeout_s=LIMIT_S)
@@ -89,8 +95,7 @@ def test_nodes_are_lost_and_join_and_the_run_goes_on_until_it_is_stopped(cluster
     run.wait_for_servers(command, serving=2, timeout_s=LIMIT_S)
     assert len(_processes(run, "serve-embedded")) == 2
 
-    (other,) = [each for each in _processes(run, "trainer.main") if each.environ()["RANK"] == "1"]
-    _kill_node_of(other)
+    _kill_node_of(_ranks(run)["1"])
     cluster.add_node(**NODE, node_ip_address=cluster.head_node.node_ip_address)
     assert eventually(lambda: (run.folder / "logs" / "attempt_2" / "trainer.log").exists(), LIMIT_S)
     run.wait_for_step(len(run.metrics()) + 4, command, timeout_s=LIMIT_S)
