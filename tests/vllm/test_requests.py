@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.servers.requests import EngineDeadError, EngineOutput, Gate, TokenStream
-from grpo_async.servers.vllm.patches import track_get_output, wait_until_delivered
+from grpo_async.servers.vllm.patches import drop_seeds_on_cpu, track_get_output, wait_until_delivered
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -140,3 +141,24 @@ def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was
 
     _run(run())
     assert events == ["waited", "waited", "took 1", "handled 1", "took 2", "handled 2", "waited"]
+
+
+@pytest.mark.parametrize(("device", "left"), [("cpu", None), ("cuda", 3)])
+def test_a_seed_never_reaches_an_engine_on_a_cpu(
+    device: str, left: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[Any] = []
+
+    async def send(request: Any) -> None:
+        sent.append(request.sampling_params and request.sampling_params.seed)
+
+    engine: Any = SimpleNamespace(
+        engine_core=SimpleNamespace(add_request_async=send),
+        vllm_config=SimpleNamespace(device_config=SimpleNamespace(device_type=device)),
+    )
+    drop_seeds_on_cpu(engine)
+    with_seed = (SimpleNamespace(sampling_params=SimpleNamespace(seed=3)) for _ in range(2))
+    for request in (*with_seed, SimpleNamespace(sampling_params=None)):
+        asyncio.run(engine.engine_core.add_request_async(request))
+    assert sent == [left, left, None]
+    assert len(caplog.records) == (device == "cpu")  # one line
