@@ -31,9 +31,10 @@ def test_a_seed_does_not_end_a_server_that_prefills_a_prompt_in_chunks(
 ) -> None:
     arguments = ["--max-num-batched-tokens", "128", "--max-num-seqs", str(NUM_SLOTS)]
     with running_server(experiment(str(tiny_model), extra_args=arguments), tmp_path) as server:
-        server.generate(make_request(LONG_PROMPT, max_tokens=4, seed=3))
         body = {"model": server.info().model, "prompt": LONG_PROMPT, "max_tokens": 4, "temperature": 1.0, "seed": 3}
         assert server.client.post("/v1/completions", json=body).status_code == 200
+        not_cached = LONG_PROMPT[::-1]  # what is in the cache of prefixes needs no second chunk
+        server.generate(make_request(not_cached, max_tokens=4, seed=3))
         server.generate(make_request(LONG_PROMPT, max_tokens=4))  # it lives
 
 
