@@ -267,7 +267,8 @@ class AgentSession:
 
     async def _prepare(self, call: Call) -> Request:
         """Find the tokens of a call: those of a long one in a thread, because 1 MB takes a second."""
-        if sum(len(message.get("content") or "") for message in call.messages) < _LONG_CHARS:
+        parts = (part for message in call.messages for part in message.values())  # arguments of tools, too
+        if sum(len(str(part)) for part in parts) < _LONG_CHARS:
             return self._history.prepare(call)
         request = await asyncio.to_thread(self._history.prepare, call)
         if self.is_closed:

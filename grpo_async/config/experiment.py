@@ -133,11 +133,6 @@ class ExperimentConfig(StrictModel):
         return self.model_copy(update={"training": training})
 
     @property
-    def max_groups_ahead(self) -> int:
-        """(max_staleness + 1) x groups_per_step: most groups that are started and not yet trained."""
-        return (self.rollout.max_staleness + 1) * self.rollout.groups_per_step
-
-    @property
     def num_servers(self) -> int:
         """Servers: those of `inference.urls`, else the most of `inference.replicas`."""
         return len(self.inference.urls) or self.inference.max_replicas

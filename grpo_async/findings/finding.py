@@ -1,9 +1,9 @@
-"""One thing to know about a run or about a reward function: the record that commands render."""
+"""One thing to know about a run : the record that commands render."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -12,7 +12,6 @@ class Severity(StrEnum):
 
     ERROR = "error"  # it cannot learn like this
     WARNING = "warning"  # may keep it from learning
-    GOOD = "good"  # as it should be
     NOTE = "note"  # worth knowing
 
     @property
@@ -29,10 +28,8 @@ class Finding:
         title: what was found, as a sentence without its full stop.
         text: the numbers, and what they mean.
         fix: the remedy.
-        numbers: those that it rests on, by name.
         query: selects the rollouts that show it, for inspect-rollouts; None: no rollouts show it.
         plot: the plot of the run's page that shows it.
-        inputs, rows: kinds of completions and 0-based rows with which a reward function went wrong.
     """
 
     key: str
@@ -40,11 +37,8 @@ class Finding:
     title: str
     text: str = ""
     fix: str = ""
-    numbers: Mapping[str, float] = field(default_factory=dict)
     query: str | None = None
     plot: str | None = None
-    inputs: Sequence[str] = ()
-    rows: Sequence[int] = ()
 
 
 def sentence(text: str) -> str:

@@ -147,11 +147,6 @@ class LocalProcesses:
         if self._trainer is not None:
             await self._end([self._trainer])
 
-    async def kill_trainer(self) -> None:
-        """Kill the trainer at once: after a second signal, or because it is frozen."""
-        self.trainer.kill()
-        await asyncio.wait([self.trainer.exited], timeout=KILL_TIMEOUT_S)
-
     async def end_servers(self) -> None:
         """Restart no server from now on, and send SIGTERM to each."""
         self.stopping.set()

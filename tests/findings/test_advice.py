@@ -15,7 +15,7 @@ from grpo_async.store.query import parse_query
 from grpo_async.viewer.web.layout import CHAPTERS
 from tests.viewer.support import steps, wiggle
 
-ERROR, WARNING, GOOD, NOTE = Severity
+ERROR, WARNING, NOTE = Severity
 RATIO = "sampling__importance_sampling_ratio"
 # 16 groups of 8, one step ahead: at most 2 x 16 x 8 = 256 rollouts; 64 of them in flight
 SETTINGS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from grpo_async.findings.advice import speed_advice
 from grpo_async.utils.text import format_number
 from grpo_async.viewer.web.run_data import RunData
 
-LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
+LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.NOTE: "info"}
 _DIAGNOSIS_LEVELS = {True: "good", False: "bad", None: "info"}
 
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
