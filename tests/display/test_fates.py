@@ -103,7 +103,7 @@ def test_state_cause_and_remedy_come_first_on_every_surface(tmp_path: Path, name
         "report": answers_by_view(write_report([run_dir]))["run"],
     }
     for surface, page in pages.items():
-        assert page["verdict"]["text"] == "\n".join(found.lines), surface
+        assert page["verdict"]["text"] == "\n".join(filter(None, [text, fix])), surface
 
 
 def test_a_collapse_keeps_its_remedy_to_the_end(tmp_path: Path) -> None:

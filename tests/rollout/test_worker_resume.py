@@ -261,3 +261,18 @@ def test_closed_groups_are_not_issued_again(tmp_path: Path) -> None:
     setup.run(steps)
     assert kept[0].outstanding == [2, 3]
     assert kept[0].ledger["groups"]["stale"] == 2
+
+
+def test_a_checkpoint_that_is_written_after_generation_has_failed_has_the_prompts_of_its_groups(tmp_path: Path) -> None:
+    setup = _Slow(tmp_path, (2,))
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await until(lambda: len(setup.table.queued()) == 3)
+        task.cancel()
+        await asyncio.wait([task], timeout=5.0)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert setup.groups()["cancelled"] == 1
+    assert kept[0].outstanding == [0, 1, 2, 3]
