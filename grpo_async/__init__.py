@@ -21,8 +21,8 @@ How data flows. The arrows carry records; the boxes are packages:
 Layers. Imports only go down; packages on one line do not import each other:
 
     cli | api                                       commands; the same for notebooks
-    launcher                                        starts, watches and restarts the other processes
-    trainer | cluster                               the trainer's process, which connects all below; several machines
+    launcher                                        starts, watches and restarts the other processes; several machines: Ray
+    trainer                                         the trainer's process, which connects all below
     display                                         what a terminal shows of a run
     checks | evaluation | quickstart                before step 1; during training; tasks that come with their data
     rollout | training | viewer                     the rollout thread; the loop of every rank; looking at the results
@@ -30,6 +30,7 @@ Layers. Imports only go down; packages on one line do not import each other:
         processes                                   how the processes of a run communicate
         agents                                      the endpoint for agents
     data | chat | tools | rewards | buffer | batching | weights | store
+        buffer                                      every group from its start to its end: staleness, admission, the queue
     inference                                       requests to the servers, and which servers are up
     findings                                        is it learning, and what is the bottleneck
     user_code | sandbox

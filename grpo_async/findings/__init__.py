@@ -3,8 +3,7 @@
     run directory -> RunHistory -> diagnose -> Diagnosis      is it learning, why not, what to do
                                 -> find -> [Finding, ...]     causes and advice, the worst first
 
-Everything here is pure, except for what reads a run's files (`history`). The check of reward
-functions gives findings too (rewards.check).
+Everything here is pure, except for what reads a run's files (`history`).
 """
 
 from grpo_async.findings.diagnosis import Diagnosis, diagnose, find
