@@ -245,6 +245,22 @@ def test_an_interval_ends_where_the_rewards_do() -> None:
     assert large.high >= large.value == 50.0
 
 
+# rewards of a run of the quickstart, by step: the task is solved after a quarter of them
+SOLVED = [
+    0.17, 0.16, 0.42, 0.34, 0.42, 0.48, 0.55, 0.69, 0.72, 0.71, 0.84, 0.94, 0.88, 0.86, 0.92, 0.94, 0.91, 0.93, 0.93, 0.94, 0.84,
+    0.97, 0.98, 0.93, 0.9, 0.86, 0.95, 0.91, 0.88, 0.91, 0.95, 0.94, 0.95, 0.98, 0.91, 0.91, 0.9, 0.93, 0.95, 0.94, 0.95, 0.95,
+    0.9, 0.91, 0.98, 0.88, 0.89, 0.88, 0.93, 0.95,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_rise_that_is_over_early_stays_one_and_so_does_a_fall(sign: float) -> None:
+    for count in range(10, len(SOLVED) + 1):
+        found = trend([sign * reward for reward in SOLVED[:count]])
+        assert found is not None
+        assert found.has_risen if sign > 0.0 else found.has_fallen, (count, str(found))
+
+
 @pytest.mark.parametrize("count", [6, 10, 20, 50])
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
 def test_chance_alone_is_seldom_called_a_trend_also_where_steps_are_alike(correlation: float, count: int) -> None:
