@@ -92,14 +92,6 @@ def test_a_reward_model_says_what_it_says_to_trl(judge: Path, is_chat: bool) -> 
     assert len({round(value or 0.0, 4) for value in found}) == 3
 
 
-def test_a_long_text_is_cut_at_its_beginning(judge: Path) -> None:
-    def score(completion: str, **settings: Any) -> float:
-        return model_reward([""], [completion], settings={"model": str(judge), "device": "cpu", **settings})[0]
-
-    assert score("one two three four", max_tokens=3) == pytest.approx(score("nine two three four", max_tokens=3))
-    assert score("one two three four") != pytest.approx(score("nine two three four"))
-
-
 def test_what_is_no_reward_model_is_said_before_the_start_or_at_the_first_call(
     judge: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

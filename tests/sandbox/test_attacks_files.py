@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from grpo_async.sandbox import SandboxStatus
 from tests.sandbox.support import TRIAL, run
 
@@ -73,21 +71,6 @@ for number in (425, 428, 442, 457, 466, 470, 600, 1 << 20, 0x40000000 + 188):
     assert os.listxattr(kept) == []
 
 
-def test_the_interpreter_and_the_system_are_not_changed() -> None:
-    code = f"""{TRIAL}
-import os, sys
-for path in (os.__file__, sys.executable, "/usr/bin/env"):
-    trial(lambda: open(path, "a"))
-    trial(lambda: os.chmod(path, 0o777))
-    with open(path, "rb") as file:
-        trial(lambda: os.fchmod(file.fileno(), 0o777))
-trial(lambda: open(os.path.dirname(os.__file__) + "/made.py", "x"))
-trial(lambda: open("/usr/made", "x"))
-trial(lambda: open("/made", "x"))
-"""
-    assert "went through" not in run(code).stdout
-
-
 def test_links_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret", encoding="utf-8")
     tmp_path.chmod(0o755)
@@ -118,42 +101,3 @@ trial(lambda: os.mknod("disk", 0o60666, os.makedev(8, 0)))
     result = run(code)
     assert result.status is SandboxStatus.OK
     assert "went through" not in result.stdout
-
-
-_LITTER = """
-import os
-os.symlink("/", "root")
-os.symlink({outside!r}, "outside")
-os.mkdir("locked")
-open("locked/a", "w").close()
-os.mkdir("locked/b")
-descriptor = os.open("locked", os.O_RDONLY)
-try:
-    os.fchmod(descriptor, 0)
-except OSError:
-    pass
-os.mkfifo("fifo")
-deep = os.getcwd()
-for _ in range(1100):  # deeper than the longest path and than a recursion goes
-    os.mkdir("deep")
-    os.chdir("deep")
-print("left")
-"""
-
-
-def test_what_is_left_behind_is_removed_without_following_it(deep_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outside = deep_path / "outside"
-    outside.mkdir()
-    (outside / "kept").write_text("whole", encoding="utf-8")
-    own = deep_path / "tmp"
-    own.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(own))
-    assert run(_LITTER.format(outside=str(outside))).stdout == "left\n"
-    assert list(own.iterdir()) == []
-    assert (outside / "kept").read_text(encoding="utf-8") == "whole"
-
-
-def test_a_hostile_file_given_to_a_run_stays_inside() -> None:
-    files: dict[str, str | bytes] = {"sitecustomize.py": "print('hijacked')", "os.py": "print('hijacked')"}
-    result = run("print('mine')", files=files)
-    assert result.stdout.endswith("mine\n")

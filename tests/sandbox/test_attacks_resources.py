@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 
 import pytest
 
@@ -19,24 +18,11 @@ def test_a_memory_bomb_ends_in_a_memory_error() -> None:
     assert result.last_error_line == "MemoryError"
 
 
-def test_endless_output_is_cut_and_ends_the_run() -> None:
-    started = time.monotonic()
-    result = run("while True: print('x' * 1000)", max_output_chars=5000)
-    assert result.status is SandboxStatus.OUTPUT
-    assert len(result.stdout) == 5000
-    assert time.monotonic() - started < 15
-
-
 def test_a_gigabyte_on_stderr_costs_the_owner_no_memory() -> None:
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = run("import os\nblock = b'x' * (1 << 20)\nfor _ in range(1024): os.write(2, block)")
     assert (result.status, len(result.stderr)) == (SandboxStatus.OUTPUT, 65536)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 50_000
-
-
-def test_output_of_exactly_the_limit_is_all_right() -> None:
-    result = run("import sys; sys.stdout.write('x' * 100)", max_output_chars=100)
-    assert (result.status, len(result.stdout)) == (SandboxStatus.OK, 100)
 
 
 def test_cpu_time_is_limited() -> None:
@@ -47,12 +33,6 @@ def test_cpu_time_is_limited() -> None:
     assert result.status is SandboxStatus.CPU
     assert result.duration_s >= 0.9
     assert 0 < result.cpu_s < 3
-
-
-def test_a_handler_of_the_cpu_signal_gains_a_second() -> None:
-    code = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
-    result = run(code, cpu_s=1, wall_s=_LOADED_WALL_S)
-    assert (result.status, result.exit_code) == (SandboxStatus.CPU, -9)
 
 
 def test_limits_cannot_be_raised_files_and_descriptors_are_bounded_and_no_memory_is_uncounted() -> None:

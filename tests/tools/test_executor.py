@@ -86,12 +86,6 @@ def test_async_calls_of_one_turn_run_at_the_same_time_and_beside_plain_ones() ->
     assert [record.result for record in records] == ["True", "one", "two"]
 
 
-def test_an_unknown_tool_is_answered_with_those_that_there_are() -> None:
-    far, near = execute([sample_tools.multiply, sample_tools.async_add], [call("fly"), call("multipy")])
-    assert error_of(far) == "there is no tool 'fly'; there is multiply, async_add"
-    assert error_of(near) == "there is no tool 'multipy'; there is multiply, async_add; did you mean 'multiply'?"
-
-
 def test_long_results_and_long_errors_are_cut() -> None:
     def talks(fail: bool) -> str:
         """Talks.

@@ -127,8 +127,3 @@ def test_values_are_texts_as_in_trl_and_lists_reach_rewards_as_they_are(value: A
     assert result.text == text
     assert result.returned == (value if isinstance(value, list) else None)
     assert result.returned is None or result.returned is not value
-
-
-def test_an_image_is_refused() -> None:
-    with pytest.raises(ValueError, match="part 1 is of type 'image'; only text"):
-        ToolResult.of([{"type": "text", "text": "see"}, {"type": "image", "image": object()}])
