@@ -16,7 +16,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -209,29 +208,6 @@ def test_settings_of_sampling_come_through_every_api() -> None:
     assert [each.min_p for each in asked] == [0.125, 0.0, 0.0]
     assert [each.seed == 3 for each in asked] == [True, False, False]
     assert [each.structured_outputs for each in asked] == [{"json": schema}] * 3
-
-
-@pytest.mark.parametrize(
-    ("api", "body", "ignored"),
-    [
-        (ChatCompletion, {"parallel_tool_calls": True, "chat_template_kwargs": {}, "stop_token_ids": None}, []),
-        (
-            ChatCompletion,
-            {"parallel_tool_calls": False, "stop_token_ids": [3]},
-            ["stop_token_ids", "parallel_tool_calls"],
-        ),
-        (Responses, {"input": "q", "reasoning": {"effort": "low"}}, ["reasoning.effort"]),
-        (
-            Messages,
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            ["tool_choice.disable_parallel_tool_use"],
-        ),
-    ],
-)
-def test_settings_that_change_the_answer_and_have_no_effect_are_known_as_ignored(
-    api: type[Exchange], body: dict[str, Any], ignored: list[str]
-) -> None:
-    assert api({"messages": [user("q")], **body}, "m", {}).call.ignored == ignored
 
 
 def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() -> None:
@@ -447,29 +423,6 @@ def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_co
     lengths = [len(served.ids) for served in policy.served]
     assert completion.num_sampled_tokens == sum(lengths)
     assert completion.completion_mask.sum() == (sum(lengths) if corrects else lengths[0] + lengths[2])
-
-
-def test_anthropics_tool_runner_goes_through_the_whole_history() -> None:
-    @anthropic.beta_async_tool
-    async def add(a: int, b: int) -> str:
-        """Adds.
-
-        Args:
-            a: one
-            b: the other
-        """
-        return str(a + b)
-
-    policy = _policy(calls("add", a=1, b=2), "It is 3.")
-
-    async def agent(session: AgentSession) -> str:
-        async with _anthropic(session) as client:
-            asked: Any = {"model": "m", "max_tokens": 99, "messages": [user("1 + 2?")]}
-            answer = await client.beta.messages.tool_runner(**asked, tools=[add]).until_done()
-            return str(answer.content[0].text)  # type: ignore[union-attr]
-
-    assert _run(policy, agent) == "It is 3."
-    assert len(policy.served) == 2  # no branch: the second call continues the first
 
 
 def test_a_long_message_is_tokenized_off_the_loop_and_one_of_a_length_over_the_limit_is_not_read() -> None:

@@ -270,19 +270,6 @@ def test_a_history_that_only_grows_is_one_path_with_the_recorded_ids() -> None:
     )
 
 
-def test_a_template_that_drops_earlier_thinking_makes_a_root_of_each_question() -> None:
-    async def agent(session: AgentSession) -> None:
-        first = await ask(session, user("a"))
-        await ask(session, user("a"), first.message, user("b"))
-
-    completion, policy = _run(agent, "<think>x</think>one", "<think>y</think>two", family="qwen3")
-    assert "x" not in policy.chat.completion_text(completion.prompt_ids).split("user")[-1]
-    assert _texts(completion.turns) == [[("assistant", "<think>y</think>two")]]
-    assert [(branch.name, branch.parent, _texts(branch.turns)) for branch in completion.branches] == [
-        ("b1", 0, [[("assistant", "<think>x</think>one")]])
-    ]
-
-
 def test_retries_parallel_calls_and_edits_are_branches_of_the_recorded_ids() -> None:
     async def agent(session: AgentSession) -> None:
         first = await ask(session, S, user("q"))

@@ -161,9 +161,3 @@ def test_soft_overlong_falls_linearly_within_the_cache() -> None:
     # M = 100, C = 20: up to 80 nothing; (80 - 85) / 20 = -0.25; (80 - 90) / 20 = -0.5; (80 - 100) / 20 = -1; beyond: -1
     scores = soft_overlong(_ids(0, 80, 85, 90, 100, 130), max_completion_tokens=100, cache_tokens=20)
     assert scores == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-
-
-@pytest.mark.parametrize("cache_tokens", [0, 101])
-def test_soft_overlong_refuses_a_cache_outside_the_completion(cache_tokens: int) -> None:
-    with pytest.raises(ValueError, match="cache_tokens"):
-        soft_overlong(_ids(1), max_completion_tokens=100, cache_tokens=cache_tokens)

@@ -281,7 +281,7 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, faili
 
 
 def test_a_partial_has_the_notes_of_its_function_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"landlock": "no such call"})
+    monkeypatch.setattr("grpo_async.sandbox.sandbox._missing", {"landlock": "no such call"})
     without = functools.partial(code_tests, require=[])
     assert startup_notes(without) == startup_notes(code_tests, {"require": []}) != []
     with pytest.raises(ConfigError, match="levitation"):

@@ -213,8 +213,7 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
     ("function", "arguments", "text"),
     [
         ("text:regex_match", {"pattern": "(a"}, "rewards.0.arguments.pattern: '(a' is not a regular expression"),
-        ("length:soft_overlong", {"max_completion_tokens": 8, "cache_tokens": 9}, "cache_tokens: 9 must be in 1..max"),
-        ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8' must be a whole number"),
+        ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8': Input should be"),
         (
             "text:number_match",
             {"relative_tolerance": "x"},

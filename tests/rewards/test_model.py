@@ -97,8 +97,7 @@ def test_what_is_no_reward_model_is_said_before_the_start_or_at_the_first_call(
 ) -> None:
     with pytest.raises(ConfigError, match=r"is not a reward model: its config\.json says Qwen3ForCausalLM"):
         startup_notes(model_reward, {"settings": {"model": str(tiny_model)}})
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"is not the folder of a Hugging Face model: its config\.json is no mapping"):
+    with pytest.raises(ConfigError, match="is not the folder of a Hugging Face model"):
         startup_notes(model_reward, {"settings": {"model": str(tmp_path)}})
     with pytest.raises(ConfigError, match=r"rewards\.0\.arguments\.device"):
         load_rewards([RewardSection(model=str(judge), arguments={"device": "gpu"})])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -98,20 +97,6 @@ def test_a_cancelled_caller_ends_its_worker() -> None:
         return (await score(reward, ["next"])).values
 
     assert _in_process(f"{FAULTY}:sleeps_if_asked", use) == [1.0]
-
-
-def test_close_fails_running_and_waiting_calls_at_once() -> None:
-    async def use(reward: RewardFunction) -> Any:
-        await score(reward, ["warm"])
-        tasks = [asyncio.create_task(score(reward, ["sleep"])) for _ in range(2)]
-        await asyncio.sleep(0.2)  # one runs in the only worker, the other waits for it
-        start = time.monotonic()
-        await asyncio.to_thread(reward.close)
-        for error in await asyncio.gather(*tasks, return_exceptions=True):
-            assert "was closed" in str(error)
-        assert time.monotonic() - start < 5.0
-
-    _in_process(f"{FAULTY}:sleeps_if_asked", use)
 
 
 def test_what_a_killed_reward_started_is_killed_too(tmp_path: Path) -> None:

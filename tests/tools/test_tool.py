@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -86,28 +85,6 @@ def test_whatever_a_tool_raises_is_a_tool_error_in_one_line(error: BaseException
         called(raising(error, is_async=is_async))
     assert str(caught.value) == told
     assert caught.value.__cause__ is error
-
-
-def test_a_traceback_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
-    def picky(number: int) -> str:
-        """Raises.
-
-        Args:
-            number: Which error.
-        """
-        raise (ValueError if number else KeyError)("no")
-
-    tool = Tool.from_function(picky)
-
-    async def run() -> None:
-        for number in (1, 1, 0, 1):
-            with pytest.raises(ToolError):
-                await tool.call({"number": number})
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(run())
-    assert ["ValueError: no" in record.getMessage() for record in caplog.records] == [True, False]
-    assert all("Traceback" in record.getMessage() and "picky" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize(
