@@ -12,10 +12,11 @@ decide (`Handle` refuses it), fails the test. Arguments changed in place are sen
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import sys
+from _json import encode_basestring_ascii as _text  # `json` itself takes longer to import than Python to start
+from _json import make_scanner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,13 +43,30 @@ class RefusedError(TypeError):
     """The test asks for something that only the candidate could decide, or that would reveal the test to it."""
 
 
+class _Json:
+    """The settings that the scanner reads from its owner."""
+
+    strict = False
+    object_hook = object_pairs_hook = None
+    parse_float, parse_int = float, int
+
+    @staticmethod
+    def parse_constant(name: str) -> float:
+        raise ValueError(name)  # written as text, see `encode`
+
+
+_scan: Any = make_scanner(_Json)  # type: ignore[arg-type]
+
+
 def read_json(text: str) -> Any:
     """Parse JSON; ValueError if the text is not JSON."""
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(name)  # written as text, see `encode`
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration as error:
+        raise ValueError("no JSON") from error
+    if end != len(text):
+        raise ValueError("more than one value")
+    return value
 
 
 class Channel:
@@ -106,7 +124,7 @@ def encode(value: Any, show: Callable[[Any], str], depth: int = 0) -> str:
     data: a subclass may behave differently. [1, (2.5, "a")] -> ["list",1,["tuple",2.5,"a"]]"""
     kind = type(value)
     if kind is str:
-        return json.dumps(value)
+        return _text(value)
     if kind is int:
         return repr(value) if -_EXACT_IN_JSON < value < _EXACT_IN_JSON else f'["int","{value:x}"]'
     if value is None or kind is bool:
@@ -196,7 +214,7 @@ def serve(channel: Channel, load: Callable[[list[str]], dict[str, Any]]) -> None
             shown.append(value)
         if isinstance(value, type) and issubclass(value, BaseException):
             base = next(each.__name__ for each in value.__mro__ if _BUILTINS.get(each.__name__) is each)
-            return f'["exception",{number},{json.dumps(value.__name__)},{json.dumps(base)}]'
+            return f'["exception",{number},{_text(value.__name__)},{_text(base)}]'
         return f'["object",{number}]'
 
     def find(reference: list[Any]) -> Any:
@@ -354,8 +372,8 @@ class Candidate:
         self._gives_result = gives_result
         keywords = keywords or {}
         given = ",".join([encode(item, self._show) for item in arguments])
-        by_name = ",".join([f"[{json.dumps(key)},{encode(item, self._show)}]" for key, item in keywords.items()])
-        self._channel.send(f"[{json.dumps(operation)},{number},[{given}],[{by_name}]]")
+        by_name = ",".join([f"[{_text(key)},{encode(item, self._show)}]" for key, item in keywords.items()])
+        self._channel.send(f"[{_text(operation)},{number},[{given}],[{by_name}]]")
         message = self._channel.receive()
         try:
             kind, first, second = message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -423,33 +422,6 @@ def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_co
     lengths = [len(served.ids) for served in policy.served]
     assert completion.num_sampled_tokens == sum(lengths)
     assert completion.completion_mask.sum() == (sum(lengths) if corrects else lengths[0] + lengths[2])
-
-
-def test_a_long_message_is_tokenized_off_the_loop_and_one_of_a_length_over_the_limit_is_not_read() -> None:
-    policy = _policy("hello")
-    threads: dict[int, threading.Thread] = {}
-    plain = policy.chat._encoder.plain
-
-    def spell(text: str, **more: Any) -> list[int]:
-        threads[len(text)] = threading.current_thread()
-        return plain(text, **more)
-
-    policy.chat._encoder.plain = spell  # type: ignore[method-assign]
-
-    async def agent(session: AgentSession) -> None:
-        async with _openai(session) as client:
-            await client.chat.completions.create(model="m", messages=[user("y" * 120_000)])
-        assert threads[max(threads)] is not threading.current_thread()
-        url = httpx.URL(session.base_url)
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {session.key}\r\n"
-        writer.write(f"{head}content-length: {9 << 20}\r\n\r\n".encode())
-        async with asyncio.timeout(10):
-            assert b" 413 " in await reader.readline()
-        writer.close()
-        await writer.wait_closed()
-
-    _run(policy, agent)
 
 
 def test_a_client_that_hangs_up_cancels_its_call() -> None:

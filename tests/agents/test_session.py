@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from grpo_async.agents.calls import ApiError, Call
+from grpo_async.agents.calls import ApiError
 from grpo_async.agents.session import AgentSession
 from grpo_async.records import RolloutCompletion, RolloutStatus
 from tests.agents.support import (
@@ -159,22 +159,6 @@ def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCap
         _with(policy, agent)
     assert [record.args for record in caplog.records] == [("temperature",), ("presence_penalty",)]
     assert {served.request.temperature for served in policy.served} == {1.0}
-
-
-def test_a_limit_that_cuts_or_refuses_what_is_not_trained_does_not_truncate_the_rollout() -> None:
-    async def agent(session: AgentSession) -> None:
-        call = Call(messages=[user("q")], response_format={"type": "json_object"})
-        assert await session.prompt_length(call, is_trained=False) > 0
-        assert (await session.complete(call, "v", is_trained=False)).finish_reason == "length"
-        assert not session.is_truncated
-        await ask(session, user("q"))
-        assert session.is_truncated
-        session.is_truncated = False
-        with pytest.raises(ApiError, match="has used its"):
-            await session.complete(call, "w", is_trained=False)
-        assert (session.is_truncated, session.is_out_of_budget) == (False, False)
-
-    _with(policy_saying("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4, max_turns=2)
 
 
 def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
 from collections.abc import Sequence
@@ -11,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.rewards.code import code_tests, is_same_output
 from grpo_async.rewards.code_rows import code_in, read_row
-from grpo_async.rollout.components import startup_notes
 from grpo_async.sandbox import Sandbox, SandboxError
 from tests.rewards.helpers import loaded, score
 
@@ -278,16 +275,6 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, faili
     monkeypatch.setattr(Sandbox, "run", run)
     with pytest.raises(RewardError, match="no more processes"):
         asyncio.run(score(RewardFunction(code_tests), [ADD], columns={"tests": [TWO]}))
-
-
-def test_a_partial_has_the_notes_of_its_function_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.sandbox._missing", {"landlock": "no such call"})
-    without = functools.partial(code_tests, require=[])
-    assert startup_notes(without) == startup_notes(code_tests, {"require": []}) != []
-    with pytest.raises(ConfigError, match="levitation"):
-        startup_notes(functools.partial(without, require=["levitation"]))
-    with pytest.raises(ConfigError, match="levitation"):  # the section's arguments override the partial's, as in a call
-        startup_notes(without, {"require": ["levitation"]})
 
 
 @pytest.mark.parametrize("run_in", ["thread", "process"])
