@@ -35,6 +35,11 @@ class Full:
         self.helper = len
         self.row: dict[str, Any] = {}
 
+    def __getattribute__(self, name: str) -> Any:
+        if name == "is_done":
+            events.append("looked up is_done")
+        return super().__getattribute__(name)
+
     def reset(self, **row: Any) -> str:
         """Begins."""
         self.row = row

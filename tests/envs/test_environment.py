@@ -15,6 +15,19 @@ from tests.envs.helpers import call, with_one
 from tests.support.waiting import until
 
 
+def test_is_done_is_looked_up_once_per_instance_and_reserved_names_are_no_tools() -> None:
+    """R3.1"""
+
+    async def use(environment: Environment) -> None:
+        for _ in range(3):
+            await environment.reset({})
+            assert await environment.is_done() is False
+        assert samples.events.count("looked up is_done") == 1
+        assert [tool.name for tool in environment.tools] == ["look", "move", "rules", "stay"]
+
+    with_one("Full", use)
+
+
 def test_an_environment_without_is_done_is_never_done_and_one_without_get_reward_has_no_reward() -> None:
     """R3.3"""
 
