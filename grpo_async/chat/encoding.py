@@ -35,10 +35,6 @@ class Encoder:
 
     Control tokens are the tokenizer's special tokens, and its other added tokens as far as the chat template writes them
     (`<tool_response>`, `<think>` in Qwen3). Whitespace tokens are never control tokens, even where they are added tokens (Gemma).
-
-    Args:
-        tokenizer: the model's tokenizer.
-        template_source: the Jinja text.
     """
 
     def __init__(self, tokenizer: Any, template_source: str) -> None:
@@ -90,11 +86,7 @@ class Encoder:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def guard(self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[bool]) -> Guarded:
-        """Replace the text of control tokens in the `untrusted` messages.
-
-        Raises:
-            ChatError: the tokenizer makes a control token of text that does not look like one.
-        """
+        """Replace the text of control tokens in the `untrusted` messages."""
         texts = [
             text
             for message, is_untrusted in zip(messages, untrusted, strict=True)

@@ -273,11 +273,7 @@ def choose_parser(
     setting: str, *, template_source: str, tokenizer: Any, end_tokens: Sequence[str] = ()
 ) -> ChosenParser:
     """The parser that `setting` names. `auto`: the format whose marks the chat template writes, else the one whose marks are
-    tokens of the tokenizer.
-
-    Raises:
-        ConfigError: there is no such parser.
-    """
+    tokens of the tokenizer."""
     name, reason = setting, "set in tool_calling.parser"
     if ":" in setting:
         return ChosenParser(name=setting, format=UserParser(setting), reason=reason)
@@ -326,14 +322,7 @@ def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str
 
 
 class UserParser(OwnFormat):
-    """Reads turns with the user's own parser (`tool_calling.parser`).
-
-    Args:
-        reference: `module:attribute`.
-
-    Raises:
-        ConfigError: there is no such object, it is async, or it cannot be called as `parse(text)`.
-    """
+    """Reads turns with the user's own parser (`tool_calling.parser`)."""
 
     special_tokens: tuple[str, ...] = ()
 

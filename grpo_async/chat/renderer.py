@@ -43,9 +43,6 @@ class ChatRenderer:
         end_of_turn_tokens: tokens that end a turn in addition to the tokenizer's eos (`model.end_of_turn_tokens`).
         end_of_turn_ids: the same as ids; `load` takes them from generation_config.json or config.json.
         parser: how tool calls are read (`tool_calling.parser`).
-
-    Raises:
-        ConfigError: an end-of-turn token is not one token, or there is no such parser.
     """
 
     def __init__(

@@ -79,13 +79,7 @@ class _Plan:
 
 
 class SuffixRule:
-    """Makes the ids that follow the policy's turn: tool results and the next generation prompt.
-
-    Args:
-        template: renders.
-        encoder: tokenizes.
-        end_of_turn_ids: tokens at which the policy's turn ends.
-    """
+    """Makes the ids that follow the policy's turn: tool results and the next generation prompt."""
 
     def __init__(self, template: ChatTemplate, encoder: Encoder, end_of_turn_ids: Sequence[int]) -> None:
         self._template = template
@@ -95,11 +89,7 @@ class SuffixRule:
         self._takes_many: dict[DummyForm, bool] = {}
 
     def ids(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
-        """Ids of `results` and of the next generation prompt. Further messages, of an environment, may follow the results.
-
-        Raises:
-            ChatError: the template cannot render these messages, or its tokens do not line up.
-        """
+        """Ids of `results` and of the next generation prompt. Further messages, of an environment, may follow the results."""
         answered = [result.tool_call_id for result in results if result.role == "tool"]
         if answered != [call.tool_call_id for call in calls]:
             raise ValueError(

@@ -22,14 +22,7 @@ def is_vllm_installed() -> bool:
 
 
 class VllmFormat:
-    """Reads turns with the parser `name` of vLLM, which must be installed.
-
-    Args:
-        special_tokens: those that are part of the text that vLLM's server parses: all but those that end a turn.
-
-    Raises:
-        ConfigError: vLLM has no such parser, or it does not fit the tokenizer.
-    """
+    """Reads turns with the parser `name` of vLLM, which must be installed."""
 
     def __init__(self, name: str, tokenizer: Any, special_tokens: Sequence[str]) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

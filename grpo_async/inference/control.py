@@ -49,12 +49,6 @@ class ServerControl:
 
     Every call raises RequestRejectedError on 4xx, ServerUnavailableError when retries are exhausted (`answered` says whether the
     server answered at all), BadResponseError when the answer is unusable.
-
-    Args:
-        url: base address, such as http://127.0.0.1:8000.
-        token: bearer token, or None.
-        timeout_s: default for calls without their own.
-        name: name of the server in messages; its address if None.
     """
 
     def __init__(

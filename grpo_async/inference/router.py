@@ -100,12 +100,7 @@ class _Route:
 
 
 class Router:
-    """Leases servers to requests on one event loop; changes of the servers may come from any thread.
-
-    Args:
-        servers: the servers for requests.
-        wait_timeout_s: maximum wait while no server serves.
-    """
+    """Leases servers to requests on one event loop; changes of the servers may come from any thread."""
 
     def __init__(self, servers: Servers, *, wait_timeout_s: float) -> None:
         self._servers = servers

@@ -36,12 +36,7 @@ _TIMEOUT_MARGIN_S = 5.0
 
 
 class AgentHost:
-    """The agent of a run and the endpoint that it calls. One in a process, for training and evaluation.
-
-    Args:
-        agent: the user's agent.
-        max_concurrent: maximum number of concurrent runs.
-    """
+    """The agent of a run and the endpoint that it calls. One in a process, for training and evaluation."""
 
     def __init__(self, agent: Agent, section: AgentSection, *, max_concurrent: int) -> None:
         self.agent = agent
@@ -51,11 +46,7 @@ class AgentHost:
         self._endpoint: AgentEndpoint | None = None
 
     async def endpoint(self, client: InferenceClient, renderer: ChatRenderer) -> AgentEndpoint:
-        """Return the endpoint. The first call makes it listen, on the event loop of that call.
-
-        Raises:
-            FatalRolloutError: the endpoint cannot listen at its address, so no rollout can be made.
-        """
+        """Return the endpoint. The first call makes it listen, on the event loop of that call."""
         section = self.section
         if self._endpoint is None:
             self._endpoint = AgentEndpoint(client, renderer, host=section.host, port=section.port)
@@ -75,16 +66,7 @@ class AgentHost:
 
 
 class AgentProducer:
-    """See the module's docstring; implements rollout.group.GroupProducer.
-
-    Args:
-        host: holds the agent and its endpoint.
-        client: the inference client.
-        renderer: the run's chat renderer.
-        settings: sampling parameters and token limits.
-        needs_reward: no reward functions are configured, so a run of the agent that returns no reward has failed.
-        errors: counts failures.
-    """
+    """See the module's docstring; implements rollout.group.GroupProducer."""
 
     def __init__(
         self,

@@ -61,14 +61,7 @@ from grpo_async.utils.seeds import seed_of
 
 @dataclass(slots=True, kw_only=True)
 class Rollout(TokenPath):
-    """One rollout while it runs. Its turns stay readable after it fails, and a checkpoint can take a `snapshot` at any moment.
-
-    Attributes:
-        client: the inference client.
-        renderer: parses the policy's text and renders tool results.
-        settings: sampling parameters and token limits.
-        on_tokens: called as tokens arrive.
-    """
+    """One rollout while it runs. Its turns stay readable after it fails, and a checkpoint can take a `snapshot` at any moment."""
 
     client: InferenceClient
     renderer: ChatRenderer
@@ -139,10 +132,6 @@ class Rollout(TokenPath):
         """Generate until the conversation ends or is truncated. The caller measures the time.
 
         A prompt that leaves no room for a token gives a truncated completion without turns.
-
-        Raises:
-            InferenceError: a generation failed.
-            GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
         """
         self.is_done = await self._is_done()
         is_over = self.is_done
@@ -239,19 +228,7 @@ Rendered = dict[tuple[tuple[Origin, str], ...], IntArray]
 
 
 class ConversationProducer:
-    """See the module's docstring; implements rollout.group.GroupProducer.
-
-    Args:
-        client: the inference client.
-        renderer: renders prompts and tool results.
-        settings: sampling parameters and token limits.
-        max_in_flight: maximum number of concurrent rollouts.
-        rollout_timeout_s: time limit of one rollout.
-        max_result_chars: longer tool results are cut.
-        errors: counts failures.
-        tools: offered in every rollout.
-        environments: None when the run has none.
-    """
+    """See the module's docstring; implements rollout.group.GroupProducer."""
 
     def __init__(
         self,

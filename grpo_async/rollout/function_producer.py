@@ -51,12 +51,7 @@ class _Call:
 
 
 class FunctionProducer:
-    """See the module's docstring; implements rollout.group.GroupProducer.
-
-    Args:
-        function: the user's function, sync or async.
-        setup: how the function is called, and the client and settings of its calls.
-    """
+    """See the module's docstring; implements rollout.group.GroupProducer."""
 
     def __init__(self, function: Callable[..., Any], setup: FunctionSetup) -> None:
         self._function = function
@@ -148,13 +143,7 @@ def read_output(
     output: Any, rollout_ids: Sequence[str], setup: FunctionSetup, *, version: int, started_at: float
 ) -> list[RolloutCompletion]:
     """Convert the output to one completion per rollout, with all tokens stamped with `version`; the caller adds the duration. A
-    completion that ends in no stop token, and whose last sampled turn has no stop string, counts as truncated.
-
-    Raises:
-        FatalRolloutError: a key is missing, a list does not have one entry per rollout, the lists of one rollout differ in length,
-            a token id is not in the vocabulary, a prompt is empty, a rollout is longer than the model's limit, or the logprob of a
-            sampled token is missing or not finite.
-    """
+    completion that ends in no stop token, and whose last sampled turn has no stop string, counts as truncated."""
     settings, num_tokens = setup.settings, len(setup.renderer.tokenizer)
     if not isinstance(output, Mapping):
         raise FatalRolloutError(f"rollout_func must return a dict, got {type(output).__name__}")

@@ -39,19 +39,7 @@ _OVERRIDES = (*SAMPLING, "stop", "max_tokens", "seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSetup:
-    """What all calls of a rollout function share.
-
-    Attributes:
-        client: the inference client.
-        renderer: renders prompts as the run does.
-        settings: sampling parameters and token limits.
-        section: how the function is called.
-        num_generations: completions per prompt.
-        groups_per_call: maximum number of groups in one call.
-        max_steps: optimizer steps of the run.
-        seed: seed of the run.
-        chat_template_kwargs: those of the run.
-    """
+    """What all calls of a rollout function share."""
 
     client: InferenceClient
     renderer: ChatRenderer
@@ -65,12 +53,7 @@ class FunctionSetup:
 
 
 class FunctionTrainer:
-    """See the module's docstring. It must be made on the loop on which its requests run.
-
-    Args:
-        seed: seed of this call, from which each request gets its own.
-        served_version: the policy version that the server serves now.
-    """
+    """See the module's docstring. It must be made on the loop on which its requests run."""
 
     def __init__(self, setup: FunctionSetup, *, seed: int, served_version: Callable[[], int]) -> None:
         self._client, self._renderer, self._settings = setup.client, setup.renderer, setup.settings

@@ -43,15 +43,7 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Methods run on the worker's loop, except those that say that they are thread-safe.
-
-    Args:
-        section: `rollout` of the configuration.
-        seed: seed of the run.
-        num_steps: optimizer steps of the run.
-        resume: what a checkpoint held of the rollout side; its queued groups are put into the buffer here.
-        version: policy version at the start.
-    """
+    """See the module's docstring. Methods run on the worker's loop, except those that say that they are thread-safe."""
 
     def __init__(
         self,

@@ -389,11 +389,7 @@ class RolloutApp:
 
 
 async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result:
-    """Await `work`, and cancel it when the client disconnects. Call it after the body has been read.
-
-    Raises:
-        ClientDisconnect: the client disconnected first. Errors of `work` propagate.
-    """
+    """Await `work`, and cancel it when the client disconnects. Call it after the body has been read."""
     me = asyncio.current_task()
     assert me is not None
 

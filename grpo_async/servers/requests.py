@@ -136,11 +136,7 @@ class Gate:
         self._opened.set()
 
     async def wait(self) -> None:
-        """Return at a moment when the gate is open; nothing else runs between that moment and the caller's next line.
-
-        Raises:
-            EngineDeadError: the gate was broken down.
-        """
+        """Return at a moment when the gate is open; nothing else runs between that moment and the caller's next line."""
         while not self._opened.is_set():
             await self._opened.wait()  # ended by /resume, the end of the engine, or the client's disconnect
         if self._failure is not None:

@@ -100,16 +100,7 @@ class RunningSequence:
 
 
 class SlotEngine:
-    """Generates for up to `num_slots` sequences at once; further ones wait in order of arrival.
-
-    Args:
-        model: causal language model in eval mode with sdpa attention, on its device.
-        num_slots: rows of the key/value buffer.
-        max_model_len: longest prompt + completion.
-
-    Raises:
-        ConfigError: the model does not fit this engine.
-    """
+    """Generates for up to `num_slots` sequences at once; further ones wait in order of arrival."""
 
     def __init__(self, model: Any, *, num_slots: int, max_model_len: int) -> None:
         self._model = model
@@ -414,9 +405,6 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
 
     The engine gives the model its own cache, mask and positions. An architecture that uses them in an unusual way could return
     plausible nonsense; this check finds that before anything is served.
-
-    Raises:
-        ConfigError: the model does not run on this engine, or is not computed correctly.
     """
     for length in (2, 5):  # ragged, so that padding matters
         if length + 2 > engine.max_model_len:

@@ -29,9 +29,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None:
     """Check the text part of a config.json (`model_type`, sizes).
 
-    Args:
-        max_model_len: longest sequence, in tokens.
-
     Raises:
         ConfigError: the engine would compute the model wrongly, or could not load its weights.
     """

@@ -20,11 +20,7 @@ from grpo_async.servers.embedded.families import check_embedded_family
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim].
-
-    Raises:
-        ConfigError: the model's attention is unsupported, or its maximum length is exceeded.
-    """
+    """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim]."""
 
     def __init__(self, model: Any, *, num_slots: int, max_len: int) -> None:
         super().__init__(layers=[])

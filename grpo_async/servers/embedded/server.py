@@ -159,11 +159,7 @@ class EmbeddedEngine(Engine):
 
     def _call(self, command: Callable[[], Result]) -> Future[Result]:
         """Run `command` in the thread, before the engine's next step. An exception ends the engine, which may be left half changed;
-        except a GrpoAsyncError, which concerns the trainer.
-
-        Raises (in the future):
-            EngineDeadError: the thread has ended.
-        """
+        except a GrpoAsyncError, which concerns the trainer."""
         future: Future[Result] = Future()
 
         def run() -> None:

@@ -164,11 +164,7 @@ Abort = Callable[[], Awaitable[None]]
 
 
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
-    """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last.
-
-    Raises:
-        VLLMClientError: the request is wrong. EngineDeadError: the engine is gone.
-    """
+    """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last."""
     prompt, params = tokens_input(list(request.token_ids)), _sampling_params(request)
     return await _submit(engine, request.request_id, prompt, params, lambda output: deliver(_generated(output)))
 
@@ -178,9 +174,6 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
 
     The last token is not part of the prompt but requested by its id, so that max_model_len tokens fit. vLLM does not read
     its prefix cache for prompt logprobs; a salt that nobody shares keeps other requests from reading this one's entries.
-
-    Raises:
-        VLLMClientError, EngineDeadError: as in `submit`.
     """
     last = token_ids[-1]
     params = SamplingParams(
@@ -312,11 +305,7 @@ def describe(engine: Any) -> ServerInfo:
 
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
     """The parameters that an update must contain: those in the files from which the model was loaded. Unknown if it was loaded
-    from none (`--load-format dummy`), or from files other than safetensors.
-
-    Raises:
-        UpdateRefusedError: the server quantizes.
-    """
+    from none (`--load-format dummy`), or from files other than safetensors."""
     model_config = engine.vllm_config.model_config
     if model_config.quantization is not None:
         raise UpdateRefusedError(

@@ -89,11 +89,7 @@ def track_get_output(get_output: GetOutput) -> GetOutput:
 
 
 async def wait_until_delivered(client: Any, *, timeout_s: float) -> None:
-    """Return when every batch that is now in the client's queue has been delivered to its requests.
-
-    Raises:
-        TimeoutError: not delivered within `timeout_s`.
-    """
+    """Return when every batch that is now in the client's queue has been delivered to its requests."""
     asked: asyncio.Event | None = client.__dict__.get(_ASKED)
     if asked is None:  # the task has never run: nothing was ever requested
         return
