@@ -97,7 +97,7 @@ class FunctionTrainer:
     def generate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Generate one completion for each prompt, all concurrently; for functions that run in a thread.
+        """Generate one completion for each prompt, all concurrently.
 
         Args:
             prompts: text, message lists (rendered by the chat template) or token ids (lists, arrays or tensors; used as they are).
@@ -106,10 +106,6 @@ class FunctionTrainer:
 
         Returns:
             For each prompt {"prompt_ids", "completion_ids", "logprobs", "text", "finish_reason"}.
-
-        Raises:
-            RunError: the call of the rollout function is over.
-            DeadlineError: no answer within the call's time limit.
         """
         future = self._submit(prompts, generation_overrides)
         try:
@@ -172,7 +168,6 @@ class FunctionTrainer:
         changes = {
             **overrides,
             "max_tokens": min(budget, int(overrides.get("max_tokens", budget))),
-            # a seed of the user gives the same completions in every call
             "seed": seed_of(overrides["seed"], place) if "seed" in overrides else seed_of(self._seed, number),
         }
         settings = replace(self._settings, stop=overrides.get("stop", self._settings.stop))
@@ -194,7 +189,7 @@ class FunctionTrainer:
             prompt = prompt.tolist()
         if all(isinstance(token, Integral) for token in prompt):
             return [int(token) for token in prompt]
-        # the function is the user's own, so control tokens in its prompts are control tokens, and an open message is continued
+        # the user's own: control tokens in it are control tokens, and an open message is continued
         messages = [TaggedMessage.from_dict(each, origin_of(each["role"], Origin.PROMPT)) for each in prompt]
         if messages and messages[-1].role == "assistant":
             messages[-1] = replace(messages[-1], origin=Origin.PROMPT)

@@ -51,8 +51,7 @@ class VllmEngine(Engine):
         self._served: ServedParameters | None = None
         self._statistics = compat.watch_statistics(client)
         # the number of updates and not the version, which may repeat (a trainer that went back to a checkpoint)
-        patches.salt_requests(client, lambda: str(self._num_updates))
-        patches.drop_seeds_on_cpu(client)
+        patches.prepare_requests(client, lambda: str(self._num_updates))
         patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
 
     @property

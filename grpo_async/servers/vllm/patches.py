@@ -1,7 +1,7 @@
-"""Runtime patches of vLLM, torch and uvicorn, each with its reason.
+"""Runtime patches of vLLM and torch, each with its reason.
 
 `plugin` applies those of a whole process, `engine` those of its client. All of them fit the versions of vLLM in `command`,
-and those of torch and uvicorn in pyproject.toml. tests/vllm fails if one no longer has any effect,
+and those of torch in pyproject.toml. tests/vllm fails if one no longer has any effect,
 scripts/check_vllm_versions.py if vLLM has changed something that is used here. No supported version has a hook instead.
 """
 
@@ -22,16 +22,6 @@ from grpo_async.utils.network import listening_store
 from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger("vllm.grpo_async")
-
-# ---- uvicorn: Config(http="auto") reads HTTP_PROTOCOLS ----
-
-
-def limit_silent_connections() -> None:
-    """Use our protocol in the API server: vLLM's own arguments do not choose uvicorn's protocol."""
-    import uvicorn.config
-
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.guard:GuardedProtocol"
-
 
 # ---- torch: a private function of torch.distributed.rendezvous ----
 
@@ -110,30 +100,18 @@ def track_deliveries() -> None:
 # ---- vLLM, API server, one engine: AsyncMPClient.add_request_async, AsyncLLM.output_handler ----
 
 
-def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
-    """Make every request, including those of vLLM's own routes, carry the `salt()` of the moment in which it is sent to the engine
-    core. An existing salt is appended to ours."""
+def prepare_requests(engine: Any, salt: Callable[[], str]) -> None:
+    """Change every request, including those of vLLM's own routes, when it is sent to the engine core: it carries the `salt()` of that
+    moment, in front of its own. On a CPU it loses its seed: a prompt that is prefilled in chunks would end the server ("CPU Generator
+    does not use offset")."""
     client = engine.engine_core
     send = client.add_request_async
-
-    async def add_request_async(request: Any) -> None:
-        request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
-        await send(request)
-
-    client.add_request_async = add_request_async
-
-
-def drop_seeds_on_cpu(engine: Any) -> None:
-    """Take the seed from every request, including those of vLLM's own routes, where vLLM runs on a CPU: there a prompt that is
-    prefilled in chunks ends the server if it has a seed ("CPU Generator does not use offset")."""
-    if engine.vllm_config.device_config.device_type != "cpu":
-        return
-    client = engine.engine_core
-    send = client.add_request_async
+    is_on_cpu = engine.vllm_config.device_config.device_type == "cpu"
     warn = WarnOnce(logger)
 
     async def add_request_async(request: Any) -> None:
-        if request.sampling_params is not None and request.sampling_params.seed is not None:
+        request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
+        if is_on_cpu and request.sampling_params is not None and request.sampling_params.seed is not None:
             warn("seed", "a request sets `seed`, which vLLM on a CPU cannot honour; it is ignored, for all requests")
             request.sampling_params.seed = None
         await send(request)
