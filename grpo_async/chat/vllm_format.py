@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_async.chat.json_calls import named_call
-from grpo_async.chat.turn import ParsedTurn, SampledTurn, explained, joined
+from grpo_async.chat.turn import ParsedTurn, SampledTurn, explained, joined, named_call
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.records import answer_start
 
@@ -50,7 +49,6 @@ class VllmFormat:
         return form
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
-        """Read a turn; types of arguments that are written as text (Qwen3-Coder, GLM) are those of the tool's schema."""
         text = turn.marked_text
         start = answer_start(text, is_open=turn.thinking_is_open)
         request = self._request(messages=[], tools=[dict(tool) for tool in turn.tools] or None)

@@ -28,10 +28,7 @@ from grpo_async.utils.retry import RetryPolicy
 from grpo_async.utils.text import count
 from grpo_async.utils.validation import problems_of
 
-_DRAIN_MARGIN_S = 5.0
-"""How much longer than a drain its answer may take; less than push.GRACE_S, so that this call's own error comes first."""
-
-_MAX_BYTES = 1 << 26  # the longest honest answer is that to /rollout/parameters
+_DRAIN_MARGIN_S = 5.0  # for the answer to a drain; less than push.GRACE_S, so that this call's own error comes first
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -61,8 +58,7 @@ class ServerControl:
     ) -> None:
         self.url = url
         self.name = name or url
-        self.num_workers = 1
-        """Processes that join the weight group, as the server last reported."""
+        self.num_workers = 1  # as the server last reported
         self._retry = RetryPolicy()
         self._timeout_s = timeout_s
         self._http = httpx.Client(
@@ -194,13 +190,12 @@ class ServerControl:
             try:
                 left_s = max(0.001, ends_at - time.monotonic())
                 timeout = httpx.Timeout(left_s, connect=min(10.0, left_s))
-                with self._http.stream(method, path, params=query, json=body, timeout=timeout) as response:
-                    content = _content(response, ends_at)
+                response = self._http.request(method, path, params=query, json=body, timeout=timeout)
                 if response.status_code != 200:
                     # a drain that is asked for again would wait for as long again
                     may_retry, answered = response.status_code != NOT_DRAINED, True
-                    raise error_for_status(response.status_code, content)
-                return content
+                    raise error_for_status(response.status_code, response.content)
+                return response.content
             except (httpx.TransportError, ServerUnavailableError) as error:
                 delay_s = self._retry.delay_s(attempt)
                 # retries share the time of the call, and a silent attempt uses all of it: a hung server is waited for once
@@ -212,18 +207,6 @@ class ServerControl:
                     ) from error
                 time.sleep(delay_s)  # backoff, within the time of the call
                 attempt += 1
-
-
-def _content(response: httpx.Response, ends_at: float) -> bytes:
-    """The body. A timeout of httpx begins anew with each byte, and a body has no limit of its own."""
-    content = bytearray()
-    for part in response.iter_bytes():
-        content += part
-        if time.monotonic() > ends_at:
-            raise httpx.ReadTimeout("the answer did not end in time")
-        if len(content) > _MAX_BYTES:
-            raise BadResponseError(f"{response.url} sent more than {_MAX_BYTES >> 20} MiB")
-    return bytes(content)
 
 
 def _read(kind: type[Answer], body: bytes) -> Answer:

@@ -1,11 +1,5 @@
-"""The `trainer` argument of a rollout function: the attributes that TRL's rollout functions use, over our client.
-
-    processing_class   the tokenizer, with the chat template of the run; a copy, so that it may be changed and used in threads
-    args               num_generations, max_completion_length, temperature, chat_template_kwargs, ...
-    state              global_step (steps done), max_steps
-    generate(...)      completions of the served policy; `agenerate` for async functions
-
-It lives as long as its call: afterward it sends no more requests.
+"""The `trainer` argument of a rollout function: the attributes that TRL's rollout functions use (processing_class, args,
+state), and `generate` with the served policy (`agenerate` for async functions). After its call it sends no more requests.
 """
 
 from __future__ import annotations
@@ -80,16 +74,14 @@ class FunctionTrainer:
 
     @cached_property
     def processing_class(self) -> Any:
-        """The tokenizer, as a copy for this call: truncation set on it must not cut the run's own prompts."""
+        """A copy for this call: truncation set on it must not cut the run's own prompts."""
         return copy.deepcopy(self._renderer.tokenizer)
 
     @property
     def state(self) -> TrainerState:
-        """`global_step`: optimizer steps that the served policy has behind it; `max_steps`: optimizer steps of the run."""
         return TrainerState(global_step=self._served_version(), max_steps=self._setup.max_steps)
 
     def close(self) -> None:
-        """End the call: cancel its requests and refuse later ones. Call this on the loop."""
         self._loop = None
         for task in self._asking:
             task.cancel()
@@ -134,7 +126,6 @@ class FunctionTrainer:
     def _submit(
         self, prompts: Sequence[Any], generation_overrides: Mapping[str, Any] | None
     ) -> concurrent.futures.Future[list[dict[str, Any]]]:
-        """Submit the requests to the run's loop."""
         if self._loop is None:
             raise _call_is_over()
         overrides = dict(generation_overrides or {})

@@ -27,12 +27,7 @@ _EXIT_DELAY_S = 1.0  # between the engine's failure and the exit, so that client
 
 
 def serve_embedded(config: ExperimentConfig, port: int) -> None:
-    """Serve `config.model` on `config.inference.host`:`port` until the process is asked to end.
-
-    Raises:
-        ConfigError: host, port, device or model is unusable.
-        SystemExit: with 1, after the engine failed.
-    """
+    """Serve `config.model` until the process is asked to end; SystemExit with 1 after the engine failed."""
     die_with_launcher()
     raise_open_files_limit()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,8 +1,7 @@
 """Runtime patches of vLLM and torch, each with its reason.
 
-`plugin` applies those of a whole process, `engine` those of its client. All of them fit the versions of vLLM in `command`,
-and those of torch in pyproject.toml. tests/vllm fails if one no longer has any effect,
-scripts/check_vllm_versions.py if vLLM has changed something that is used here. No supported version has a hook instead.
+`plugin` applies those of a whole process, `engine` those of its client. They fit the versions of vLLM in `command`, which have no
+hook instead; scripts/check_vllm_versions.py looks at each.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ logger = logging.getLogger("vllm.grpo_async")
 
 
 def bind_rendezvous_to_its_own_address() -> None:
-    """Make torch's tcp:// rendezvous listen on the address it was given; by default it listens on every interface, where anybody
-    may read and write the store. A group of one process does not listen at all."""
+    """Make torch's tcp:// rendezvous listen on the address that it was given, and not on every interface."""
     # not `dist.rendezvous`, which is the function of that name
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._create_c10d_store = _create_store_on_its_own_address
@@ -101,9 +99,9 @@ def track_deliveries() -> None:
 
 
 def prepare_requests(engine: Any, salt: Callable[[], str]) -> None:
-    """Change every request, including those of vLLM's own routes, when it is sent to the engine core: it carries the `salt()` of that
-    moment, in front of its own. On a CPU it loses its seed: a prompt that is prefilled in chunks would end the server ("CPU Generator
-    does not use offset")."""
+    """Change every request, including those of vLLM's own routes, when it is sent to the engine core: it carries the `salt()` of
+    that moment. On a CPU it loses its seed: a prompt that is prefilled in chunks would end the server ("CPU Generator does not use
+    offset")."""
     client = engine.engine_core
     send = client.add_request_async
     is_on_cpu = engine.vllm_config.device_config.device_type == "cpu"
