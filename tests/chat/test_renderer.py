@@ -59,16 +59,6 @@ def test_plain_text_is_not_templated_and_gets_the_tokenizers_own_bos() -> None:
     assert renderer.prompt_ids([user(rendered)], is_conversational=False) == [bos, *tokens("llama3", "hello")]
 
 
-def test_plain_text_with_a_system_prompt_or_tools_is_a_conversation() -> None:
-    renderer = renderer_of("qwen3")
-    system = TaggedMessage(role="system", content="hello", origin=Origin.PROMPT)
-    both = [system, user("world")]
-    assert renderer.prompt_ids(both, is_conversational=False) == renderer.prompt_ids(both)
-    assert renderer.prompt_ids([user("a")], is_conversational=False, tools=TOOLS) == renderer.prompt_ids(
-        [user("a")], tools=TOOLS
-    )
-
-
 def test_plain_maths_needs_neither_template_nor_parser() -> None:
     tokenizer = copy.deepcopy(family("chatml"))
     tokenizer.chat_template = None
@@ -122,33 +112,7 @@ def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
         _load(tmp_path / "absent")
 
 
-def test_an_end_of_turn_token_must_be_one_token() -> None:
-    with pytest.raises(
-        ConfigError, match=r"end_of_turn_tokens: '<\|im_ends\|>' is not a token .*; did you mean '<\|im_end\|>'\?"
-    ):
-        renderer_of("qwen3", end_of_turn_tokens=["<|im_ends|>"])
-
-
 # --- the startup check
-
-
-@pytest.mark.parametrize(
-    ("name", "parser"),
-    [
-        ("qwen2_5", "hermes"),
-        ("qwen3", "hermes"),
-        ("llama3", "llama3_json"),
-        ("gpt_oss", "harmony"),
-        ("mistral", "mistral"),
-        ("mistral_args", "mistral"),
-    ],
-)
-def test_the_check_names_the_parser(name: str, parser: str) -> None:
-    notes = renderer_of(name).check_tools(TOOLS)
-    assert len(notes) == 1
-    assert notes[0].startswith(f"tool calls are read by the parser `{parser}`: the chat template writes ")
-    assert renderer_of(name).check_tools(TOOLS[:1]) == notes
-    assert renderer_of(name).check_tools([]) == []
 
 
 @pytest.mark.parametrize(
@@ -175,19 +139,3 @@ def test_an_unknown_way_of_calling_is_refused_and_a_users_own_parser_helps() -> 
     assert "own_parsers:brackets`: set in tool_calling.parser" in notes[0]
     assert "does not add '<|Assistant|>'" in notes[1]
     assert "does not read a call as this chat template writes it" in notes[2]
-
-
-def test_a_template_that_cannot_render_several_calls_is_noted() -> None:
-    template = template_source("qwen2_5").replace(
-        "{%- for message in messages %}\n    {%- if message.role == 'user'",
-        "{%- for message in messages %}{% if messages | selectattr('role', 'equalto', 'tool') | list | length > 1 or "
-        "'calculate' in (message.tool_calls | string) %}{{ raise_exception('one only') }}{% endif %}\n"
-        "    {%- if message.role == 'user'",
-    )
-    notes = renderer_of("qwen2_5", chat_template=template).check_tools(TOOLS)
-    assert any("a rollout fails when a turn makes several calls" in note and "one only" in note for note in notes)
-
-
-def test_a_template_that_ends_turns_with_text_is_noted() -> None:
-    notes = renderer_of("no_end_token").check_tools(TOOLS)
-    assert "ends a turn with text, not with a token" in notes[1]

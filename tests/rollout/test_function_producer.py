@@ -104,22 +104,6 @@ def _output(count: int, **columns: Any) -> dict[str, Any]:
 # ---- what it gets, and what becomes of what it returns ----
 
 
-def test_the_version_of_a_group_is_known_when_its_call_begins() -> None:
-    """A step keeps a place for it while the function runs, and it is cancelled when it is bound to be stale."""
-    versions: list[int | None] = []
-
-    def function(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        assert versions == [7]
-        return _output(len(prompts))
-
-    async def produce() -> None:
-        group = open_group(make_prompt(), version=7, on_tokens=lambda count, version: versions.append(version))
-        async with _producer(function).produce(group):
-            assert len(versions) == 3
-
-    asyncio.run(produce())
-
-
 def test_groups_admitted_together_go_into_one_call_with_raw_prompts_of_their_own() -> None:
     """R4.1, R5.3: once per batch, raw untemplated deep-copied prompts; R5.1: no engine is involved.
 
@@ -281,15 +265,6 @@ def release() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-
-
-def test_a_function_that_hangs_is_given_up_and_the_setting_named(release: threading.Event) -> None:
-    def hangs(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        release.wait(30.0)
-        return {}
-
-    with pytest.raises(DeadlineError, match=r"rollout_function\.timeout_s"):
-        _make(_producer(hangs, timeout_s=0.1), make_prompt())
 
 
 def test_a_call_that_is_over_sends_nothing_more() -> None:

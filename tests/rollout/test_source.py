@@ -10,12 +10,9 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-import uvloop
 
-from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.utils.loop_thread import LoopThread, result_within
 from tests.support.records import make_scored
 
 
@@ -97,16 +94,3 @@ def test_an_error_of_the_worker_reaches_the_buffer() -> None:
     (error,) = source._buffer.fail.call_args.args  # type: ignore[attr-defined]
     assert isinstance(error, KeyError)
     source.close()
-
-
-def test_a_result_comes_within_its_time_limit_or_not_at_all() -> None:
-    async def give(value: int) -> int:
-        return value
-
-    thread = LoopThread("rollout", uvloop.new_event_loop())
-    assert result_within(thread.submit(give(3)), timeout_s=5.0, what="x", setting="y") == 3
-    with pytest.raises(DeadlineError, match=r"waited 0 s for a nap; raise `a\.b`"):
-        result_within(thread.submit(asyncio.sleep(60)), timeout_s=0.05, what="a nap", setting="a.b")
-    thread.stop()
-    thread.thread.join(5.0)
-    assert thread.loop.is_closed()

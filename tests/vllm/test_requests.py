@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_async.inference.api import GenerateChunk
-from grpo_async.servers.requests import EngineDeadError, EngineOutput, Gate, TokenStream
+from grpo_async.servers.requests import EngineOutput, TokenStream
 from grpo_async.servers.vllm.patches import prepare_requests, track_get_output, wait_until_delivered
 
 
@@ -61,38 +61,6 @@ def test_missing_and_non_finite_logprobs_end_the_stream_with_an_error(logprobs: 
 
 
 # ---- pauses ----
-
-
-def test_a_gate_lets_through_only_while_it_is_open() -> None:
-    async def run() -> None:
-        gate, passed = Gate(), []
-
-        async def go(name: str) -> None:
-            await gate.wait()
-            assert gate.is_open
-            passed.append(name)
-
-        await go("a")
-        gate.close()
-        waiting = asyncio.create_task(go("b"))
-        await _turns()
-        gate.open()
-        gate.close()  # before the waiting task got to run: it has to wait on
-        await _turns()
-        assert passed == ["a"]
-        gate.open()
-        await waiting
-        gate.close()
-        broken = asyncio.create_task(go("c"))
-        await _turns()
-        gate.break_down("gone")
-        with pytest.raises(EngineDeadError, match="gone"):
-            await broken
-        gate.close()  # a broken gate holds nobody
-        with pytest.raises(EngineDeadError):
-            await go("d")
-
-    _run(run())
 
 
 # ---- patches ----
