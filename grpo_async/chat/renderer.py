@@ -258,10 +258,8 @@ class ChatRenderer:
         if self._parser.format is None:
             raise ConfigError(self._parser.reason)
         notes = [f"tool calls are read by the parser `{self._parser.name}`: {self._parser.reason}"]
-        notes += self._check_turn_end(names[0])
-        notes += self._check_results(names)
-        notes += self._check_parser(names[0])
-        return notes
+        self._check_turn_end(names[0])
+        return [*notes, *self._check_results(names), *self._check_parser(names[0])]
 
     def _check_prompt(self, tools: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
         question = [{"role": "user", "content": "question"}]
@@ -279,7 +277,7 @@ class ChatRenderer:
                         f"`{function['name']}` is not in the prompt; {_OWN_TEMPLATE}"
                     )
 
-    def _check_turn_end(self, name: str) -> list[str]:
+    def _check_turn_end(self, name: str) -> None:
         if not self._end_of_turn_ids:
             raise ConfigError(
                 "neither the tokenizer nor generation_config.json names a token that ends a turn, so generation would not stop "
@@ -292,39 +290,24 @@ class ChatRenderer:
                 f"{self._encoder.text(self._end_of_turn_ids)} only; set model.end_of_turn_tokens: "
                 f'["{self._encoder.text([last])}"]'
             )
-        if last is None:
-            return [
-                "the chat template ends a turn with text, not with a token: results follow whatever the policy sampled"
-            ]
-        return []
 
     def _check_results(self, names: Sequence[str]) -> list[str]:
-        try:
-            text = self._encoder.text(self._suffix_of([names[0]]))
-        except ChatError as error:
-            raise ConfigError(f"tool results cannot be rendered: {error}; {_OWN_TEMPLATE}") from error
-        if _RESULTS[0] not in text:
-            raise ConfigError(f"the chat template leaves out messages of the role `tool`; {_OWN_TEMPLATE}")
-        notes = []
-        prompt = self._template.generation_prompt
-        if prompt.strip() and not text.endswith(prompt.rstrip()) and not text.rstrip().endswith(prompt.rstrip()):
-            notes.append(
-                f"after tool results the chat template does not add {prompt!r}: the policy continues right after the results"
-            )
-        try:
-            both = self._encoder.text(self._suffix_of([names[0], names[-1]]))
-            problem = None if all(result in both for result in _RESULTS) else "it leaves out one of the results"
-        except ChatError as error:
-            problem = str(error)
-        if problem:
-            notes.append(
-                f"a rollout fails when a turn makes several calls: this chat template cannot render them: {problem}"
-            )
-        return notes
-
-    def _suffix_of(self, names: Sequence[str]) -> list[int]:
-        calls = [dummy_call(name, number) for number, name in enumerate(names)]
-        return self._suffix.ids(calls, [call.result_message(text) for call, text in zip(calls, _RESULTS, strict=False)])
+        """ConfigError where a result is not rendered; a note where two results of one turn are not."""
+        for count in (1, 2):
+            calls = [dummy_call(names[-number], number) for number in range(count)]
+            results = [call.result_message(text) for call, text in zip(calls, _RESULTS, strict=False)]
+            try:
+                text = self._encoder.text(self._suffix.ids(calls, results))
+                problem = (
+                    "" if all(result in text for result in _RESULTS[:count]) else "it leaves out a message of a tool"
+                )
+            except ChatError as error:
+                problem = str(error)
+            if problem and count == 1:
+                raise ConfigError(f"tool results cannot be rendered: {problem}; {_OWN_TEMPLATE}")
+            if problem:
+                return [f"a rollout fails, or lacks a result, when a turn makes several calls: {problem}"]
+        return []
 
     def _check_parser(self, name: str) -> list[str]:
         call = dummy_call(name, 0)

@@ -190,12 +190,13 @@ class ServerControl:
             try:
                 left_s = max(0.001, ends_at - time.monotonic())
                 timeout = httpx.Timeout(left_s, connect=min(10.0, left_s))
-                response = self._http.request(method, path, params=query, json=body, timeout=timeout)
+                with self._http.stream(method, path, params=query, json=body, timeout=timeout) as response:
+                    content = _content(response, ends_at)
                 if response.status_code != 200:
                     # a drain that is asked for again would wait for as long again
                     may_retry, answered = response.status_code != NOT_DRAINED, True
-                    raise error_for_status(response.status_code, response.content)
-                return response.content
+                    raise error_for_status(response.status_code, content)
+                return content
             except (httpx.TransportError, ServerUnavailableError) as error:
                 delay_s = self._retry.delay_s(attempt)
                 # retries share the time of the call, and a silent attempt uses all of it: a hung server is waited for once
@@ -207,6 +208,16 @@ class ServerControl:
                     ) from error
                 time.sleep(delay_s)  # backoff, within the time of the call
                 attempt += 1
+
+
+def _content(response: httpx.Response, ends_at: float) -> bytes:
+    """The body, within the time of the call: a timeout of httpx begins anew with each byte."""
+    content = bytearray()
+    for part in response.iter_bytes():
+        content += part
+        if time.monotonic() > ends_at:
+            raise httpx.ReadTimeout("the answer did not end in time")
+    return bytes(content)
 
 
 def _read(kind: type[Answer], body: bytes) -> Answer:

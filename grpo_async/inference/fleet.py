@@ -35,7 +35,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import groupby
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import httpx
 
@@ -411,11 +411,8 @@ class Fleet:
         self._tracked[index].ask_now.set()
 
     def on_server_event(self, message: Mapping[str, Any]) -> None:
-        """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}, with "url" where its address has changed
-
-        By themselves, only "starting" and "given_up" change the state. "exited" makes the monitor check at once: the server may
-        have ended and be up again before the message is read.
-        """
+        """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}, with "url" where its address has changed.
+        "exited" only makes the watcher check at once: the server may be up again before the message is read."""
         index, event, detail = int(message["index"]), message["event"], str(message.get("detail", ""))
         tracked = self._tracked[index]
         if event == "given_up":
@@ -424,7 +421,7 @@ class Fleet:
             with self._lock:
                 tracked.exit_message = tracked.last_message = detail or "its process ended"
             self.suspect(index)
-        elif event == "starting":
+        else:
             url = message.get("url", tracked.server.url)
             if url != tracked.server.url:  # on another node than before
                 self._fence(tracked.server, detail, ask=False)
@@ -435,9 +432,6 @@ class Fleet:
                 if tracked.server.state in (ServerState.DOWN, ServerState.STARTING):
                     self._set(tracked, changed, state=ServerState.STARTING, info=None, instance_id="")
             self.suspect(index)
-        else:
-            known = ", ".join(get_args(ServerEvent))
-            raise ValueError(f"the launcher reported {event!r} for a server; known events are {known}")
 
     # ---- the watcher of each server ----
 

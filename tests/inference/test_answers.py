@@ -226,6 +226,23 @@ async def _parts(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
+@pytest.mark.parametrize(
+    ("lines", "field"),
+    [
+        ([_line(VOCAB, finish_reason="stop")], "token_ids"),
+        ([_line(9, logprobs=[-1e300], finish_reason="stop")], "logprobs"),
+        ([_line(9, policy_version=6, finish_reason="stop")], "policy_version"),
+        ([_line(9, offset=0), _line(9, offset=0, finish_reason="stop")], "offset"),
+        ([_line(9, finish_reason="stop"), _line(9)], "finish_reason"),
+    ],
+)
+def test_an_answer_that_cannot_be_true_names_server_and_field(lines: list[bytes], field: str) -> None:
+    with local_server(lambda _: _parts(*lines)) as server:
+        with pytest.raises(BadResponseError, match=rf"{server.url.removeprefix('http://')}.* {field}\b"):
+            _generate(server)
+        assert len(server.requests) == 1
+
+
 def test_rounding_above_a_probability_of_one_and_rows_of_a_padded_embedding_are_no_lies() -> None:
     answer = _line(VOCAB - 1, 8, logprobs=[1e-4, -103.0], finish_reason="stop", stop_reason="###")
     with local_server(lambda _: _parts(answer)) as server:

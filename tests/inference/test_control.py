@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import ssl
 import time
+from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
-from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
+from grpo_async.errors import BadResponseError, RequestRejectedError, RunError, ServerUnavailableError
+from grpo_async.inference.api import GenerateRequest
+from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.connect import trusted_certificates
 from grpo_async.inference.control import _DRAIN_MARGIN_S, ServerControl
+from grpo_async.inference.router import Servers
 from grpo_async.utils.retry import RetryPolicy
 from grpo_async.weights.push import GRACE_S
-from tests.support.local_server import local_server
+from tests.inference.fleet_support import watched
+from tests.support.local_server import Request, local_server
 
 
 def _control(url: str) -> ServerControl:
@@ -67,6 +77,41 @@ def test_a_silent_server_is_waited_for_once_and_no_longer_than_the_call_allows()
         assert len(server.requests) == 1
 
 
+def test_a_server_behind_tls_is_reached_by_those_who_trust_its_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control calls, the fleet and the client; and nobody talks to a server whose certificate another authority has signed."""
+    authority, other = trustme.CA(), trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+
+    def trust(signer: trustme.CA) -> None:
+        signer.cert_pem.write_to_path(tmp_path / "trusted.pem")
+        trusted_certificates.cache_clear()
+
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "trusted.pem"))
+    with local_server(certificate=context) as server:
+        trust(authority)
+        with _control(server.url) as control:
+            assert control.info().instance_id == "first"
+        with watched([server.url]) as watch:
+            watch.serve_all()
+            assert list(asyncio.run(_generate(watch.fleet)).token_ids) == [7, 8]
+        trust(other)
+        with _control(server.url) as control, pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            control.info(retries=0)
+        message = r"given up: .*CERTIFICATE_VERIFY.*SSL_CERT_FILE"  # at once, not at the deadline
+        with watched([server.url]) as watch, pytest.raises(RunError, match=message):
+            watch.wait_until_up()
+    trusted_certificates.cache_clear()
+
+
+async def _generate(servers: Servers) -> Generation:
+    request = GenerateRequest(request_id="r", token_ids=[1], max_tokens=8, temperature=1.0)
+    async with InferenceClient(servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0) as client:
+        return await client.generate(request)
+
+
 @pytest.mark.parametrize(
     ("path", "answer", "field"),
     [
@@ -91,8 +136,18 @@ def test_a_lie_about_the_server_itself_is_refused(path: str, answer: dict[str, A
             calls[path]()
 
 
-def test_a_redirect_is_no_answer() -> None:
+def test_a_redirect_is_no_answer_and_one_that_trickles_is_ended() -> None:
     with local_server(refuses={"/resume": 302}) as server, _control(server.url) as control:
         with pytest.raises(BadResponseError, match="302"):
             control.resume()
         assert len(server.requests) == 1
+
+    async def never_ends(request: Request) -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    with local_server(never_ends) as server, _control(server.url) as control:
+        server.streams.add("/rollout/info")
+        with pytest.raises(ServerUnavailableError, match=r"within 0\.3 s"):
+            control.info(timeout_s=0.3)
