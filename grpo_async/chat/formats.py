@@ -270,10 +270,10 @@ def choose_parser(
     if setting == AUTO:
         found = _recognize(template_source, tokenizer.get_added_vocab())
         if found is None:
-            names = backticked([*FORMATS, *VLLM_PARSERS])
+            known = backticked([*FORMATS, *VLLM_PARSERS])
             reason = (
                 "neither the chat template nor the vocabulary shows how the model writes tool calls; set tool_calling.parser "
-                f"to {names}, another parser of vLLM, or `module:attribute` of your own"
+                f"to {known}, another parser of vLLM, or `module:attribute` of your own"
             )
             return ChosenParser(name=AUTO, format=None, reason=reason)
         name, reason = found

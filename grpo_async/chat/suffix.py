@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.template import ChatTemplate, Message
@@ -42,11 +42,9 @@ class DummyForm:
     with_tools: bool = False
 
 
-_THINKING: tuple[Thinking, ...] = ("none", "field", "text")
-_ARGUMENTS: tuple[Arguments, ...] = ("object", "text")
 FORMS = tuple(
     DummyForm(thinking=thinking, arguments=arguments, with_tools=with_tools)
-    for with_tools, thinking, arguments in product((False, True), _THINKING, _ARGUMENTS)
+    for with_tools, thinking, arguments in product((False, True), get_args(Thinking), get_args(Arguments))
 )
 
 

@@ -164,22 +164,15 @@ def load_components(config: ExperimentConfig) -> Components:
     with problems.collecting():
         environments = load_environments(config.environments, tools) if config.environments else None
     with problems.collecting():
-        function = _load_function(config)
+        if (section := config.rollout_function) is not None:
+            given: dict[str, Any] = {"prompts": [], "trainer": None}
+            function = resolve_and_check(section.function, "rollout_function.function", given=given, may_be_async=True)
     with problems.collecting():
         agent = _load_agent(config)
     if problems and environments is not None:
         asyncio.run(environments.aclose())
     problems.raise_if_any()
     return Components(tools=tools, environments=environments, function=function, agent=agent)
-
-
-def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:
-    if config.rollout_function is None:
-        return None
-    given: dict[str, Any] = {"prompts": [], "trainer": None}
-    return resolve_and_check(
-        config.rollout_function.function, "rollout_function.function", given=given, may_be_async=True
-    )
 
 
 def _load_agent(config: ExperimentConfig) -> AgentHost | None:
