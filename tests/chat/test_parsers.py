@@ -225,3 +225,9 @@ def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, erro
 def test_a_parser_that_cannot_be_called_is_refused_at_the_start(name: str, error: str) -> None:
     with pytest.raises(ConfigError, match=rf"tool_calling\.parser: .*{error}"):
         renderer_of("chatml", parser=f"{OWN}:{name}")
+
+
+def test_a_parser_may_return_openai_calls_or_a_bare_list() -> None:
+    turn = renderer_of("chatml", parser=f"{OWN}:openai_form").parse(tokens("chatml", "hello"), turn=0)
+    assert turn.content == "hello"
+    assert [(c.tool_call_id, c.name, c.arguments) for c in turn.tool_calls] == [("abcdefghi", "search", {"query": "a"})]

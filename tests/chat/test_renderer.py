@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from grpo_async.chat import ChatRenderer
-from grpo_async.chat.turn import ChatError
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage
-from tests.chat.helpers import TOOLS, assistant, call, rendered, renderer_of, tokens, user
+from tests.chat.helpers import TOOLS, rendered, renderer_of, tokens, user
 from tests.support.chat_families import FAMILIES, family, template_source
 
 
@@ -36,12 +35,6 @@ def test_a_last_message_of_the_assistant_is_continued_as_trl_does(name: str, tex
     theirs = trl.apply_chat_template({"prompt": given}, family(name))["prompt"]
     messages = [TaggedMessage.from_dict(message, Origin.PROMPT) for message in given]
     assert renderer_of(name).prompt_ids(messages) == tokens(name, theirs)
-
-
-def test_calls_without_results_cannot_be_continued() -> None:
-    opened = TaggedMessage.from_dict(assistant("", [call("search")]), Origin.PROMPT)
-    with pytest.raises(ChatError, match="without results"):
-        renderer_of("qwen2_5").prompt_ids([user("hello"), opened])
 
 
 def test_plain_text_is_not_templated_and_gets_the_tokenizers_own_bos() -> None:

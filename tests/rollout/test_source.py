@@ -38,23 +38,6 @@ def test_groups_that_are_queued_at_the_end_are_closed_unless_the_start_failed() 
         )
 
 
-def test_what_cannot_be_closed_or_hangs_keeps_no_other_part_from_being_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.rollout.source._SHUTDOWN_TIMEOUT_S", 0.05)
-
-    async def fails() -> None:
-        raise KeyError("a connection")
-
-    async def hangs() -> None:
-        await asyncio.Event().wait()
-
-    closed: list[str] = []
-    source = _source(closing_on_loop=[fails, hangs], closing=[lambda: closed.append("workers")])
-    source.close()
-    source._closing_on_loop[-1].assert_awaited_once()  # type: ignore[attr-defined]
-    assert closed == ["workers"]
-    assert not source._thread.thread.is_alive()
-
-
 @pytest.mark.parametrize("blocks", [False, True])
 def test_close_ends_in_bounded_time_even_if_a_task_retries_for_ever_or_blocks_the_loop(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, blocks: bool

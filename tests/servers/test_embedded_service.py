@@ -172,15 +172,6 @@ def test_a_drain_ends_with_409_when_a_resume_comes_and_503_when_the_engine_fails
     assert "out of luck" in str(answer.result(10.0).error)
 
 
-def test_a_wrong_pause_is_refused_and_pauses_nothing(server: Live) -> None:
-    for query in ({"mode": "sleep"}, {"keep_cache": "maybe"}, {"timeout_s": "nan"}, {"level": "1"}):
-        response = server.post("/pause", **query)
-        assert (response.status_code, next(iter(query)) in response.json()["error"]) == (400, True)
-    assert server.post("/sleep", level="1").status_code == 409, "this engine cannot"
-    assert not server.is_paused()
-    assert server.generate(make_request(prompt(4), max_tokens=2)).finish_reason == "length"
-
-
 # ---- weights ----
 
 

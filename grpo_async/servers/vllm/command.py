@@ -99,12 +99,9 @@ def vllm_usable() -> tuple[bool, str]:
         return True, f"{name} {version} is installed"
     import torch
 
-    if not torch.cuda.is_available():
-        return (
-            False,
-            f"{name} {version} is installed, but torch sees no GPU, and a CPU needs a different build; {INSTALL}",
-        )
-    return True, f"{name} {version} is installed and torch sees {count(torch.cuda.device_count(), 'GPU')}"
+    if torch.cuda.is_available():
+        return True, f"{name} {version} is installed and torch sees {count(torch.cuda.device_count(), 'GPU')}"
+    return False, f"{name} {version} is installed, but torch sees no GPU, and a CPU needs a different build; {INSTALL}"
 
 
 def installation_fault(name: str, version: str) -> str | None:
