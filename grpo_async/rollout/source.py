@@ -1,7 +1,6 @@
 """The rollout side as the trainer sees it: a thread that generates and scores, and a queue to take from.
 
-It owns the loop thread and the worker, with its buffer and its ledger. Call `start` after the first weight push, and `close` in any
-case.
+Call `start` after the first weight push, and `close` in any case.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _SHUTDOWN_TIMEOUT_S = 10.0  # the rollout thread's, to finish its tasks when the run stops
+# Python's default is 5 ms: so long the training thread would wait at each of hundreds of operations while this one computes
 _SWITCH_INTERVAL_S = 5e-5
-"""How long a thread that computes may hold the GIL while another thread wants it (Python's default: 5 ms). The training thread
-releases it at each of hundreds of operations a step, and waits that long whenever the rollout thread computes then."""
 
 
 class RolloutSource:
@@ -71,15 +69,12 @@ class RolloutSource:
         self._usual_switch_interval_s = sys.getswitchinterval()
         self._generation: Future[None] | None = None
         self._evaluation: Future[Any] | None = None
-        self._evaluated_tokens: Callable[[], int] = lambda: 0
-        """Grows while an evaluation runs: an evaluation that holds back the next push is not a stall."""
+        self._evaluated_tokens: Callable[[], int] = lambda: 0  # an evaluation that holds back the next push is no stall
 
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
 
-        What was loaded until now (libraries, model, data: hundreds of thousands of objects) is frozen for the garbage
-        collector: it lives as long as the run, and collecting it stops every thread for a third of a second. Until `close`, threads
-        release the GIL to each other sooner than by default.
+        What was loaded until now is frozen for the garbage collector: collecting it stops every thread for a third of a second.
         """
         self._has_started = True
         gc.collect()
@@ -135,14 +130,13 @@ class RolloutSource:
         return self._reserved
 
     def describe(self) -> str:
-        """Describe what is in flight and what the oldest group waits for. Thread-safe, and works when the rollout thread hangs."""
+        """Describe what is in flight. Thread-safe, also while the rollout thread hangs, like `task_stacks`."""
         running = "" if self._evaluation is None or self._evaluation.done() else "; an evaluation is running"
         num_failed = self._table.ledger()["groups"]["failed"]
         in_flight = describe_in_flight(self._table.started())
         return f"{in_flight}; {count(len(self._table.queued()), 'group')} queued, {num_failed} failed so far{running}"
 
     def task_stacks(self) -> str:
-        """Where the tasks of the rollout thread wait. Thread-safe, and works when that thread hangs."""
         return self._thread.task_stacks()
 
     def close_groups(
@@ -158,12 +152,10 @@ class RolloutSource:
             self._worker.close_group(group.group, status, scored=group, step=step, stats=mine)
 
     def take_group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Rewards and lengths over the groups taken, and those that became filtered or stale since the step before: call it once
-        for each step."""
+        """Of the groups taken, and those that became filtered or stale since the step before: call it once for each step."""
         return group_metrics([*groups, *self._buffer.take_dropped()])
 
     def advance(self, version: int) -> None:
-        """The servers serve `version` from now on."""
         self._thread.post(lambda: self._worker.on_version(version))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -202,7 +194,6 @@ class RolloutSource:
         return gauges
 
     def tell_of_failures(self, tell: Callable[[str], None]) -> None:
-        """Pass on what the user should see of groups that fail or teach nothing, from now on."""
         self._worker.errors.tell = tell
 
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
@@ -210,14 +201,11 @@ class RolloutSource:
 
     @property
     def served_version(self) -> int:
-        """The policy version that the servers serve."""
         return self._table.version
 
     def begin_evaluation(self, run: Coroutine[Any, Any, Result], *, num_tokens: Callable[[], int]) -> Future[Result]:
-        """Start an evaluation of the served policy, alongside generation, on the same thread and servers. Its end wakes the
-        thread that waits in `take` or `await_evaluation`; a request to stop cancels it. Only one may run at a time. `num_tokens`
-        returns the number of tokens sampled for evaluations so far.
-        """
+        """Start an evaluation of the served policy, alongside generation. Its end wakes the thread that waits in `take` or
+        `await_evaluation`; a request to stop cancels it. `num_tokens`: sampled for evaluations so far."""
         self._evaluated_tokens = num_tokens
         running = self._thread.submit(run)
         self._evaluation = running
@@ -229,11 +217,7 @@ class RolloutSource:
     def await_evaluation(
         self, running: Future[Result], *, heartbeat: Callable[[], None], on_change: Callable[[], None]
     ) -> Result | None:
-        """Wait for its result; None when the run is to stop. Calls `heartbeat` regularly, and `on_change` when the servers change.
-
-        Raises:
-            GrpoAsyncError: too many rollouts failed.
-        """
+        """Wait for its result, or raise its error; None when the run is to stop. `on_change` is called when the servers change."""
         while not running.done():
             if not self._attention.wait(timeout=HEARTBEAT_S):
                 heartbeat()

@@ -78,6 +78,7 @@ def _served(
         process.communicate(timeout=20.0)
 
 
+@pytest.mark.nightly
 def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_model: Path, tmp_path: Path) -> None:
     with _served(tiny_model, tmp_path, FAIL_AT_TENTH_STEP) as (process, url):
         body = make_request(prompt(4), max_tokens=500).model_dump_json()
@@ -149,11 +150,3 @@ def test_an_address_that_others_reach_is_refused_without_a_token(monkeypatch: py
         bind_listener("0.0.0.0", 0)
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     bind_listener("0.0.0.0", 0).close()
-
-
-def test_a_port_in_use_is_a_config_error() -> None:
-    with bind_listener("127.0.0.1", 0) as listener:
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: .*--port"):
-            bind_listener("127.0.0.1", port)
