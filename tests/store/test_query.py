@@ -65,7 +65,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
     folder = tmp_path_factory.mktemp("queries") / "rollouts"
     with LineStore(folder) as store:
         _fill(store)
-    with RolloutTable.open(folder) as opened:
+    with RolloutTable(folder) as opened:
         yield opened
 
 
@@ -209,7 +209,7 @@ def test_no_file_but_those_of_the_store_can_be_read_by_a_query(
 
 def test_a_query_changes_no_setting_reads_no_secret_and_writes_nothing(table: RolloutTable) -> None:
     """Statements do not get through `parse_query`; the database refuses them too."""
-    with table._blocks.cursor() as cursor:
+    with table.cursor() as cursor:
         for statement in (
             "SET enable_external_access = true",
             "SET memory_limit = '1TB'",
@@ -313,7 +313,7 @@ def test_a_query_that_takes_too_much_memory_fails_alone_once_the_process_is_limi
         "from grpo_async.store.table import RolloutTable\n"
         "database.half_of_memory = lambda: 1 << 30\n"
         "database.limit_process_memory()\n"
-        "with RolloutTable.open(Path(sys.argv[1])) as table:\n"
+        "with RolloutTable(Path(sys.argv[1])) as table:\n"
         "    try: table.count(Query('len(range(3000000000)) > 0'))\n"
         "    except GrpoAsyncError as error: print(error)\n"
         "    print(table.count().rollouts)\n"

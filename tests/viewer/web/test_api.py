@@ -25,7 +25,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.store.blocks import Blocks
+from grpo_async.store.table import RolloutTable
 from grpo_async.utils.files import GrowingFile
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
@@ -346,7 +346,7 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four that went on for good would have taken all threads: 10^14 rows are more than anybody waits for."""
-    registry, blocks = RunRegistry([RunDir(tmp_path)]), Blocks(tmp_path)
+    registry, blocks = RunRegistry([RunDir(tmp_path)]), RolloutTable(tmp_path / "rollouts")
     slow = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
 
     async def ask() -> object:
@@ -363,10 +363,8 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
             await asyncio.sleep(0.02)
         return await registry.ask(lambda: blocks.fetch("SELECT 1 AS x"))
 
-    try:
+    with blocks:
         assert asyncio.run(ask()) == [{"x": 1}]
-    finally:
-        blocks.close()
 
 
 # -- starting
