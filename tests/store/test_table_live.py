@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.store import files
 from grpo_async.store import table as store_table
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
@@ -107,18 +105,6 @@ def test_a_block_that_is_sealed_while_it_is_read_is_found_by_its_new_name(
         assert (table.count().groups, len(list(table.dump_json()))) == (1, 2)
 
 
-def test_a_block_that_a_listing_misses_is_not_taken_for_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Listing a folder is no moment: a block that is renamed meanwhile may be in it under neither name."""
-    write_groups(tmp_path, 0)
-    with RolloutTable(tmp_path) as table:
-        listings = [os.listdir(tmp_path), []]
-        monkeypatch.setattr(files.os, "listdir", lambda _: listings.pop() if len(listings) > 1 else listings[0])
-        assert not table.refresh()
-        assert table.count().groups == 1
-
-
 def test_a_block_that_was_deleted_to_make_room_goes(tmp_path: Path) -> None:
     for group_id in range(3):
         write_groups(tmp_path, group_id, seal=True, text=f"prompt {group_id}")
@@ -179,19 +165,6 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(tmp_path: Path) ->
         path.write_bytes(whole)  # restored
         assert table.refresh()
         assert (table.damage, table.count().groups) == ([], 3)
-
-
-def test_what_cannot_be_read_costs_its_own_rows_and_is_named(tmp_path: Path) -> None:
-    write_groups(tmp_path, 0)
-    (tmp_path / "block-000000000009.jsonl").mkdir()  # root may read any file: a folder in its place does the same
-    with RolloutTable(tmp_path) as table:
-        assert table.count().groups == 1
-        (damage,) = table.damage
-    assert "block-000000000009.jsonl is damaged, its rollouts are left out ([Errno 21] Is a directory" in damage
-    (tmp_path / "store.json").unlink(missing_ok=True)
-    (tmp_path / "store.json").mkdir()
-    with pytest.raises(RunError, match=r"cannot read the rollouts in .*Is a directory"):
-        RolloutTable(tmp_path)
 
 
 def test_damage_in_texts_and_tokens_is_an_error_that_names_the_file(tmp_path: Path) -> None:
