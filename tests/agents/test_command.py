@@ -162,6 +162,11 @@ def test_a_command_that_is_not_there_is_named_at_the_start(command: list[str], t
         load_command_agent(AgentSection(command=command))
 
 
+def test_what_a_command_leaves_running_ends_with_it() -> None:
+    """The fixture looks for it."""
+    assert asyncio.run(_run([*PYTHON, SELF_DAEMONIZING + "print(1.0)"])).reward == 1.0
+
+
 def test_a_command_that_kills_its_process_group_takes_nobody_along_and_leaves_nobody() -> None:
     with pytest.raises(AgentError, match="was killed by SIGKILL"):
         asyncio.run(_run([*PYTHON, SELF_DAEMONIZING + "os.killpg(0, 9)"]))
@@ -175,6 +180,21 @@ def test_a_cancelled_run_ends_the_whole_tree(mark: str) -> None:
         await asyncio.wait({running}, timeout=20.0)
         assert running.cancelled()
         assert not _marked(mark)
+
+    asyncio.run(run())
+
+
+def test_the_launcher_that_is_killed_takes_the_command_with_it(mark: str) -> None:
+    async def run() -> None:
+        code = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+        before = psutil.Process().children()  # other tests of this process may have left some
+        running = asyncio.ensure_future(_run([*PYTHON, code]))
+        await until(lambda: len(_marked(mark)) == 2)
+        (launcher,) = set(psutil.Process().children()) - {*before}
+        launcher.kill()
+        with pytest.raises(AgentError, match="launcher was killed"):
+            await running
+        await until(lambda: not _marked(mark))
 
     asyncio.run(run())
 

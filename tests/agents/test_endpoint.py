@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import aiohttp
@@ -15,6 +17,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -209,6 +212,29 @@ def test_settings_of_sampling_come_through_every_api() -> None:
     assert [each.structured_outputs for each in asked] == [{"json": schema}] * 3
 
 
+@pytest.mark.parametrize(
+    ("api", "body", "ignored"),
+    [
+        (ChatCompletion, {"parallel_tool_calls": True, "chat_template_kwargs": {}, "stop_token_ids": None}, []),
+        (
+            ChatCompletion,
+            {"parallel_tool_calls": False, "stop_token_ids": [3]},
+            ["stop_token_ids", "parallel_tool_calls"],
+        ),
+        (Responses, {"input": "q", "reasoning": {"effort": "low"}}, ["reasoning.effort"]),
+        (
+            Messages,
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            ["tool_choice.disable_parallel_tool_use"],
+        ),
+    ],
+)
+def test_settings_that_change_the_answer_and_have_no_effect_are_known_as_ignored(
+    api: type[Exchange], body: dict[str, Any], ignored: list[str]
+) -> None:
+    assert api({"messages": [user("q")], **body}, "m", {}).call.ignored == ignored
+
+
 def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() -> None:
     policy = _policy("an answer", "a verdict", "another", per_chunk=2)
 
@@ -231,6 +257,13 @@ def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() ->
     assert [message.content for message in completion.completion_messages()] == ["an answer"]
     assert not completion.branches
     assert completion.num_sampled_tokens == len(policy.served[0].ids)
+
+
+def test_of_a_history_that_grows_only_the_new_messages_are_read() -> None:
+    kept: dict[Any, Any] = {}
+    sent = [[user(text) for text in texts] for texts in ("abc", "abxd")]
+    first, second = (ChatCompletion({"messages": messages}, "m", kept).call.messages for messages in sent)
+    assert list(map(is_, first, second)) == [True, True, False]
 
 
 def test_a_key_is_of_one_rollout_until_it_ends() -> None:
@@ -258,20 +291,34 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
 
 CHAT: dict[str, Any] = {"messages": [user("q")]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+ONE_CALL = {"role": "assistant", "tool_calls": {"id": "1", "type": "function", "function": {"name": "add"}}}  # no list
 LISTED_ID = {"role": "assistant", "tool_calls": [{"id": ["1"], "type": "function", "function": {"name": "add"}}]}
 TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
 NAMED = {"type": "function", "function": {"name": "add"}}
 TWO_CALLS = {"role": "assistant", "tool_calls": [{"id": "1", **NAMED}, {"id": "2", **NAMED}]}
+FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
         ("chat/completions", b"{", 400, None),
+        ("chat/completions", [], 400, None),
+        ("chat/completions", {}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages[0].content"),
+        ("chat/completions", {"messages": [{"role": "alien"}]}, 400, "messages[0].role"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
+        ("chat/completions", {"messages": [ONE_CALL]}, 400, "messages[0].tool_calls"),
         ("chat/completions", {"messages": [LISTED_ID, TOOL_RESULT]}, 400, "messages[0].tool_calls"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice"),
+        (
+            "chat/completions",
+            CHAT | {"tools": [ADD], "tool_choice": NAMED | {"function": {"name": "sub"}}},
+            400,
+            "tool_choice",
+        ),
+        ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice"),
         ("chat/completions", CHAT | {"response_format": {"type": "grammar"}}, 400, "response_format"),
         ("chat/completions", CHAT | {"continue_final_message": True}, 400, "continue_final_message"),
         ("chat/completions", {"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, 400, "messages"),
@@ -281,11 +328,17 @@ TWO_CALLS = {"role": "assistant", "tool_calls": [{"id": "1", **NAMED}, {"id": "2
             400,
             "messages",
         ),  # one of two is missing
+        ("chat/completions", {"messages": [user("q"), TWO_CALLS, TOOL_RESULT, user("and?")]}, 400, "messages"),
+        ("chat/completions", {"messages": [user("q"), TOOL_RESULT]}, 400, "messages"),  # of no call
+        ("responses", {"input": [user("q"), FUNCTION_CALL]}, 400, "messages"),
         ("responses", {"input": "q", "conversation": "conv_1"}, 400, "conversation"),
         ("responses", {"input": "q", "include": ["message.output_text.logprobs"]}, 400, "include"),
         ("chat/completions", CHAT | {"n": 2}, 400, "n"),
+        ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
         ("completions", {"prompt": "a"}, 404, None),
+        ("responses", {"input": [{"type": "image_generation_call"}]}, 400, "input[0]"),
         ("responses", {"input": "q", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        ("responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_openais_format(
@@ -318,11 +371,15 @@ def _results(*ids: str, before: Sequence[Any] = ()) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools\\[0\\]"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
         ({"extra_body": {"context_management": {"edits": [{}]}}}, "context_management"),
         ({"extra_body": {"thread": {"type": "create"}}}, "thread_unsupported_request"),
+        ({"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, "prefill"),
         ({"messages": [user("q"), _used("1", "2"), _results("1")]}, "2"),
+        ({"messages": [user("q"), _results("1")]}, "1"),
         ({"messages": [user("q"), _used("1"), _results("1", before=[{"type": "text", "text": "first"}])]}, "before"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "role"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_anthropics_format(changes: dict[str, Any], message: str) -> None:
@@ -349,6 +406,11 @@ ASKED: dict[str, Any] = {"model": "m", "messages": [user("q")]}
 
 async def _chat_parse(client: openai.AsyncOpenAI, **fields: Any) -> Any:
     return (await client.chat.completions.parse(**ASKED, response_format=City, **fields)).choices[0].message.parsed
+
+
+async def _chat_stream(client: openai.AsyncOpenAI) -> Any:
+    async with client.chat.completions.stream(**ASKED, response_format=City) as stream:
+        return (await stream.get_final_completion()).choices[0].message.parsed
 
 
 async def _chat_forced(client: openai.AsyncOpenAI, choice: Any) -> Any:
@@ -382,10 +444,13 @@ async def _messages_forced(client: anthropic.AsyncAnthropic, choice: Any) -> Any
     [
         (_chat_parse, False),
         (partial(_chat_parse, tools=[openai.pydantic_function_tool(City)]), False),
+        (_chat_stream, False),
         (_responses_parse, False),
         (_messages_parse, False),
+        (partial(_chat_forced, choice="required"), True),
         (partial(_chat_forced, choice={"type": "function", "function": {"name": "City"}}), True),
         (_responses_forced, True),
+        (partial(_messages_forced, choice={"type": "any"}), True),
         (partial(_messages_forced, choice={"type": "tool", "name": "City"}), True),
     ],
 )
@@ -422,6 +487,72 @@ def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_co
     lengths = [len(served.ids) for served in policy.served]
     assert completion.num_sampled_tokens == sum(lengths)
     assert completion.completion_mask.sum() == (sum(lengths) if corrects else lengths[0] + lengths[2])
+
+
+def test_anthropics_tool_runner_goes_through_the_whole_history() -> None:
+    @anthropic.beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Adds.
+
+        Args:
+            a: one
+            b: the other
+        """
+        return str(a + b)
+
+    policy = _policy(calls("add", a=1, b=2), "It is 3.")
+
+    async def agent(session: AgentSession) -> str:
+        async with _anthropic(session) as client:
+            asked: Any = {"model": "m", "max_tokens": 99, "messages": [user("1 + 2?")]}
+            answer = await client.beta.messages.tool_runner(**asked, tools=[add]).until_done()
+            return str(answer.content[0].text)  # type: ignore[union-attr]
+
+    assert _run(policy, agent) == "It is 3."
+    assert len(policy.served) == 2  # no branch: the second call continues the first
+
+
+def test_a_message_that_no_context_holds_is_refused_for_its_characters_before_it_is_tokenized() -> None:
+    policy = _policy("hello")
+    too_long = user("x" * (200 * policy.chat._encoder.longest_token + 200))
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            answer = await client.chat.completions.create(model="m", messages=[user("q")])
+            said: Any = {"role": "assistant", "content": answer.choices[0].message.content}
+            for messages in ([too_long], [user("q"), said, too_long]):
+                with pytest.raises(openai.BadRequestError, match="characters") as caught:
+                    await client.chat.completions.create(model="m", messages=messages)
+                assert caught.value.code == "context_length_exceeded"
+
+    _run(policy, agent, max_model_len=200)
+
+
+def test_a_long_message_is_tokenized_off_the_loop_and_one_of_a_length_over_the_limit_is_not_read() -> None:
+    policy = _policy("hello")
+    threads: dict[int, threading.Thread] = {}
+    plain = policy.chat._encoder.plain
+
+    def spell(text: str, **more: Any) -> list[int]:
+        threads[len(text)] = threading.current_thread()
+        return plain(text, **more)
+
+    policy.chat._encoder.plain = spell  # type: ignore[method-assign]
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            await client.chat.completions.create(model="m", messages=[user("y" * 120_000)])
+        assert threads[max(threads)] is not threading.current_thread()
+        url = httpx.URL(session.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {session.key}\r\n"
+        writer.write(f"{head}content-length: {9 << 20}\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            assert b" 413 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+    _run(policy, agent)
 
 
 def test_a_client_that_hangs_up_cancels_its_call() -> None:

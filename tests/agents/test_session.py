@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
-from grpo_async.agents.calls import ApiError
+from grpo_async.agents.calls import ApiError, Call
 from grpo_async.agents.session import AgentSession
+from grpo_async.errors import ServerUnavailableError
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
 from tests.agents.support import (
     ADD,
@@ -20,6 +23,7 @@ from tests.agents.support import (
     check_exact,
     make_session,
     policy_saying,
+    renderer,
     system,
     text_ids,
     tool,
@@ -147,6 +151,20 @@ def test_a_closed_session_refuses_and_ends_what_is_under_way() -> None:
     asyncio.run(main())
 
 
+def test_servers_that_do_not_answer_are_a_503_and_the_session_knows_why() -> None:
+    def is_down(_: GenerateRequest) -> str:
+        raise ServerUnavailableError("nobody is there")
+
+    async def main() -> None:
+        session = make_session(FakePolicy(renderer(), is_down))
+        with pytest.raises(ApiError, match="nobody is there") as caught:
+            await ask(session, user("q"))
+        assert caught.value.status == 503
+        assert session.last_error == "nobody is there"
+
+    asyncio.run(main())
+
+
 def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     policy = policy_saying("a", "b")
 
@@ -159,6 +177,22 @@ def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCap
         _with(policy, agent)
     assert [record.args for record in caplog.records] == [("temperature",), ("presence_penalty",)]
     assert {served.request.temperature for served in policy.served} == {1.0}
+
+
+def test_a_limit_that_cuts_or_refuses_what_is_not_trained_does_not_truncate_the_rollout() -> None:
+    async def agent(session: AgentSession) -> None:
+        call = Call(messages=[user("q")], response_format={"type": "json_object"})
+        assert await session.prompt_length(call, is_trained=False) > 0
+        assert (await session.complete(call, "v", is_trained=False)).finish_reason == "length"
+        assert not session.is_truncated
+        await ask(session, user("q"))
+        assert session.is_truncated
+        session.is_truncated = False
+        with pytest.raises(ApiError, match="has used its"):
+            await session.complete(call, "w", is_trained=False)
+        assert (session.is_truncated, session.is_out_of_budget) == (False, False)
+
+    _with(policy_saying("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4, max_turns=2)
 
 
 def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:
@@ -195,6 +229,20 @@ def test_rewards_of_answers_become_those_of_their_branches() -> None:
         assert completion.environment_rewards == {"agent": 1.0}
         assert [branch.reward for branch in completion.branches] == [0.25]
         assert session.completion(RolloutStatus.FINISHED, reward=3.0).environment_rewards == {"agent": 3.0}
+
+    _with(policy, agent)
+
+
+def test_ids_that_the_policy_wrote_itself_go_to_the_client_and_back() -> None:
+    policy = policy_saying(family="mistral", odd_tokens=0.0)
+    said = iter(['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]', "b"])
+    policy.say = lambda _: next(said)
+
+    async def agent(session: AgentSession) -> None:
+        first = await ask(session, user("q"), tools=[ADD])
+        assert [call["id"] for call in first.tool_calls] == ["abcdefghi"]
+        await ask(session, user("q"), first.message, tool(first.message["tool_calls"][0], "3"), tools=[ADD])
+        check_exact(policy, session.completion(RolloutStatus.FINISHED))
 
     _with(policy, agent)
 
@@ -254,6 +302,34 @@ def test_a_history_that_only_grows_is_one_path_with_the_recorded_ids() -> None:
     )
 
 
+def test_thinking_that_the_client_strips_stays_in_the_tokens() -> None:
+    async def agent(session: AgentSession) -> None:
+        first = await ask(session, user("1 + 2?"), tools=[ADD])
+        assert first.reasoning == "1 and 2"
+        call = first.message["tool_calls"][0]
+        second = await ask(session, user("1 + 2?"), first.message, tool(call, "3"), tools=[ADD])
+        assert (second.reasoning, second.content) == ("so 3", "3")
+
+    completion, _ = _run(
+        agent, f"<think>\n1 and 2\n</think>\n\n{calls('add', a=1, b=2)}", "<think>so 3</think>3", family="qwen3"
+    )
+    assert not completion.branches
+    assert completion.turns[0].messages[0].content.startswith("<think>")
+
+
+def test_a_template_that_drops_earlier_thinking_makes_a_root_of_each_question() -> None:
+    async def agent(session: AgentSession) -> None:
+        first = await ask(session, user("a"))
+        await ask(session, user("a"), first.message, user("b"))
+
+    completion, policy = _run(agent, "<think>x</think>one", "<think>y</think>two", family="qwen3")
+    assert "x" not in policy.chat.completion_text(completion.prompt_ids).split("user")[-1]
+    assert _texts(completion.turns) == [[("assistant", "<think>y</think>two")]]
+    assert [(branch.name, branch.parent, _texts(branch.turns)) for branch in completion.branches] == [
+        ("b1", 0, [[("assistant", "<think>x</think>one")]])
+    ]
+
+
 def test_retries_parallel_calls_and_edits_are_branches_of_the_recorded_ids() -> None:
     async def agent(session: AgentSession) -> None:
         first = await ask(session, S, user("q"))
@@ -279,6 +355,37 @@ def test_retries_parallel_calls_and_edits_are_branches_of_the_recorded_ids() -> 
         [[("assistant", text)]] for text in ("c", "d", "e")
     ]
     assert completion.num_sampled_tokens == sum(len(turn.output_ids) for turn in completion.all_turns)
+
+
+def test_compaction_other_tools_and_sub_agents_are_paths_of_their_own() -> None:
+    async def agent(session: AgentSession) -> None:
+        first = await ask(session, S, user("q"), tools=[ADD])
+        helper = await ask(session, system("You help."), user("sub"))
+        await ask(session, system("You help."), user("sub"), helper.message, user("more"))
+        await ask(session, S, user("q"), first.message, user("x"))  # without the tools
+        await ask(session, S, user("summary: q was asked"), tools=[ADD])
+
+    completion, _ = _run(agent, "a", "h", "h2", "b", "c")
+    paths = [_texts(path.turns) for path in completion.paths]
+    assert paths == [
+        [[("assistant", "c")]],
+        [[("assistant", "a")]],
+        [[("assistant", "h"), ("user", "more")], [("assistant", "h2")]],
+        [[("assistant", "b")]],
+    ]
+    # which one its beginning is shared with: the system prompt with the tools, or without
+    assert [branch.parent for branch in completion.branches] == [0, 0, 0]
+
+
+def test_of_equal_answers_each_is_continued_once_the_newest_first() -> None:
+    async def agent(session: AgentSession) -> None:
+        for _ in range(2):
+            said = (await ask(session, user("q"))).message
+        await ask(session, user("q"), said, user("r"))
+        await ask(session, user("q"), said, user("s"))
+
+    completion, _ = _run(agent, "a", "a", "b", "c")
+    assert [len(path.turns) for path in completion.paths] == [2, 2]
 
 
 def test_results_come_in_any_order_and_belong_to_their_calls() -> None:
@@ -331,6 +438,25 @@ def test_texts_of_control_tokens_from_a_tool_or_user_stay_text() -> None:
     # system, user, assistant, tool, assistant
     assert (ids.count(start), ids.count(end)) == (5, 5)
     assert not completion.branches
+
+
+def test_calls_with_the_same_arguments_are_told_apart_by_their_ids() -> None:
+    results: dict[str, str] = {}
+
+    async def agent(session: AgentSession) -> None:
+        one = await ask(session, user("q"), tools=[ADD])
+        two = await ask(session, user("q"), tools=[ADD])
+        for reply, result in ((one, "A"), (two, "B")):
+            written = json.loads(json.dumps(reply.message))
+            results[written["tool_calls"][0]["id"]] = result
+            await ask(session, user("q"), written, tool(written["tool_calls"][0], result), tools=[ADD])
+
+    completion, _ = _run(agent, calls("add", a=1), calls("add", a=1), "from one", "from two")
+    found = {
+        path.turns[0].messages[0].tool_calls[0]["id"]: path.turns[0].messages[1].content for path in completion.paths
+    }
+    assert found == results
+    assert sorted(found.values()) == ["A", "B"]
 
 
 def test_seeds_differ_between_calls_and_a_clients_seed_is_mixed_in() -> None:

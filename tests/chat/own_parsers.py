@@ -19,6 +19,10 @@ def openai_form(text: str) -> list[dict[str, Any]]:
     return [{"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}]
 
 
+def says_nothing(text: str) -> None:
+    return None
+
+
 def raises(text: str) -> dict[str, Any]:
     raise RuntimeError("no such luck")
 

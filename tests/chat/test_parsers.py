@@ -51,6 +51,13 @@ def test_what_a_prompt_has_opened_belongs_to_the_calls_and_not_to_the_content(
 @pytest.mark.parametrize(
     ("name", "text", "content", "calls"),
     [
+        ("qwen2_5", "the answer is 42.<|im_end|>", "the answer is 42.", []),
+        (
+            "qwen2_5",
+            'I look.\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {}}',
+            "I look.",
+            [("f", {}), ("g", {})],
+        ),
         # what is pondered is not called
         (
             "qwen3",
@@ -59,7 +66,10 @@ def test_what_a_prompt_has_opened_belongs_to_the_calls_and_not_to_the_content(
             [("g", {})],
         ),
         ("qwen3", '<think>\n<tool_call>{"name": "f"}</tool_call>', '<think>\n<tool_call>{"name": "f"}</tool_call>', []),
+        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", [("f", {"a": 1})]),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]</s>', "", [("f", {"a": 1})]),
         ("mistral", "[TOOL_CALLS] []</s>", "", []),
+        ("mistral_args", 'I look.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}</s>', "I look.", [("f", {"a": 1}), ("g", {})]),
         (
             "gpt_oss",
             "<|channel|>analysis<|message|>think<|end|><|start|>assistant<|channel|>commentary to=functions.f "
@@ -84,6 +94,8 @@ def test_good_turns(name: str, text: str, content: str, calls: list[tuple[str, d
     ("name", "text", "error"),
     [
         ("qwen2_5", '<tool_call>{"name": "f", "arguments": {</tool_call>', "not valid JSON"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "inside"),
+        ("qwen2_5", '<tool_call>{"name": "f"}</tool_call>', "arguments"),
         ("qwen2_5", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
         ("qwen2_5", '<tool_call>{"name": 7, "arguments": {}}</tool_call>', "`name` must be the name of a tool, not 7"),
         ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', "'a' is given twice"),
@@ -96,6 +108,7 @@ def test_good_turns(name: str, text: str, content: str, calls: list[tuple[str, d
             "nested deeper",
         ),
         ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
+        ("llama3", '{"name": "f", "parameters": {"a": 1', "not valid JSON"),
         ("gpt_oss", '<|channel|>commentary to=functions.f json<|message|>{"a"', "<|call|> is missing"),
         ("gpt_oss", "<|channel|>commentary to=functions.f json", "it has no <|message|>"),
     ],
@@ -109,10 +122,28 @@ def test_a_call_that_cannot_be_read_says_what_is_wrong_and_how_to_write_it(name:
     assert len(errors[0]) < 400
 
 
+def test_a_good_call_beside_a_bad_one_is_kept() -> None:
+    good = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    text = f'<tool_call>{{"name": "f", oh}}</tool_call>\n{good}\n<tool_call>{{"name": "h"'
+    turn = renderer_of("qwen3").parse(tokens("qwen3", text), turn=0)
+    assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True), ("h", False)]
+    assert turn.text == text  # all of it, whatever could be read
+
+
 def test_a_call_that_is_not_closed_does_not_swallow_the_next() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     turn = renderer_of("qwen3").parse(tokens("qwen3", text), turn=0)
     assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True)]
+
+
+def test_ids_are_nine_characters_and_differ_within_a_rollout() -> None:
+    renderer = renderer_of("qwen3")
+    ids = tokens("qwen3", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2)
+    made = [call.tool_call_id for turn in range(50) for call in renderer.parse(ids, turn=turn).tool_calls]
+    assert len(set(made)) == 100
+    assert all(len(name) == 9 and name.isalnum() for name in made)
+    assert made[:2] == ["c00000000", "c00000001"]
+    assert made[22:24] == ["c000b0000", "c000b0001"]  # turn 11 = b
 
 
 def test_mistrals_own_ids_are_kept_where_they_can_be() -> None:
@@ -183,6 +214,11 @@ def test_a_hostile_text_is_read_in_linear_time(parser: str) -> None:
 # --- which parser
 
 
+def test_an_unknown_format_reads_no_calls_and_needs_no_parser() -> None:
+    turn = renderer_of("chatml").parse(tokens("chatml", "the answer is 42<|im_end|>"), turn=0)
+    assert (turn.text, turn.content, turn.tool_calls, turn.parse_error) == ("the answer is 42",) * 2 + ((), None)
+
+
 def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(
         ConfigError, match=r"tool_calling.parser: there is no parser 'hermess'; did you mean 'hermes'\?"
@@ -196,6 +232,16 @@ def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
 def test_a_users_own_parser() -> None:
     read = _read("chatml", "I look. CALL[f] CALL[g]<|im_end|>", parser=f"{OWN}:brackets")
     assert read == ("I look.", [("f", {}), ("g", {})], [])
+
+
+def test_a_parser_may_return_openai_calls_or_a_bare_list() -> None:
+    turn = renderer_of("chatml", parser=f"{OWN}:openai_form").parse(tokens("chatml", "hello"), turn=0)
+    assert turn.content == "hello"
+    assert [(c.tool_call_id, c.name, c.arguments) for c in turn.tool_calls] == [("abcdefghi", "search", {"query": "a"})]
+
+
+def test_no_calls_are_no_calls() -> None:
+    assert _read("chatml", "hello", parser=f"{OWN}:says_nothing") == ("hello", [], [])
 
 
 @pytest.mark.parametrize(
@@ -225,9 +271,3 @@ def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, erro
 def test_a_parser_that_cannot_be_called_is_refused_at_the_start(name: str, error: str) -> None:
     with pytest.raises(ConfigError, match=rf"tool_calling\.parser: .*{error}"):
         renderer_of("chatml", parser=f"{OWN}:{name}")
-
-
-def test_a_parser_may_return_openai_calls_or_a_bare_list() -> None:
-    turn = renderer_of("chatml", parser=f"{OWN}:openai_form").parse(tokens("chatml", "hello"), turn=0)
-    assert turn.content == "hello"
-    assert [(c.tool_call_id, c.name, c.arguments) for c in turn.tool_calls] == [("abcdefghi", "search", {"query": "a"})]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_async.envs import EnvironmentCallError, EnvironmentPool
+from grpo_async.envs import pool as pool_module
 from tests.envs import sample_environments as samples
 from tests.envs.helpers import call, pool_of, taken_and_free
 from tests.support.waiting import until
@@ -121,6 +122,21 @@ def test_an_instance_that_hung_is_discarded_and_closed_when_it_can_be(method: st
     run("Gated", use, timeout_s=0.3, max_instances=1)
 
 
+def test_an_instance_whose_reset_raised_is_discarded() -> None:
+    async def use(pool: EnvironmentPool) -> None:
+        samples.faults.add("reset")
+        with pytest.raises(EnvironmentCallError, match="`reset` raised RuntimeError: no server"):
+            await _reset_one(pool)
+        samples.faults.clear()
+        assert taken_and_free(pool)[1] == 0
+        await _reset_one(pool)
+        assert taken_and_free(pool)[1] == 1
+        await until(lambda: samples.events.count("closed") == 1)
+        assert samples.events.count("made") == 2
+
+    run("Full", use)
+
+
 @pytest.mark.parametrize(
     ("factory", "problem"),
     [
@@ -184,3 +200,17 @@ async def _reset_all(pool: EnvironmentPool, count: int) -> None:
 async def _settle() -> None:
     for _ in range(200):
         await asyncio.sleep(0.002)
+
+
+def test_an_environment_that_keeps_hanging_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MAX_STUCK", 2)
+
+    async def use(pool: EnvironmentPool) -> None:
+        for _ in range(2):
+            async with pool.lease(1) as (environment,):
+                await call(environment, "wait")
+        with pytest.raises(EnvironmentCallError, match="2 of its instances hang in calls past their time limit"):
+            async with pool.lease(1):
+                pass
+
+    run("Gated", use, timeout_s=0.3)

@@ -116,6 +116,20 @@ def test_a_structured_output_that_is_interrupted_starts_over_and_its_attempts_ar
         _run(run(server.url))
 
 
+@pytest.mark.parametrize("finish", [None, FinishReason.STOP])
+def test_a_generation_that_was_whole_asks_nobody(finish: FinishReason | None) -> None:
+    """It has its end, or as many tokens as were asked for."""
+    length = 1 if finish else 8
+    partial = Generation(
+        token_ids=array("i", [5]) * length,
+        logprobs=array("f", [-0.1]) * length,
+        policy_versions=array("i", [3]) * length,
+        finish_reason=finish,
+    )
+    generation = _generate("http://127.0.0.1:9", partial=partial)
+    assert generation.finish_reason is (finish or FinishReason.LENGTH)
+
+
 @pytest.mark.parametrize(
     ("request_timeout_s", "progress_timeout_s", "expected_s"), [(60.0, 60.0, 4.0), (2.0, 60.0, 0.5), (60.0, 2.0, 0.5)]
 )
@@ -224,6 +238,33 @@ def test_a_request_whose_server_is_fenced_goes_on_elsewhere_with_the_tokens_it_h
     (continuation,) = other.requests
     assert continuation["token_ids"] == [1, 2, 2, 3]
     assert continuation["max_tokens"] == 6
+
+
+def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> None:
+    async def test(server: LocalServer) -> Generation:
+        servers = ScriptedServers(server.url)
+        servers.on_suspect = lambda _: servers.set()  # the fleet asks it, and it is dead
+        async with _client(servers, max_retries=1) as client, asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(client.generate(_request()))
+            for instance_id in ("second", "third", "fourth"):
+                asked = len(server.requests)
+                await asyncio.to_thread(
+                    server.wait_for, lambda asked=asked: len(server.requests) > asked, "the request"
+                )
+                await asyncio.to_thread(server.stop)
+                while servers.members:
+                    await asyncio.sleep(0.001)
+                server.instance_id = instance_id
+                if instance_id == "fourth":
+                    server.script = _counting(4)
+                await asyncio.to_thread(server.start)
+                servers.set(address(0, server.url, instance_id))
+        return task.result()
+
+    with local_server(_holding(3)) as server:
+        generation = _run(test(server))
+    assert list(generation.token_ids) == list(range(2, 10))
+    assert generation.policy_versions[-1] == 4
 
 
 def test_every_request_names_the_instance_of_the_server_that_it_is_meant_for() -> None:

@@ -153,6 +153,23 @@ def test_while_weights_are_loaded_silence_is_no_death_and_a_refused_connection_i
             watch.wait_state(DOWN)
 
 
+def test_a_heartbeat_that_such_a_load_has_overlapped_does_not_count_either() -> None:
+    """The load was longer than the timeout, and is over before the heartbeat that it held up."""
+    with local_server() as server, watched([server.url], timeout_s=1.0, interval_s=600.0) as watch:
+        watch.serve_all()
+        server.hangs.add("/is_paused")
+        asked = len(server.asked("/is_paused"))
+        watch.fleet.suspect(0)
+        server.wait_for(lambda: len(server.asked("/is_paused")) > asked, "a heartbeat that hangs")
+        with watch.fleet.loading_weights():
+            pass
+        connections = server.num_connections
+        server.wait_for(lambda: server.num_connections < connections, "the heartbeat to time out")
+        assert watch.fleet.serving()
+        watch.fleet.suspect(0)
+        watch.wait_state(DOWN)  # this one was not overlapped
+
+
 @pytest.mark.parametrize(("status", "fix"), [(401, "GRPO_ASYNC_TOKEN"), (404, "grpo-async serve-vllm")])
 def test_a_server_that_will_never_take_part_is_given_up_at_once(status: int, fix: str) -> None:
     """It does not take the token, or it is vLLM without the plugin: healthy, and without our paths."""
@@ -160,6 +177,33 @@ def test_a_server_that_will_never_take_part_is_given_up_at_once(status: int, fix
         watch.wait_state(GONE)
         with pytest.raises(RunError, match=f"{status}.*{fix}"):
             watch.wait_until_up()
+
+
+def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It answers every probe; without a delay it would be pushed to several times a second, forever."""
+    delays = [fleet_module.return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 5000)]
+    assert delays == [0.0, 0.0, 2.0, 4.0, 32.0, 60.0, 60.0]
+    monkeypatch.setattr(fleet_module, "return_delay_s", lambda num_failed: 0.0 if num_failed < 2 else 3600.0)
+    with local_server() as server, watched([server.url], spawned=False, interval_s=0.02) as watch:
+        for number in range(3):  # one that has served in between is back at once
+            watch.wait_state(READY)
+            watch.serve_all()
+            watch.fleet.fence(watch.fleet.server(0), "its connection was lost")
+            assert len(watch.fleet.failures) == number + 1  # each a new one, after it had served
+        watch.wait_state(READY)
+        watch.fleet.fence(watch.fleet.server(0), "the update was refused")  # the second time since it served
+        _wait_for_more(server, "/rollout/info", 4)  # it is found well several times
+        assert watch.fleet.server(0).state is DOWN
+
+
+def test_an_engine_that_is_said_to_be_dead_is_fenced_at_once() -> None:
+    with local_server() as server, watched([server.url]) as watch:
+        watch.serve_all()
+        server.refuses |= {"/is_paused": 500, "/health": 503}
+        watch.wait_state(DOWN)
+        assert "503" in watch.fleet.failures[0].reason
 
 
 def test_errors_of_an_engine_that_is_said_to_be_well_count_when_they_last() -> None:
@@ -254,34 +298,12 @@ def test_counters_go_on_over_a_restart_and_a_dead_or_hung_server_does_not_hold_t
         assert (counters.generated_tokens, counters.busy_s) == (1190, 11.5)  # (10 + 2 + 11) / 2
 
 
-def test_metrics_are_those_of_the_servers_that_are_up_since_the_last_time() -> None:
-    with local_server() as server, watched([server.url], interval_s=600.0) as watch:
-        (up,) = watch.serve_all()
-        assert up.info is not None
-        watch.fleet.metrics()
-        for running, usage in ((4, 0.2), (2, 0.4)):
-            watch.fleet.note(up, up.info.model_copy(update={"running_requests": running, "kv_usage": usage}))
-        metrics = watch.fleet.metrics()
-        assert (metrics["servers/running"], metrics["servers/waiting"]) == (3.0, 0.0)  # (4 + 2) / 2
-        assert metrics["servers/kv_usage"] == pytest.approx(0.3)
-        watch.fleet.fence(up, "for the test")
-        assert "servers/running" not in watch.fleet.metrics(), "what a server said before it was lost is no news of it"
-
-
-def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It answers every probe; without a delay it would be pushed to several times a second, forever."""
-    delays = [fleet_module.return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 5000)]
-    assert delays == [0.0, 0.0, 2.0, 4.0, 32.0, 60.0, 60.0]
-    monkeypatch.setattr(fleet_module, "return_delay_s", lambda num_failed: 0.0 if num_failed < 2 else 3600.0)
-    with local_server() as server, watched([server.url], spawned=False, interval_s=0.02) as watch:
-        for number in range(3):  # one that has served in between is back at once
-            watch.wait_state(READY)
-            watch.serve_all()
-            watch.fleet.fence(watch.fleet.server(0), "its connection was lost")
-            assert len(watch.fleet.failures) == number + 1  # each a new one, after it had served
-        watch.wait_state(READY)
-        watch.fleet.fence(watch.fleet.server(0), "the update was refused")  # the second time since it served
-        _wait_for_more(server, "/rollout/info", 4)  # it is found well several times
-        assert watch.fleet.server(0).state is DOWN
+@pytest.mark.clock
+def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
+    with local_server() as server, watched([server.url], timeout_s=600.0) as watch:
+        watch.serve_all()
+        server.hangs.add("/is_paused")
+        _wait_for_more(server, "/is_paused")
+        started = time.monotonic()
+        watch.fleet.close()
+        assert time.monotonic() - started < 3.0

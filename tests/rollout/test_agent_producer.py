@@ -161,6 +161,31 @@ def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.Monk
     assert {each.status for each in completions} == {RolloutStatus.FINISHED}
 
 
+def test_no_more_agents_run_at_once_than_the_limit() -> None:
+    running: list[int] = []
+    most = 0
+
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        nonlocal most
+        running.append(number)
+        most = max(most, len(running))
+        await _ask(session)
+        running.remove(number)
+        return AgentResult(reward=1.0)
+
+    _produce(run, size=5)
+    assert most == 2
+
+
+def test_an_agent_that_never_calls_the_model_has_failed() -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        return AgentResult(reward=1.0)
+
+    completions, _ = _produce(run)
+    assert completions[0].status is RolloutStatus.FAILED
+    assert "ended without an answered call to the model" in (completions[0].error or "")
+
+
 def test_without_reward_functions_the_agent_has_to_say_its_reward() -> None:
     async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
         await _ask(session)

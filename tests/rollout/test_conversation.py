@@ -11,7 +11,7 @@ from grpo_async.buffer.resume import PartialRollout
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import Origin, RolloutCompletion, RolloutStatus, ToolCall
+from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
 from grpo_async.rollout.conversation import Rollout
 from tests.rollout.fakes import CALL, EOS, Answer, FakeEnvironment, FakeRenderer, FakeTools, ScriptedClient, cut, stop
 
@@ -111,6 +111,12 @@ def test_calls_pending_at_the_turn_cap_truncate() -> None:
     assert completion.completion_ids[-2:].tolist() == [CALL, EOS]
 
 
+def test_a_final_answer_exactly_at_the_cap_is_not_truncated() -> None:
+    """R2.6."""
+    completion = _run(ScriptedClient(stop(CALL, EOS), stop(6, EOS)), FakeTools(), max_turns=2)
+    assert (len(completion.turns), completion.truncated) == (2, False)
+
+
 def test_the_budget_of_a_turn_is_the_least_of_what_is_left() -> None:
     """R6.4: turn limit 5; budget 10, 4 tokens used -> 6; model length 12, 6 in the context -> 6."""
     cases: list[tuple[dict[str, int], int]] = [
@@ -155,6 +161,18 @@ def test_an_environment_that_is_done_after_its_reset_samples_nothing() -> None:
     client = ScriptedClient()
     completion = _run(client, FakeTools(), FakeEnvironment([True]))
     assert (completion.done, completion.truncated, completion.turns, client.requests) == (True, False, [], [])
+
+
+def test_arguments_failure_and_durations_of_every_call_are_kept() -> None:
+    """R2.7, R2.8."""
+    completion = _run(ScriptedClient(stop(CALL, CALL, EOS), stop(6, EOS)), FakeTools("no", failed=True))
+    assert completion.turns[0].tool_response_ids.tolist() == [70, 71, 79]  # in their order, in one suffix
+    assert [call.tool_call_id for call in completion.turns[0].tool_calls] == ["t0c0", "t0c1"]
+    assert [(call.arguments, call.failed, call.duration_s) for call in completion.turns[0].tool_calls] == [
+        ({"a": 0}, True, 0.25),
+        ({"a": 1}, True, 0.25),
+    ]
+    assert completion.turns[0].tool_execution_duration_s >= 0.0
 
 
 # ---- a conversation that goes on from a checkpoint: from its tokens, never from its text ----
@@ -214,3 +232,16 @@ def test_a_snapshot_of_each_moment_leads_to_the_same_end() -> None:
         assert resumed.completion_mask.tolist() == whole.completion_mask.tolist()
         assert [request.seed for request in again.requests] == [r.seed for r in client.requests[-len(again.requests) :]]
         assert len(tools.executed) == 1 - len(moment.turns)  # a call that was answered is not made again
+
+
+def test_a_turn_that_was_whole_is_not_generated_again_but_its_tools_are_called() -> None:
+    partial = PartialRollout(
+        rollout_id="r", prompt_ids=[10, 11], open_ids=[5, CALL, EOS], open_logprobs=[-0.1] * 3, open_versions=[0] * 3,
+        open_finish=FinishReason.STOP,
+    )  # fmt: skip
+    client, tools = _ResumingClient(*TURNS), FakeTools()
+    completion = _resume(client, tools, partial)
+    assert len(tools.executed) == 1
+    assert [request.request_id for request in client.requests] == ["r-t1"]
+    assert client.requests[0].token_ids == [10, 11, 5, CALL, EOS, 70, 79]
+    assert completion.completion_ids.tolist() == [5, CALL, EOS, 70, 79, 6, 7, EOS]

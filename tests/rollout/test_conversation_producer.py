@@ -16,7 +16,7 @@ from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import FatalRolloutError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
-from grpo_async.rollout.conversation import ConversationProducer
+from grpo_async.rollout.conversation import ConversationProducer, with_environment_text
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.tools import Tool, ToolError
 from tests.chat.helpers import renderer_of, tokens, user
@@ -83,6 +83,16 @@ class _Setup:
                     await self.environments.aclose()
 
         return asyncio.run(main())
+
+
+def test_tools_are_offered_in_the_prompt_and_called() -> None:
+    setup = _Setup(stop(CALL, EOS), stop(6, EOS), tools=[Tool.from_function(add)])
+    (produced,) = setup.make(make_prompt())
+    assert [tool["function"]["name"] for tool in setup.renderer.seen_tools[0]] == ["add"]
+    completion = produced.completions[0]
+    assert completion.turns[0].tool_calls[0].result == "40"
+    assert completion.tool_names == ["add"]
+    assert produced.environments is None
 
 
 def test_a_message_that_the_prompt_opens_is_continued_and_its_call_made() -> None:
@@ -207,3 +217,35 @@ def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
         await setup.environments.aclose()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["system", "user"], ["a", "b!"]),
+        (["user", "assistant"], ["a!", "b"]),
+        (["system"], ["a", "!"]),
+    ],
+)
+def test_the_text_of_an_environment_is_appended_to_the_last_user_message_or_becomes_one(
+    roles: list[str], expected: list[str]
+) -> None:
+    messages = [
+        TaggedMessage(role=role, content=content, origin=Origin.PROMPT)
+        for role, content in zip(roles, "ab", strict=False)
+    ]
+    changed = with_environment_text(messages, "!")
+    assert [message.content for message in changed] == expected
+    assert [message.content for message in messages] == ["a", "b"][: len(roles)]
+    if len(changed) > len(messages):
+        assert (changed[-1].role, changed[-1].origin) == ("user", Origin.ENVIRONMENT)
+
+
+def test_a_rollout_that_fails_in_its_second_turn_keeps_the_first() -> None:
+    """R2.8: what led to a failure is there to be looked at."""
+    setup = _Setup(stop(CALL, EOS), tools=[Tool.from_function(add)])  # no answer for the second turn: IndexError
+    (produced,) = setup.make(make_prompt())
+    completion = produced.completions[0]
+    assert (completion.status, len(completion.turns)) == (RolloutStatus.FAILED, 1)
+    assert completion.turns[0].tool_calls[0].result == "40"
+    assert completion.total_duration_s > 0.0

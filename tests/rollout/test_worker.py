@@ -29,18 +29,21 @@ from grpo_async.records import (
     FinishReason,
     GroupStatus,
     RolloutCompletion,
+    RolloutGroup,
+    RolloutStatus,
     ScoredGroup,
 )
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.metrics import group_metrics
-from grpo_async.rollout.worker import RolloutWorker
+from grpo_async.rollout.worker import RolloutWorker, why_no_signal
+from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
 from tests.rollout.fakes import FakeClient, FakeRenderer
-from tests.support.records import make_completion, make_turn
+from tests.support.records import make_completion, make_prompt, make_turn
 from tests.support.stored import LineStore, read_groups
 
 Script = Callable[[str], Generation | Exception]
@@ -253,6 +256,20 @@ def test_a_group_with_a_failed_rollout_continues_with_the_others(tmp_path: Path)
     assert tokens["queued"] == 4 * 3 * 2
 
 
+def test_a_group_with_one_trainable_rollout_is_dropped_and_its_place_is_free_again(tmp_path: Path) -> None:
+    """R1.2, R6.6."""
+
+    def script(name: str) -> Generation | Exception:
+        fails = name.startswith("g0-") and not name.endswith("r0")
+        return RequestRejectedError(400, "bad") if fails else _alternating(name)
+
+    setup = _Setup(tmp_path, script)
+    # a fifth was admitted in place of the first
+    assert [group.group.group_id for group in setup.taken(4, after_queueing=False)] == [1, 2, 3, 4]
+    assert setup.statuses()["failed"] == 1
+    assert setup.table.ledger()["tokens"]["failed"] == 2  # of the only one that did not fail
+
+
 def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -363,6 +380,31 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
     assert [text.split(" in a row")[0] for text in told] == ["2 groups", "4 groups", "8 groups"], "long before the end"
     counts = setup.groups()
     assert counts["filtered"] + counts["queued"] >= 12
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_truncated", "reason"),
+    [
+        ([{"a": 1.0}, {"a": 0.0}], True, "all completions were truncated"),
+        ([{"a": 1.0}, {"a": None}], False, "fewer than two completions were scored"),
+        (
+            [{"a": 1.0, "b": None}, {"a": None, "b": 0.0}],
+            False,
+            "no reward differs on its own, or they cancel out",
+        ),
+    ],
+)
+def test_a_group_without_a_signal_says_why(
+    parts: list[dict[str, float | None]], is_truncated: bool, reason: str
+) -> None:
+    status = RolloutStatus.TRUNCATED if is_truncated else RolloutStatus.FINISHED
+    completions = [replace(make_completion(name), status=status) for name in ("g1-r0", "g1-r1")]
+    group = RolloutGroup(prompt=make_prompt(1), completions=completions)
+    scorer = Scorer([], advantage=AdvantageSection(rewards="normalize_each"), train_zero_variance=False, train_truncated=False,
+                    environment_weights={"a": 1.0, "b": 1.0})  # fmt: skip
+    rewards = combine_rewards(parts, scorer.weights)
+    assert scorer._samples(group, group.trainable, rewards, parts) == []
+    assert why_no_signal(ScoredGroup(group=group, samples=[], rewards=rewards, reward_parts=parts)).startswith(reason)
 
 
 def test_a_store_that_cannot_write_stops_the_run_with_its_own_message(tmp_path: Path) -> None:

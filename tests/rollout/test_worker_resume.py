@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from grpo_async.buffer.ledger import is_balanced
-from grpo_async.buffer.resume import GroupSnapshot, ResumeState, read_resume_state
+from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, ResumeState, read_resume_state
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
+from tests.rollout.fakes import open_group
 from tests.rollout.test_worker import _answer, _Setup
+from tests.support.records import make_completion, make_prompt, make_turn
 from tests.support.waiting import until
 
 
@@ -117,6 +119,42 @@ def test_finished_groups_are_not_generated_again_and_others_go_on_with_the_token
     assert counts["tokens"]["trained"] == 3 * 8 + 4 * 3
 
 
+def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was restored at version 1 with tokens of version 0, which max_staleness 1 allows; version 2 comes in the same moment."""
+    state = _of_a_run(tmp_path / "a", held=(2,))
+    setup = _Slow(tmp_path / "b", resume=state, version=1)
+    admit, calls = setup.table.admit, 0
+
+    async def admit_one() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await admit()
+        else:
+            setup.worker.on_version(2)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(setup.table, "admit", admit_one)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await until(lambda: calls == 2 and not setup.table.started())
+
+    setup.run(steps)
+    assert setup.table.ledger()["groups"]["stale"] == 1
+    assert setup.client.names == []
+
+
+def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
+    """Room for 2 steps of 2 groups; all four are queued, so no prompt is issued before the trainer moves on."""
+    state = _of_a_run(tmp_path / "a", held=())
+    setup = _Slow(tmp_path / "b", resume=state)
+    assert setup.table.capacity == 0
+    assert len(setup.table.queued()) == 4
+    assert _Slow(tmp_path / "c", resume=_of_a_run(tmp_path / "d", held=(1, 2))).table.capacity == 2
+
+
 def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run(tmp_path: Path) -> None:
     """A step that counts on it must not take another prompt instead."""
     setup = _Setup(tmp_path / "a", lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2))
@@ -128,6 +166,16 @@ def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run
     assert [group.group.group_id for group in resumed.taken(2, after_queueing=False)] == [0, 1]
     counts = resumed.groups()
     assert (counts["queued"], counts["started"]) == (4, 4), "the two taken ones are the trainer's to close"
+
+
+def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_resume(tmp_path: Path) -> None:
+    """Dynamic sampling: group 1 has no signal, its rewards belong to the next step's mean."""
+    script: Any = lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2)  # noqa: E731
+    setup = _Setup(tmp_path / "a", script, zero_variance="resample")
+    state = _state_when(setup, lambda: len(setup.table.queued()) == 4)
+    assert [scored.group.group_id for scored in state.dropped] == [1]
+    resumed = _Setup(tmp_path / "b", resume=state, zero_variance="resample")
+    assert [scored.group.group_id for scored in resumed.buffer.take_dropped()] == [1]
 
 
 def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path) -> None:
@@ -161,6 +209,21 @@ def test_what_was_not_taken_up_yet_is_in_the_next_checkpoint_too(tmp_path: Path,
     assert again.ledger["groups"]["started"] == 0
 
 
+def test_whole_rollouts_and_turns_stay_when_open_turns_are_dropped() -> None:
+    over = make_completion("r0")
+    second_turn = PartialRollout(
+        rollout_id="r1", prompt_ids=[1], turns=[make_turn()], open_ids=[7], open_logprobs=[-0.1], open_versions=[0]
+    )
+    first_turn = replace(second_turn, turns=[])
+    group = open_group(make_prompt())
+    group.restore({0: over, 1: second_turn, 2: first_turn}, keeps_open_turns=False)
+    kept = group.restored
+    assert sorted(kept) == [0, 1]
+    assert kept[0] is over
+    assert isinstance(kept[1], PartialRollout)
+    assert (kept[1].turns, kept[1].open_ids.size, kept[1].open_versions.size) == (second_turn.turns, 0, 0)
+
+
 def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_path: Path) -> None:
     """Group 2 waits for its slowest rollout; one of the others failed."""
     setup = _Slow(tmp_path / "a")
@@ -183,3 +246,33 @@ def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_pa
     assert all(isinstance(each, RolloutCompletion) for each in group.rollouts.values())
     resumed, _ = _resumed(tmp_path / "b", state, 4)
     assert sorted(name for name in resumed.client.names if name.startswith("g2")) == ["g2-r1", "g2-r3"]
+
+
+def test_closed_groups_are_not_issued_again(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path / "a")
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
+        for group in await setup.take(2):
+            setup.worker.close_group(group.group, GroupStatus.STALE, scored=group)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert kept[0].outstanding == [2, 3]
+    assert kept[0].ledger["groups"]["stale"] == 2
+
+
+def test_a_checkpoint_that_is_written_after_generation_has_failed_has_the_prompts_of_its_groups(tmp_path: Path) -> None:
+    setup = _Slow(tmp_path, (2,))
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await until(lambda: len(setup.table.queued()) == 3)
+        task.cancel()
+        await asyncio.wait([task], timeout=5.0)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert setup.groups()["cancelled"] == 1
+    assert kept[0].outstanding == [0, 1, 2, 3]

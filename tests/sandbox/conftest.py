@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from grpo_async.sandbox import missing
@@ -11,3 +16,13 @@ from grpo_async.sandbox import missing
 def wall() -> None:
     if lacking := missing():
         pytest.skip(f"this machine has no wall: {dict(lacking)}")
+
+
+@pytest.fixture
+def deep_path() -> Iterator[Path]:
+    """In place of tmp_path where deep trees are made: one that is left over would break every later pytest session, which
+    clears old directories by recursion."""
+    path = Path(tempfile.mkdtemp(prefix="grpo-async-test-"))
+    yield path
+    subprocess.run(["chmod", "-R", "u+rwx", str(path)], check=True, timeout=60)
+    subprocess.run(["rm", "-rf", str(path)], check=True, timeout=60)

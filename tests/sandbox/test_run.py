@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -20,6 +21,13 @@ def test_a_program_reads_its_stdin_and_prints() -> None:
     result = run("print(int(input()) + 1)", stdin="41\n")
     assert (result.status, result.stdout, result.stderr, result.exit_code) == (SandboxStatus.OK, "42\n", "", 0)
     assert 0 < result.duration_s < 20
+
+
+def test_an_uncaught_exception_is_an_error_with_its_traceback() -> None:
+    result = run("print(1)\n1 / 0")
+    assert (result.status, result.stdout, result.exit_code) == (SandboxStatus.ERROR, "1\n", 1)
+    assert "line 2" in result.stderr
+    assert result.last_error_line == "ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +52,12 @@ def test_the_working_directory_is_empty_and_writable_and_another_in_each_run() -
     first, second = (run(code).stdout for _ in range(2))
     assert first == second
     assert first.startswith("[]\n['a']\n")
+
+
+def test_files_are_there_and_can_be_imported() -> None:
+    files: dict[str, str | bytes] = {"helper.py": "value = 7", "data/raw.bin": b"\xff\0"}
+    code = "import helper; print(helper.value, open('data/raw.bin', 'rb').read(), __name__)"
+    assert run(code, files=files).stdout == "7 b'\\xff\\x00' __main__\n"
 
 
 @pytest.mark.parametrize("name", ["../main.py", "/etc/passwd", "a/../../b", "", "a//b", "./a", "a\0b"])
@@ -102,6 +116,14 @@ def test_site_packages_are_there_only_if_asked_for(tmp_path: Path, monkeypatch: 
     assert asyncio.run(with_them.run(code)).stdout == "7\n"
 
 
+def test_an_owner_that_ignores_the_death_of_children_still_gets_results() -> None:
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert asyncio.run(Sandbox().run("1 / 0")).exit_code == 1
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
 def test_a_stdin_that_nobody_reads_holds_nothing_up() -> None:
     assert run("print(1)", stdin="x" * 1_000_000).stdout == "1\n"
     assert run("import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
@@ -140,7 +162,7 @@ def test_a_chain_of_folders_costs_no_result_and_is_removed(tmp_path: Path, monke
     """`rm -rf` gives up on it in time, and left it. The event loop's end waits for what still goes on."""
     monkeypatch.setattr("grpo_async.sandbox.execution.END_TIMEOUT_S", 2.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    chain = "import os\nfor _ in range(1500):\n    os.mkdir('a')\n    os.chdir('a')\nprint('done')"
+    chain = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nprint('done')"
     assert run(chain).stdout == "done\n"
     assert list(tmp_path.iterdir()) == []
 

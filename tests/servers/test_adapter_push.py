@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError, WeightPushError
@@ -83,6 +85,15 @@ def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
     assert f"{WEIGHT}{LORA_B} is sent twice" in base.update_problems(twice, shapes, [])
     # the base itself has to be what is served
     assert base.update_problems([], {**shapes, "more": [3]}, []) == ["more is missing"]
+
+
+def test_a_base_with_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"w": torch.zeros(2)}, tmp_path / name)
+    index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"w is in two files of .*; copy the model again"):
+        BaseWeights(str(tmp_path)).digest  # noqa: B018 - a property that reads
 
 
 def test_a_base_that_the_trainer_has_rounded_is_refused(tiny_model: Path) -> None:

@@ -78,7 +78,6 @@ def _served(
         process.communicate(timeout=20.0)
 
 
-@pytest.mark.nightly
 def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_model: Path, tmp_path: Path) -> None:
     with _served(tiny_model, tmp_path, FAIL_AT_TENTH_STEP) as (process, url):
         body = make_request(prompt(4), max_tokens=500).model_dump_json()

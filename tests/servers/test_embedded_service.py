@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights.buckets import cut_into_buckets, pack
 from grpo_async.weights.receiver import parameter_specs
 from tests.servers.contract import model_b, serves, weights_of
@@ -21,8 +22,9 @@ from tests.servers.embedded_support import (
     prompt,
     worst_error,
 )
+from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import eventually
-from tests.support.weight_push import WeightPusher, announcement
+from tests.support.weight_push import WeightPusher, announcement, push_state_dict
 
 __all__ = ["model_b"]  # a fixture
 
@@ -61,6 +63,17 @@ def own(tiny_model: Path) -> Iterator[Live]:
 def test_a_wrong_request_is_answered_with_400_and_its_cause(server: Live, change: dict[str, Any], words: str) -> None:
     response = server.post("/rollout/generate", make_request(prompt(4), max_tokens=4).model_dump() | change)
     assert (response.status_code, words in response.json()["error"]) == (400, True), response.text
+
+
+def test_unusable_bodies_paths_and_methods_are_answered_with_an_error_object(server: Live) -> None:
+    for status, response in [
+        (400, server.post("/rollout/score", {"token_ids": prompt(513)})),
+        (400, server.client.post("/rollout/generate", content=b"{")),
+        (400, server.post("/finish_weight_update", {"weight_version": "new"})),
+        (404, server.post("/nothing")),
+        (405, server.client.get("/rollout/generate")),
+    ]:
+        assert (response.status_code, "error" in response.json()) == (status, True)
 
 
 def test_a_request_for_another_instance_is_refused_with_503(server: Live) -> None:
@@ -172,7 +185,42 @@ def test_a_drain_ends_with_409_when_a_resume_comes_and_503_when_the_engine_fails
     assert "out of luck" in str(answer.result(10.0).error)
 
 
+def test_a_wrong_pause_is_refused_and_pauses_nothing(server: Live) -> None:
+    for query in ({"mode": "sleep"}, {"keep_cache": "maybe"}, {"timeout_s": "nan"}, {"level": "1"}):
+        response = server.post("/pause", **query)
+        assert (response.status_code, next(iter(query)) in response.json()["error"]) == (400, True)
+    assert server.post("/sleep", level="1").status_code == 409, "this engine cannot"
+    assert not server.is_paused()
+    assert server.generate(make_request(prompt(4), max_tokens=2)).finish_reason == "length"
+
+
 # ---- weights ----
+
+
+def test_a_model_with_its_own_lm_head_is_updated_too(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path, tie_word_embeddings=False)
+    with live(load(folder)) as server:
+        other = load(build_tiny_model(tmp_path / "other", seed=1, tie_word_embeddings=False))
+        weights = weights_of(other)
+        assert "lm_head.weight" in weights
+        push_state_dict(server.url, None, weights, 1)
+        serves(server, other, version=1)
+
+
+def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
+    began = time.monotonic()
+    membership = WeightInitInfo(
+        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=60.0, key="weights/0a"
+    ).model_dump()
+    cases = [
+        ({"rank_offset": 2}, 400, "rank_offset 2"),
+        ({"transport": "nccl"}, 500, "nccl"),
+        ({"key": "AAAA me@home"}, 400, "key"),
+    ]
+    for change, status, words in cases:
+        response = server.client.post("/init_weight_transfer_engine", json=membership | change)
+        assert (response.status_code, words in response.json()["error"]) == (status, True)
+    assert time.monotonic() - began < 15.0
 
 
 def test_a_server_that_sleeps_loads_no_update_that_was_announced_before(own: Live, model_b: Any) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import subprocess
 import sys
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.names import VLLM_ARGUMENTS
 from grpo_async.errors import ConfigError
+from grpo_async.inference.router import FixedServers, Router
 from grpo_async.servers.vllm import command
 from grpo_async.servers.vllm.command import Platform, ServerCommand, serve_vllm, vllm_command
 from grpo_async.utils.processes import START_VARIABLE
@@ -81,6 +87,19 @@ def test_the_gpu_command_uses_the_gpu_options() -> None:
     assert "--enable-sleep-mode" not in vllm_command(config, 1, platform="cpu", environment={}).argv
 
 
+def test_model_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when_trusted(tmp_path: Path) -> None:
+    assert "--trust-remote-code" not in _made().argv
+    raw = experiment(str(tmp_path))
+    raw["model"] |= {"trust_remote_code": True, "chat_template": "template.jinja", "revision": "v1"}
+    raw["inference"]["vllm"]["extra_args"] = ["--max-num-seqs", "3"]
+    made = vllm_command(ExperimentConfig.model_validate(raw), 1, platform="cpu", environment={})
+    assert "--trust-remote-code" in made.argv
+    assert made.env["HF_HUB_OFFLINE"] == "1"
+    assert _value(made.argv, "--chat-template") == "template.jinja"
+    assert _value(made.argv, "--revision") == _value(made.argv, "--tokenizer-revision") == "v1"
+    assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
+
+
 def test_what_would_open_the_server_is_taken_out_of_the_environment() -> None:
     environment = dict.fromkeys(("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "A"), "1")
     assert environment.keys() & _made(environment=environment).env.keys() == {"A"}
@@ -93,7 +112,7 @@ def test_a_list_of_allowed_plugins_contains_ours_also_if_it_was_empty(given: str
     assert _made(environment=environment).env.get("VLLM_PLUGINS") == expected
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "somewhere.example"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "somewhere.example"])
 def test_a_host_that_others_reach_needs_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match="GRPO_ASYNC_TOKEN"):
         _made(host=host)
@@ -182,3 +201,31 @@ def test_every_start_of_a_server_has_a_seed_of_its_own_which_run_seed_decides() 
     assert len(set(seeds)) == len(seeds)
     assert seeds == [_seed_of_start(start, seed) for start in starts for seed in (0, 1)]
     assert len({_seed_of_start(None) for _ in range(4)}) == 4  # started by hand, perhaps on two machines
+
+
+def test_of_1000_rollouts_on_eight_servers_no_two_of_a_group_draw_the_same_noise() -> None:
+    """vLLM draws the noise of a request from a stream that `--seed` starts, in the order in which requests arrive."""
+    streams = [np.random.RandomState(_seed_of_start(f"attempt_1/server_{index}.log")) for index in range(8)]
+    noise: dict[int, list[int]] = defaultdict(list)
+    order = random.Random(0)
+
+    async def roll_out(router: Router, rollout: int) -> None:
+        async with router.lease(f"g{rollout // 16}/r{rollout % 16}") as server:
+            noise[rollout // 16].append(int(streams[server.index].randint(1 << 62)))
+            for _ in range(order.randrange(50)):
+                await asyncio.sleep(0)
+
+    async def run() -> None:
+        router = Router(FixedServers([f"http://replica-{index}" for index in range(8)]), wait_timeout_s=1.0)
+        slots = asyncio.Semaphore(256)
+
+        async def in_slot(rollout: int) -> None:
+            async with slots:
+                await roll_out(router, rollout)
+
+        await asyncio.gather(*map(in_slot, range(1000)))
+
+    asyncio.run(run())
+    twins = {group: len(drawn) - len(set(drawn)) for group, drawn in noise.items()}
+    assert sum(map(len, noise.values())) == 1000
+    assert not any(twins.values()), twins
