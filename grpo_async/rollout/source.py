@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import uvloop
 
 from grpo_async.buffer.group import describe as describe_in_flight
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, Watch
+from grpo_async.buffer.sample_buffer import HEARTBEAT_S, Watch
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
@@ -58,7 +58,11 @@ class RolloutSource:
         self._worker = worker
         self._buffer = worker.buffer
         self._table = worker.table
-        self._server_changes = server_changes
+        self._watch = Watch(
+            timeout_s=config.training.queue_timeout_s,
+            progress=lambda: self._table.num_events + server_changes() + self._evaluated_tokens(),
+            describe=self.describe,
+        )
         self._attention = threading.Event()
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
@@ -83,6 +87,10 @@ class RolloutSource:
         self._generation = self._thread.submit(self._worker.run())  # a loop has only weak references to its tasks
         self._generation.add_done_callback(self._on_generation_end)
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
     def interrupt(self) -> None:
         """Stop the run: the current and every later `take` returns None, and a running evaluation is cancelled."""
         self._stopping = True
@@ -96,29 +104,14 @@ class RolloutSource:
             self._buffer.fail(error)
 
     def wake(self) -> None:
-        """Make the thread that waits in `take` or `await_evaluation` call its `on_change`. Thread-safe."""
+        """End the current or the next wait in `take`, and in `wait_for_change`. Thread-safe."""
         self._buffer.wake()
         self._attention.set()
 
-    def take(
-        self,
-        num_groups: int,
-        *,
-        trainer_version: int,
-        heartbeat: Callable[[], None],
-        on_change: Callable[[], None],
-    ) -> list[ScoredGroup] | None:
-        """The groups of the next step: see SampleBuffer.take. None: the run is to stop; []: the data is at its end."""
-        watch = Watch(
-            timeout_s=self._config.training.queue_timeout_s,
-            progress=lambda: self._table.num_events + self._server_changes() + self._evaluated_tokens(),
-            heartbeat=heartbeat,
-            on_change=on_change,
-            describe=self.describe,
-        )
-        try:
-            groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
-        except BufferInterrupted:
+    def take(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup] | None:
+        """The groups of the next step: see SampleBuffer.take. None: not yet, or `is_stopping`; []: the data is at its end."""
+        groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=self._watch)
+        if groups is None:
             return None
         reserved, self._reserved = self._reserved, []
         return reserved if _ids(reserved) == _ids(groups) else self._worker.scorer.advantages.over_step(groups)
@@ -204,8 +197,10 @@ class RolloutSource:
         return self._table.version
 
     def begin_evaluation(self, run: Coroutine[Any, Any, Result], *, num_tokens: Callable[[], int]) -> Future[Result]:
-        """Start an evaluation of the served policy, alongside generation. Its end wakes the thread that waits in `take` or
-        `await_evaluation`; a request to stop cancels it. `num_tokens`: sampled for evaluations so far."""
+        """Start an evaluation of the served policy, alongside generation, on the same thread and servers. Its end wakes the
+        thread that waits in `take` or `wait_for_change`; a request to stop cancels it. Only one may run at a time. `num_tokens`
+        returns the number of tokens sampled for evaluations so far.
+        """
         self._evaluated_tokens = num_tokens
         running = self._thread.submit(run)
         self._evaluation = running
@@ -214,20 +209,10 @@ class RolloutSource:
         running.add_done_callback(lambda _: self.wake())
         return running
 
-    def await_evaluation(
-        self, running: Future[Result], *, heartbeat: Callable[[], None], on_change: Callable[[], None]
-    ) -> Result | None:
-        """Wait for its result, or raise its error; None when the run is to stop. `on_change` is called when the servers change."""
-        while not running.done():
-            if not self._attention.wait(timeout=HEARTBEAT_S):
-                heartbeat()
-            elif not running.done():
-                self._attention.clear()
-                on_change()
-        try:
-            return running.result(timeout=0.0)
-        except CancelledError:
-            return None
+    def wait_for_change(self) -> None:
+        """Wait until `wake` is called, or for as long as the other ranks may go without a sign of life."""
+        self._attention.wait(timeout=HEARTBEAT_S)
+        self._attention.clear()
 
     def stop_generating(self) -> None:
         """Cancel the groups in flight and close the queued ones; the client stays usable (for a last evaluation)."""
