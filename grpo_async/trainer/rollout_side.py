@@ -66,11 +66,7 @@ class RolloutInputs:
 
 
 def load_rollout_inputs(config: ExperimentConfig, renderer: ChatRenderer) -> RolloutInputs:
-    """Import and read what the configuration names, and check that it fits together.
-
-    Raises:
-        ConfigError: data or reward functions cannot be used.
-    """
+    """Import and read what the configuration names, and check that it fits together."""
     components = load_components(config)
     data = load_data(
         config.data,
@@ -114,11 +110,7 @@ def build_rollout_side(
     state: CheckpointState | None,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` comes from the checkpoint to resume from, `vocab_size` is the
-    number of rows of the policy's embedding.
-
-    Raises:
-        ConfigError: data or reward functions cannot be used.
-    """
+    number of rows of the policy's embedding."""
     start = state.step if state else 0
     inputs = load_rollout_inputs(config, renderer)
     components, data, scorer = inputs.components, inputs.data, inputs.scorer

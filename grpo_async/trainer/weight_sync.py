@@ -287,11 +287,7 @@ class FleetSync:
 
 
 def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
-    """Refuse a server that cannot serve this run.
-
-    Raises:
-        ConfigError: it takes shorter sequences than the run makes, or computes logits in another dtype than the run asks for.
-    """
+    """Refuse a server that cannot serve this run."""
     if info.max_model_len < config.inference.max_model_len:
         raise ConfigError(
             f"the server accepts {info.max_model_len} tokens, but inference.max_model_len is {config.inference.max_model_len}; "
