@@ -5,19 +5,11 @@
                 '-> close(failed,   '-> close(stale,              '-> trained, filtered, failed:
                     stale, ...)         filtered, cancelled)          the next version admits others
 
-Admission limits how far generation runs ahead of training, so that little becomes stale:
+    admission: groups open, or taken by a step, since the start <= (served version + max_staleness + 1) x groups_per_step
 
-    groups open, or taken by a step <= (served version + max_staleness + 1) x groups_per_step
-
-counted from the start of the run. Groups that a step takes stay counted: the version that the step makes admits the next ones.
-Groups that no step takes free their place at once; otherwise admission would deadlock. With max_staleness 0 this is synchronous
-GRPO. Worked example: 4 groups per step, max_staleness 1: 8 groups start at version 0; one fails -> 1 more; version 1 -> 4 more.
-
-A group is *due* at the last step that may train on its oldest token. Where groups of several steps are admitted at once (at the
-start, after a push of several steps) the earlier ones are due earlier, or the first of these steps would get the short ones:
-above, groups 0 to 3 are due at step 1, 4 to 7 at step 2, and the four of version 1 at step 3.
-
-Thread-safe, with one lock, `changed`: the rollout thread admits, starts, generates and scores; it and the trainer's thread close.
+Groups that no step takes free their place at once. 4 groups per step, max_staleness 1: 8 start at version 0; one fails -> 1 more;
+version 1 -> 4 more. A group is *due* at the last step that may train on its oldest token; of those that were admitted at once the
+earlier ones are due earlier: groups 0 to 3 at step 1, 4 to 7 at step 2, the four of version 1 at step 3. One lock, `changed`.
 """
 
 from __future__ import annotations
@@ -42,11 +34,8 @@ class GroupTable:
 
     Args:
         totals: the ledger of a checkpoint to resume from, without open groups.
-        groups_per_step: groups that one optimizer step consumes.
-        max_staleness: in optimizer steps.
         version: policy version at the start (after a resume: the step of the checkpoint).
-        last_version: version after the last optimizer step; nothing is admitted that no step could consume.
-    """
+        last_version: version after the last optimizer step; nothing is admitted that no step could consume."""
 
     def __init__(
         self,

@@ -44,15 +44,13 @@ class _Running:
 
 
 class RunEvaluations:
-    """See the module's docstring. Use it from the trainer's main thread; `scores` and `running_step` are thread-safe.
+    """See the module's docstring. For the trainer's main thread; `scores` and `running_step` are thread-safe.
 
     Args:
         evaluator: None if the run has no evaluation; then every method does nothing.
         start: finished steps; records of later steps are dropped from the log.
-        control, trackers: are told of results.
-        shows_results: whether `control` is told of them; the launcher of `eval` shows them itself.
         hold: called with an evaluation of one policy version (`pin_version`), until whose end no weights may be pushed.
-    """
+        shows_results: whether `control` is told of them; the launcher of `eval` shows them itself."""
 
     def __init__(
         self,
@@ -164,11 +162,7 @@ class RunEvaluations:
         self._begin(step, when="after")
 
     def collect(self, *, is_fatal: bool = False) -> None:
-        """Record the result of the evaluation that has ended, if any. A failure is recorded and shown; training goes on.
-
-        Raises:
-            Exception: with `is_fatal`, its failure: one before the first step fails later, too.
-        """
+        """Record the result of the evaluation that has ended, if any. A failure is recorded and shown, and raised if `is_fatal`."""
         running = self._running
         if running is None:
             return

@@ -89,13 +89,8 @@ def divide_step(
     trainer_version: int,
     is_stored: Callable[[int], bool],
 ) -> tuple[PackedStep, list[PackCommand]]:
-    """Divide the step. Returns it, and the part that each rank has to pack. [world_size]
-
-    Args:
-        groups: those that RolloutSource.take returned.
-        trainer_version: finished steps when this one begins.
-        is_stored: whether the rollout store keeps the statistics of the tokens of a group, by its id.
-    """
+    """Divide the step. Returns it, and the part that each rank has to pack. [world_size] `is_stored`: whether the rollout store
+    keeps the statistics of the tokens of a group, by its id."""
     minibatches = split_groups(groups, config.training.minibatches)
     parts: list[list[RankSamples]] = []  # [num_minibatches][world_size]
     tokens = TokenPlan(world_size)

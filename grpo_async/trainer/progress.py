@@ -25,14 +25,7 @@ _REPORTS_PER_TIMEOUT = 10
 
 class ProgressReporter:
     """A thread of rank 0, for a `with` block that begins when servers serve. It goes on when the main thread hangs in a
-    collective, or the rollout thread in a user's function.
-
-    Args:
-        source: generated tokens, and what is in flight.
-        publisher: the number of finished steps.
-        activity: what the main thread is doing.
-        fleet: tokens of evaluations, and whether servers are starting.
-    """
+    collective, or the rollout thread in a user's function."""
 
     def __init__(
         self,

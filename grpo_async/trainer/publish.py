@@ -21,11 +21,7 @@ from grpo_async.training.verify import TrainerScores
 
 
 class Publisher:
-    """See the module's docstring.
-
-    Attributes:
-        version: of the weights in this process: the number of finished steps.
-    """
+    """See the module's docstring. `version` is that of the weights in this process: the number of finished steps."""
 
     def __init__(
         self,

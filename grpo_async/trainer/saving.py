@@ -56,9 +56,6 @@ class Saver:
     def save(self, step: int, *, wait: bool = False) -> None:
         """Begin to write checkpoint `step` on all ranks. Training pauses while the tensors are copied, generation does not. The
         previous checkpoint must be written first, and old ones are removed afterward. `wait`: return only when it is written.
-
-        Raises:
-            CheckpointError: this checkpoint, or the previous one, could not be written.
         """
         context, during = self._context, self._activity.during
         heartbeat = context.channel.heartbeat

@@ -3,10 +3,8 @@
     mask    one sample at a time, plain causal attention: no (R, T, T) mask is ever made. Any device, any dtype.
     varlen  torch.nn.attention.varlen: one kernel for all samples. GPU, 16 bit.
 
-Both give what the model gives for each sample alone. Padding never attends to a sample. The layout of the samples reaches
-the layers as the keyword `sample_layout`, which transformers passes through, and the window of a layer as its mask, `CausalMask`.
-A model that needs more than this (other masks, biases, sinks) is refused; nothing is silently ignored.
-"""
+The layout of the samples reaches the layers as the keyword `sample_layout`, the window of a layer as its mask, `CausalMask`. A
+model that needs more than this (other masks, biases, sinks) is refused."""
 
 from __future__ import annotations
 
@@ -47,12 +45,8 @@ class SampleLayout:
     """
 
     def __init__(self, segment_ids: torch.Tensor, *, device: torch.device | None = None) -> None:
-        """Read the layout from the segment ids.
-
-        Args:
-            segment_ids: number of the sample in its row, -1 = padding. (R, T). Keep it on the CPU: the host would wait for a GPU.
-            device: where attention runs; None: where `segment_ids` are.
-        """
+        """Read the layout from `segment_ids` (R, T): number of the sample in its row, -1 = padding. Keep it on the CPU: the
+        host would wait for a GPU. `device`: where attention runs; None: where `segment_ids` are."""
         self._device = device or segment_ids.device
         rows = segment_ids.cpu()
         changes = torch.ones(rows.shape, dtype=torch.bool)
@@ -89,12 +83,8 @@ def _is_of_a_layout(mask: torch.Tensor) -> bool:
 def choose_attention(
     wanted: Literal["auto", AttentionName], *, device: torch.device, dtype: torch.dtype, config: Any = None
 ) -> tuple[AttentionName, str]:
-    """The attention that `model.attention` selects on this device, and why: a clause for a message or the log.
-
-    Args:
-        dtype: dtype of the forward pass (`model.compute_dtype`).
-        config: Hugging Face config of the model, if known: some models need what varlen lacks.
-    """
+    """The attention that `model.attention` selects on this device, and why: a clause for a message or the log. `dtype` is that of
+    the forward pass; `config` the model's, if known: some need what varlen lacks."""
     obstacle = _obstacle_to_varlen(device, dtype, config)
     if wanted == "varlen" and obstacle is not None:
         raise ConfigError(f"model.attention: varlen cannot run: {obstacle}; set it to mask, or to auto")

@@ -1,9 +1,7 @@
 """LoRA through peft: adapters inside the Hugging Face model, their initial values, and the folder that peft loads.
 
-The model stays a Hugging Face model (`inject_adapter_in_model`), so forward, checkpoints and pushes see no other class. Adapters
-and the modules of `modules_to_save`, which are trained in place, are float32 on a base of any dtype; only they get
-gradients. Adapters of the head and the embedding are refused: servers merge linear layers, and a tied pair would no longer match.
-"""
+Adapters and the modules of `modules_to_save` are float32 on a base of any dtype; only they get gradients. Adapters of the head and
+the embedding are refused: servers merge linear layers, and a tied pair would no longer match."""
 
 from __future__ import annotations
 

@@ -4,11 +4,8 @@
     checkpoint_groups   transformers 5 fuses some parameters when it loads (the experts of a mixture): they are split for a push
     ShardedParameters, AdapterParameters    gathered bucket by bucket in the dtype that is sent; every rank takes part
 
-Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
--> experts.0.gate_proj.weight, experts.0.up_proj.weight, experts.1.gate_proj.weight, experts.1.up_proj.weight, each (8, 16).
-LoRA (arXiv 2106.09685): W' = W + scaling x B A, in float32, even if W is kept in bfloat16 (peft rounds the product to the dtype
-of the weights).
-"""
+2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16) -> experts.0.gate_proj.weight, experts.0.up_proj.weight, ..., each
+(8, 16). LoRA (arXiv 2106.09685): W' = W + scaling x B A, in float32, even if W is kept in bfloat16."""
 
 from __future__ import annotations
 
@@ -60,12 +57,8 @@ class NamedTensor:
         return tuple(self.tensor.shape)
 
     def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank.
-
-        Args:
-            dtype: dtype of the result. Shards without an adapter are cast before they are gathered: float32 shards that are served
-                in 16 bits need half the bytes. None: the dtype of the tensor; float32 with an adapter.
-        """
+        """The whole tensor with its adapter, on the device of the shards. A collective. Shards without an adapter are cast to
+        `dtype` before they are gathered: half the bytes for 16 bits. None: the dtype of the tensor; float32 with an adapter."""
         tensor = self.tensor.detach()
         if self.delta is None:
             return whole_of(tensor if dtype is None else tensor.to(dtype))
@@ -141,12 +134,7 @@ class FusedTensors:
 
 
 def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[FusedTensors]:
-    """Groups in the order of `sources`, each as small as possible.
-
-    Args:
-        model: the Hugging Face model that knows how it was loaded.
-        sources: by name, a tensor of the same shape and dtype on the device "meta".
-    """
+    """Groups in the order of `sources` (by name, tensors on "meta"), each as small as possible."""
     try:
         everything = _shapes(to_checkpoint(model, sources))
     except Exception as error:  # transformers may raise anything for a model that it cannot save
@@ -219,13 +207,7 @@ def _layer_of(name: str) -> str:
 
 class ShardedParameters(GatheredParameters):
     """The model's parameters under the names and in the form of its Hugging Face checkpoint: tied ones once, adapters merged,
-    fused ones split, and the buffers that a checkpoint holds. Besides the bucket, `buckets` holds one whole group of fused
-    parameters (the experts of one layer).
-
-    Args:
-        model: the Hugging Face model inside the policy.
-        wire_dtype: dtype in which parameters are sent, as the server serves them. Buffers keep their own.
-        device: device of the buckets: the CPU for gloo, otherwise this rank's GPU.
+    fused ones split, and the buffers, which keep their dtype. Besides the bucket, `buckets` holds one group of fused parameters.
     """
 
     def __init__(self, model: Any, *, wire_dtype: torch.dtype, device: torch.device | None = None) -> None:
@@ -262,14 +244,7 @@ class ShardedParameters(GatheredParameters):
 
 
 class AdapterParameters(GatheredParameters):
-    """The factors of each adapted weight; see weights.adapters.
-
-    Args:
-        model: the Hugging Face model inside the policy, with adapters.
-        path: `model.path`, where servers find the base.
-        served_dtype: dtype in which the merged weights are served.
-        device: device of the buckets.
-    """
+    """The factors of each adapted weight; see weights.adapters. `path`: where servers find the base."""
 
     def __init__(self, model: Any, *, path: str, served_dtype: torch.dtype, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")

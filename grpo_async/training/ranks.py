@@ -1,7 +1,4 @@
-"""Keeps the trainer's ranks in lockstep: rank 0 decides, the others follow its commands.
-
-    rank 0     sends a command and does its own part of it (trainer.loop)
-    others     follow: receive a command -> do the same, until StopCommand
+"""Keeps the trainer's ranks in lockstep: rank 0 sends commands and does its own part of each; the others `follow`.
 
 A command travels on a separate gloo group, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
 """
@@ -103,11 +100,8 @@ Command = (
 
 
 class CommandChannel:
-    """Rank 0 sends a command; every other rank receives its own part of it. With one rank nothing is sent.
-
-    Args:
-        timeout_s: maximum time without a command.
-    """
+    """Rank 0 sends a command; every other rank receives its own part of it, or waits for at most `timeout_s`. With one rank nothing
+    is sent."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -131,12 +125,7 @@ class CommandChannel:
         self.send_all(WaitCommand())
 
     def receive(self) -> Command:
-        """On the other ranks: wait for the next command.
-
-        Raises:
-            DeadlineError: no command within the deadline.
-            RunError: rank 0 is gone.
-        """
+        """On the other ranks: wait for the next command. Raises DeadlineError, or RunError when rank 0 is gone."""
         received: list[Any] = [None]
         with self._waiting(f"a command of rank 0 on rank {self._rank}", peer="rank 0, which has ended"):
             dist.scatter_object_list(received, None, src=0, group=self._group)
@@ -146,15 +135,8 @@ class CommandChannel:
         return command
 
     def gather(self, numbers: torch.Tensor) -> list[torch.Tensor] | None:
-        """Bring a tensor of every rank to rank 0, which gets the list; the others get None. A collective.
-
-        Args:
-            numbers: a tensor on the CPU, of the same shape and dtype on every rank.
-
-        Raises:
-            DeadlineError: a rank did not come within the deadline.
-            RunError: a rank is gone.
-        """
+        """Bring a tensor of every rank, on the CPU and of one shape and dtype, to rank 0, which gets the list; the others get
+        None. A collective. Raises DeadlineError, or RunError when a rank is gone."""
         if self._group is None:
             return [numbers]
         parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self._rank == 0 else None

@@ -19,11 +19,7 @@ class Activity:
     """What a thread is doing: shown by `str`, recorded in the timeline, and its seconds summed by kind. Only that thread
     writes it, any thread may read it.
 
-    Worked example: 5 s of the kind "waiting", in the middle of which 2 s are "pushing" -> {"waiting": 3.0, "pushing": 2.0}.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    5 s of the kind "waiting", in the middle of which 2 s are "pushing" -> {"waiting": 3.0, "pushing": 2.0}."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

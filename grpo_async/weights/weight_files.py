@@ -17,11 +17,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder: those of its index, or the single file; none if it has neither.
-
-    Raises:
-        ConfigError: the index is broken, or names missing files.
-    """
+    """The safetensors files of a model's folder: those of its index, or the single file; none if it has neither. Raises ConfigError
+    for a broken index."""
     index = folder / INDEX
     if not index.is_file():
         return [folder / SINGLE] if (folder / SINGLE).is_file() else []
@@ -58,11 +55,7 @@ def _names_in(index: Path) -> list[str]:
 
 
 def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
-    """Open a safetensors file: read its header, and memory-map its tensors.
-
-    Raises:
-        ConfigError: it is not a complete safetensors file.
-    """
+    """Open a safetensors file: read its header, and memory-map its tensors. Raises ConfigError if it is not complete."""
     try:
         return safe_open(file, framework=framework)
     except (OSError, SafetensorError) as error:
