@@ -79,7 +79,6 @@ class RankSamples:
     minibatch_tokens: int
 
     def pack(self) -> list[MicroBatch]:
-        """The micro-batches, on the CPU."""
         packed = []
         first, begin = 0, 0  # sample and token
         for plan in self.micro_batches:

@@ -26,8 +26,6 @@ knows only lengths."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchPlan:
-    """One forward of one rank."""
-
     rows: Sequence[Sequence[int]]
     """Indices of the samples in each row; none where the rank has nothing to do."""
     row_tokens: int
@@ -35,7 +33,6 @@ class MicroBatchPlan:
 
     @property
     def indices(self) -> list[int]:
-        """Indices of all its samples, in the order in which they are packed."""
         return [index for row in self.rows for index in row]
 
     @property
@@ -52,7 +49,6 @@ class BatchPlan:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens of all forwards on all ranks, padding included."""
         return sum(micro_batch.num_computed_tokens for rank in self.ranks for micro_batch in rank)
 
 

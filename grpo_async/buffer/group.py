@@ -16,8 +16,6 @@ from grpo_async.utils.text import count
 
 
 class GroupState(Enum):
-    """What became of an open group so far; see `buffer.group_table`."""
-
     STARTED = auto()  # its rollouts are generated, then scored
     SCORED = auto()  # it waits for its step
     RESERVED = auto()  # so it does, and is packed already for the next one
@@ -65,7 +63,6 @@ class OpenGroup:
 
     @property
     def group_id(self) -> int:
-        """The same as its record's."""
         return self.prompt.prompt_id
 
     @property

@@ -67,11 +67,9 @@ class GroupTable:
 
     @property
     def version(self) -> int:
-        """The policy version that the servers serve."""
         return self._version
 
     def advance(self, version: int) -> None:
-        """The servers serve `version` from now on."""
         with self.changed:
             self._version = max(self._version, version)
         self._wake()
@@ -89,14 +87,12 @@ class GroupTable:
 
     @property
     def _last_step(self) -> int:
-        """The last step that may train on a token sampled now."""
         return self._version + self._max_staleness + 1
 
     # ---- admission ----
 
     @property
     def capacity(self) -> int:
-        """Groups that may be started right now."""
         with self.changed:
             steps = min(self._last_step, self._last_version) - self._first_version
             return steps * self._groups_per_step - len(self._open) - self._num_taken
@@ -126,7 +122,6 @@ class GroupTable:
             self._groups["started"] += 1
 
     def restore(self, scored: ScoredGroup) -> None:
-        """Start a group of a checkpoint that is scored already."""
         with self.changed:
             self.start(OpenGroup(prompt=scored.group.prompt, size=len(scored.group.completions)))
             self.generated(scored.group_id, sum(each.num_sampled_tokens for each in scored.group.trainable))
@@ -181,7 +176,6 @@ class GroupTable:
     # ---- scored ----
 
     def score(self, scored: ScoredGroup) -> None:
-        """The group is scored and waits for its step."""
         with self.changed:
             group = self._open[scored.group_id]
             self._end_making(group)
@@ -249,7 +243,6 @@ class GroupTable:
     # ---- counts ----
 
     def take_stale(self) -> tuple[int, int]:
-        """Groups dropped as stale since the last call, and their tokens."""
         with self.changed:
             before, now = self._stale_before, (self._groups[GroupStatus.STALE], self._tokens[GroupStatus.STALE])
             self._stale_before = now
@@ -262,7 +255,6 @@ class GroupTable:
             return self._tokens["started"] + self._groups["started"] + sum(self._groups[s] for s in LEDGER_STATUSES)
 
     def ledger(self) -> dict[str, dict[str, int]]:
-        """The counts at one instant; see `buffer.ledger`."""
         with self.changed:
             groups = {status.value: self._groups[status] for status in LEDGER_STATUSES}
             tokens = {status.value: self._tokens[status] for status in LEDGER_STATUSES}

@@ -15,7 +15,6 @@ Counts = Mapping[str, Mapping[str, int]]
 
 
 def is_balanced(ledger: Counts) -> bool:
-    """Whether the equation above holds, in groups and in tokens."""
     return all(
         counts["started"] == sum(counts[status.value] for status in LEDGER_STATUSES) for counts in ledger.values()
     )

@@ -62,7 +62,6 @@ class PartialRollout(TokenPath):
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version among the sampled tokens; None when there is none."""
         return oldest_of([*(turn.policy_versions for turn in self.turns), self.open_versions])
 
 
@@ -104,7 +103,6 @@ class ResumeState:
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def small(self) -> dict[str, Any]:
-        """The part for the checkpoint's main file, ready for JSON."""
         return {
             "data": dict(self.data),
             "outstanding": list(self.outstanding),

@@ -78,7 +78,6 @@ class SampleBuffer:
             return self.step
 
     def dropped(self) -> list[ScoredGroup]:
-        """The groups dropped since the last `take_dropped`, which will still return them."""
         with self._condition:
             return list(self._dropped)
 
@@ -206,7 +205,6 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def end(self) -> None:
-        """Nothing more will be added: the data is at its end."""
         with self._condition:
             self._has_ended = True
             self._condition.notify_all()

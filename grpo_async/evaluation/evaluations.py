@@ -94,17 +94,14 @@ class RunEvaluations:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled for evaluations so far, which training does not count."""
         return 0 if self._evaluator is None else self._evaluator.num_tokens
 
     @property
     def running_step(self) -> int | None:
-        """The step whose policy is being evaluated."""
         running = self._running
         return None if running is None else running.step
 
     def scores(self, metric: str) -> dict[int, float]:
-        """A metric of every evaluated policy after step 0, by step."""
         return scores_by_step(self.records, metric)
 
     @property
@@ -183,7 +180,6 @@ class RunEvaluations:
             self._unreported = {}
 
     def summary(self) -> dict[str, Any] | None:
-        """The part for summary.json; None without evaluation."""
         if self._section is None:
             return None
         found = [record for record in self.records if record.metrics]
@@ -237,7 +233,6 @@ class RunEvaluations:
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
     def _tell_progress(self, done: str) -> None:
-        """Say how far the evaluation is, where nothing but it goes on."""
         running = self._running
         if running is not None and running.when != "during":
             self._control.send("phase", name=f"evaluating: {done}")

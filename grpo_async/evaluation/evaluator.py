@@ -173,7 +173,6 @@ def _failed(rollout_id: str, error: str) -> RolloutCompletion:
 
 
 def _row(scored: ScoredGroup) -> dict[str, str | float | None]:
-    """The table's row for the first completion of a prompt."""
     completion, is_scored = scored.group.completions[0], bool(scored.rewards)
     is_scored = is_scored and scored.group.trainable[0] is completion
     messages = completion.prompt_messages or scored.group.prompt.messages

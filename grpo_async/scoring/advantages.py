@@ -77,14 +77,12 @@ class Advantages:
     def _step_advantages(
         self, rewards: Sequence[Rewards], parts: Sequence[Sequence[Mapping[str, float | None]]]
     ) -> list[list[float]]:
-        """Advantages of the completions of each group."""
         if self._section.rewards == "normalize_each":
             return normalized_over_step([normalize_each(rows, self._weights) for rows in parts])
         return batch_advantages(rewards)
 
 
 def _with(values: Sequence[Value], index: int, value: Value) -> list[Value]:
-    """A copy of `values` with `value` at `index`."""
     return [*values[:index], value, *values[index + 1 :]]
 
 
@@ -175,7 +173,6 @@ def has_zero_variance(rewards: Rewards) -> bool:
 
 
 def scored_rewards(rewards: Rewards) -> list[float]:
-    """Those that are not None."""
     return [reward for reward in rewards if reward is not None]
 
 

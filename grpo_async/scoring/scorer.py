@@ -64,11 +64,9 @@ class Scorer:
         self._state = state or TrainerState()
 
     def set_step(self, step: int, epoch: float) -> None:
-        """Set the step and epoch that reward functions see in `trainer_state` from now on."""
         self._state = replace(self._state, global_step=step, epoch=epoch)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a finished step to `trainer_state.log_history`."""
         history = [*self._state.log_history, {"step": step, **metrics}][-_LOG_HISTORY:]
         self._state = replace(self._state, log_history=history)
 
@@ -110,7 +108,6 @@ class Scorer:
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
     ) -> list[RolloutSample]:
-        """Rows of the trainable completions; none if the group has no signal."""
         advantages = self.advantages.of_group(rewards, parts)
         samples = [
             _sample(group, completion, path, advantage=advantage, reward=reward, rewards=part)

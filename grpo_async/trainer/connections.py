@@ -91,7 +91,6 @@ class FleetReporter:
         self._lock = threading.Lock()
 
     def on_change(self) -> None:
-        """The listener for `Fleet.subscribe`."""
         with self._lock:
             servers = self._fleet.servers()
             for server in servers:
@@ -103,12 +102,10 @@ class FleetReporter:
             self._control.send("servers", servers=[self._describe(server) for server in servers])
 
     def on_load(self) -> None:
-        """The listener for `Fleet.subscribe_info`."""
         if time.monotonic() - self._told_at >= _MIN_INTERVAL_S:
             self.on_change()
 
     def close(self) -> None:
-        """End the open spans."""
         with self._lock:
             for index in list(self._since):
                 self._end(index)

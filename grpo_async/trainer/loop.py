@@ -75,7 +75,6 @@ class Trainer:
         self.reporter.write_summary(step, is_complete=self.is_complete, engine=engine)
 
     def evaluate_before(self) -> None:
-        """Evaluate the policy that training begins with."""
         if self.evaluations.before_training():
             self._await_evaluation()
             self.evaluations.collect(is_fatal=True)

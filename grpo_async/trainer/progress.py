@@ -71,7 +71,6 @@ class ProgressReporter:
                 return
 
     def _progress(self) -> object:
-        """Changes while the run makes progress."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
         # only the servers know the tokens of evaluations; the end of a run (save, export) shows in what the main thread begins
         return self._publisher.version, tokens, self._fleet.read_counters().generated_tokens, self._activity.num_begun
@@ -86,7 +85,6 @@ class ProgressReporter:
         )
 
     def _describe(self, unchanged_s: float) -> str:
-        """A paragraph on what waits for what."""
         servers = _servers(self._fleet.servers(), time.monotonic())
         return (
             f"no step was finished and no token generated for {unchanged_s:.0f} s; raise `training.stall_timeout_s` if this is "

@@ -136,7 +136,6 @@ class FleetSync:
             self._control.send("server_serving", index=server.index)
 
     def _fence(self, servers: Sequence[Server], error: PushFailedError) -> bool:
-        """Fence the servers that failed; returns whether there were any."""
         is_drain = error.phase == "pause" and self._config.weights.mode == "drain"
         if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
             raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
@@ -269,7 +268,6 @@ class FleetSync:
 
 
 def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
-    """Refuse a server that cannot serve this run."""
     if info.max_model_len < config.inference.max_model_len:
         raise ConfigError(
             f"the server accepts {info.max_model_len} tokens, but inference.max_model_len is {config.inference.max_model_len}; "

@@ -112,7 +112,6 @@ def _obstacle_to_varlen(device: torch.device, dtype: torch.dtype, config: Any) -
 
 
 def use_attention(model: Any, name: AttentionName) -> None:
-    """Make every layer of a Hugging Face model call our function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     full_name = f"grpo_async_{name}"
@@ -127,7 +126,6 @@ def use_attention(model: Any, name: AttentionName) -> None:
 
 
 def _make_mask(**arguments: Any) -> CausalMask:
-    """The mask function that transformers calls once for each kind of layer."""
     # vmap: the model changes the mask by its own function; bidirectional: attention to later tokens
     if arguments.get("use_vmap") or "allow_is_bidirectional_skip" in arguments:
         raise ConfigError("model.path: the model's attention is not causal everywhere; this family cannot be trained")
@@ -147,7 +145,6 @@ def _mask_attention(
     attention_mask: CausalMask | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls for `mask`. Returns (R, T, H, D)."""
     layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
     rows, heads, tokens, _ = query.shape
     # one long row; split and cat, because the gradient of a slice is as large as the tensor that was sliced

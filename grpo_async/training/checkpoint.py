@@ -196,7 +196,6 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see tor
         self.checksums: dict[str, str] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy `state_dict`, so that training cannot change it while it is written."""
         if self.state_dict_cache is None and not torch.cuda.is_available():
             self.state_dict_cache = copy.deepcopy(state_dict)  # DCP would pin it, which needs a GPU
         staged: dict[str, Any] = super().stage(state_dict)
@@ -214,7 +213,6 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see tor
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on rank 0, when every rank has written."""
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
         sync(Path(self.path) / ".metadata")  # DCP syncs it while its end is still buffered
         self.checksums = {name: value for of_rank in results for name, value in of_rank[-1].storage_data.items()}
@@ -238,13 +236,11 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written now. Thread-safe."""
         writing = self._writing
         return writing is not None and not writing.done()
 
     @property
     def longest_s(self) -> float:
-        """How long one write may take."""
         return 2 * self._timeout_s + _WRITE_MARGIN_S
 
     def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
@@ -300,7 +296,6 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Wait until nothing is being written. `heartbeat` is called regularly."""
         writing = self._writing
         if writing is None:
             return

@@ -87,14 +87,12 @@ def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> 
 
 
 def write_synced(path: Path, parts: Iterable[str]) -> None:
-    """Write a file and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(parts)
     sync(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the list."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
@@ -155,7 +153,6 @@ def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True
 
 
 def damaged(step: int, problem: str) -> str:
-    """The message about a checkpoint that is set aside as "broken"."""
     return f"the checkpoint of step {step} is damaged and set aside as broken_step_{step}: {problem}"
 
 
@@ -168,6 +165,5 @@ def set_aside(checkpoint: Path, reason: str) -> Path:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

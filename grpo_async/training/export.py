@@ -137,7 +137,6 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
 
 
 def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:
-    """The card of the policy after `step` steps. `evaluation`: metrics on held-out data, if there are any."""
     base, rollout, lora = config.model.path, config.rollout, config.model.lora
     merged = "" if lora is None else f"LoRA of rank {lora.rank}, merged into these weights."
     # 0: the steps of epochs, which only the trainer can count

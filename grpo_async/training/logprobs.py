@@ -37,7 +37,6 @@ class LogitTransform:
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
     def at(self, temperature: float) -> LogitTransform:
-        """The same transform with its result divided by `temperature`."""
         softcap = None if self.softcap is None else self.softcap / temperature
         return LogitTransform(scale=self.scale / temperature, softcap=softcap)
 
@@ -279,7 +278,6 @@ class _LinearGradients:
         self._bias = torch.zeros_like(bias, dtype=dtype) if wanted[2] and bias is not None else None
 
     def add(self, rows: slice, states: torch.Tensor, logit_gradient: torch.Tensor) -> None:
-        """Add the gradients of one chunk, from its states (n, H) and the gradient of its logits (n, vocab)."""
         states, logit_gradient = states.to(self._head.dtype), logit_gradient.to(self._head.dtype)
         if self._hidden is not None:
             self._hidden[rows] = logit_gradient @ self._head

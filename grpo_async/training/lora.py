@@ -122,7 +122,6 @@ def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> N
 
 
 def _target_names(model: Any, section: LoraSection) -> list[str]:
-    """Full names of the layers that get adapters."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if section.target_modules == "all-linear":
@@ -140,7 +139,6 @@ def _target_names(model: Any, section: LoraSection) -> list[str]:
 
 
 def _saved_modules(model: Any, section: LoraSection) -> list[str]:
-    """Full names of the modules of `modules_to_save`."""
     chosen: list[str] = []
     for wanted in section.modules_to_save:
         fitting = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]

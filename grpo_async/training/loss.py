@@ -179,7 +179,6 @@ class UserLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Compute the loss of each token. Errors of the function propagate unchanged: the traceback shows the user's own line."""
         loss = self._function(inputs, **self._arguments)
         expected = tuple(inputs.logprobs.shape)
         wanted = f"it has to return a floating-point tensor of shape {expected}, the loss of each token"
@@ -290,7 +289,6 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        """Whether the loss clips, so that clip metrics are meaningful."""
         return not isinstance(self.section, SapoLoss | CustomLoss)
 
     @property

@@ -47,7 +47,6 @@ class UpdateSums:
 
     @torch.no_grad()
     def add(self, output: ObjectiveOutput) -> None:
-        """Count one micro-batch."""
         inputs, token_loss = output.inputs, output.token_loss
         logprobs = inputs.logprobs.detach()
         ones = torch.ones_like(logprobs)
@@ -275,7 +274,6 @@ class PipelineMeter:
         return metrics
 
     def summary(self) -> dict[str, float]:
-        """The same metrics over the whole run, and the mean reward of its first and last three steps."""
         totals = self.totals
         wall = max(totals.wall_s, 1e-9)
         summary = {

@@ -60,8 +60,6 @@ class Policy(nn.Module):
         attention: AttentionName = "mask",
         head_in_float32: bool = False,
     ) -> None:
-        """Replace the attention of `model`. `attention`: see `attention.choose_attention`. `head_in_float32`:
-        `model.head_dtype`."""
         super().__init__()
         if model.base_model is model:
             raise ConfigError(

@@ -67,7 +67,6 @@ class NamedTensor:
 
 
 def list_sources(model: Any) -> list[NamedTensor]:
-    """Every tensor of the checkpoint of a Hugging Face model."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # names that a checkpoint omits
     by_tensor: dict[int, list[NamedTensor]] = {}
@@ -111,12 +110,10 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_leader() -> bool:
-    """Whether this is rank 0; a process outside of a process group is."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def num_ranks() -> int:
-    """Number of ranks; 1 outside of a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -276,7 +273,6 @@ class AdapterParameters(GatheredParameters):
 def choose_parameters(
     model: Any, section: ModelSection, *, served_dtype: torch.dtype, device: torch.device
 ) -> GatheredParameters:
-    """The parameters that `model.lora.push` says to send."""
     if section.lora is not None and section.lora.push == "adapter":
         return AdapterParameters(model, path=section.path, served_dtype=served_dtype, device=device)
     return ShardedParameters(model, wire_dtype=served_dtype, device=device)

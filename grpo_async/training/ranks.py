@@ -63,15 +63,11 @@ class WaitCommand:
 
 @dataclass(frozen=True, slots=True)
 class GatherCommand:
-    """Take part in gathering all parameters, bucket by bucket."""
-
     bucket_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCommand:
-    """Take part in computing the log-probabilities of these token sequences."""
-
     sequences: Sequence[Sequence[int]]
     rounding: str
     """Name of a dtype; see score_twice."""
@@ -79,14 +75,12 @@ class ScoreCommand:
 
 @dataclass(frozen=True, slots=True)
 class SaveCommand:
-    """Take part in writing checkpoint `step`."""
-
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExportCommand:
-    """Take part in writing the final model."""
+    """Write the final model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +111,6 @@ class CommandChannel:
             dist.scatter_object_list([None], list(commands), src=0, group=self._group)
 
     def send_all(self, command: Command) -> None:
-        """On rank 0: send every rank the same command."""
         self.send([command] * self._world_size)
 
     def heartbeat(self) -> None:
@@ -190,18 +183,15 @@ class TrainerContext:
         return self.reference.policy if self.reference is not None and self.config.loss.sync_ref_model else None
 
     def load(self, step: int) -> None:
-        """Load the tensors of a checkpoint. A collective."""
         load_tensors(self.run_dir, step, self.policy, self.optimizer, reference=self._synced_reference)
 
     def save(
         self, step: int, state: CheckpointState | None = None, *, on_written: Callable[[], None] = lambda: None
     ) -> None:
-        """See CheckpointWriter.begin. A collective."""
         reference = self._synced_reference
         self.checkpoints.begin(step, self.policy, self.optimizer, state, reference=reference, on_written=on_written)
 
     def export(self, *, card: str | None = None, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Write the final model; see export_model. A collective."""
         export_model(
             self.run_dir.model,
             self.policy,
@@ -249,7 +239,6 @@ class TrainerContext:
         return result if tokens is None else replace(result, token_statistics=self.channel.gather(tokens.on_host()))
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
-        """See score_twice; `rounding` is the name of a dtype. A collective."""
         model = self.config.model
         return score_twice(
             self.policy,

@@ -98,7 +98,6 @@ def _perturbed_rounding(
 
 
 def one_row(sequence: Sequence[int]) -> MicroBatch:
-    """A micro-batch of one sequence, with every token but the first as a target."""
     length, num_scored = len(sequence), len(sequence) - 1
     ids = torch.tensor(sequence, dtype=torch.int64)
     unused = torch.zeros(num_scored, dtype=torch.float32)

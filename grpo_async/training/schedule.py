@@ -20,7 +20,6 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
 
 
 def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
-    """The factor by the number of steps after the warmup."""
     optimizer, name = config.optimizer, config.optimizer.schedule
     floor = optimizer.min_lr_ratio
     defaults: dict[str, tuple[str, dict[str, float | None]]] = {

@@ -42,7 +42,6 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """False when no update at all was made."""
         return any(self.updates)
 
     @property
@@ -210,7 +209,6 @@ def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float, l
 
 
 def _num_copies(gradient: torch.Tensor) -> int:
-    """How many ranks hold the same values."""
     if not isinstance(gradient, DTensor):
         return num_ranks()
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

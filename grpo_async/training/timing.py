@@ -31,7 +31,6 @@ class Activity:
         """Grows whenever an activity other than a push begins: pushes to servers that come and go are no progress."""
 
     def begin(self, what: str) -> None:
-        """Set the thread's activity to `what` ("evaluating after training")."""
         self._now = what, self._clock()
         self.num_begun += 1
 
@@ -59,7 +58,6 @@ class Activity:
         return spent
 
     def __str__(self) -> str:
-        """ "training step 3, for 12 s"."""
         what, since = self._now
         return f"{what}, for {self._clock() - since:.0f} s"
 

@@ -34,7 +34,6 @@ class TokenCollector:
 
     @torch.no_grad()
     def add(self, output: ObjectiveOutput) -> None:
-        """Add the tokens of the next micro-batch."""
         inputs, start = output.inputs, self._num_tokens
         self._num_tokens = stop = start + inputs.logprobs.numel()
         values = (inputs.logprobs, inputs.proximal_logprobs, output.importance_weights, inputs.entropy)

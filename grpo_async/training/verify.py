@@ -55,7 +55,6 @@ class TrainerScores:
 
     @property
     def rounding(self) -> LogprobDifference:
-        """The difference that rounding alone makes."""
         return compare_logprobs(self.logprobs, self.perturbed_logprobs)
 
 
@@ -65,8 +64,6 @@ Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerComparison:
-    """One server's answers to the probes, compared with the trainer's scores."""
-
     is_same: bool
     """Whether it serves the trainer's weights, as the version that was pushed."""
     versions: list[int]

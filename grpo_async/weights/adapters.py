@@ -47,7 +47,6 @@ class BaseWeights:
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
-        """Name, dtype and shape of each tensor in the files. Raises ConfigError like `digest`."""
         specs = {}
         for name, handle in self._handles.items():
             part = handle.get_slice(name)
@@ -75,7 +74,6 @@ class BaseWeights:
         return sha.hexdigest()
 
     def digest_or_none(self) -> str | None:
-        """The digest; None if there are no safetensors files, so that no adapters can be added."""
         try:
             return self.digest
         except ConfigError:
@@ -127,7 +125,6 @@ def _fit(pair: Sequence[ParameterSpec | None], shape: Sequence[int]) -> bool:
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:
-    """Why a server cannot take adapters of the base at `path`; [] if it can."""
     if served_digest is None:
         return [f"it has no safetensors files to add adapters to; set model.lora.push: merged (model.path: {path})"]
     if served_digest != own_digest:

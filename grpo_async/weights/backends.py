@@ -60,7 +60,6 @@ class Rendezvous:
         )
 
     def join(self, transport: TransportKind, device: torch.device) -> Backend:
-        """Wait for every worker, and form the group. Raises RuntimeError like `join_group`."""
         return _form_group(self.init_info(transport, rank_offset=1), self._store, rank=0, device=device)
 
     def abort(self, reason: str) -> None:
@@ -79,7 +78,6 @@ def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Back
 
 
 def check_device(transport: TransportKind, device: torch.device) -> None:
-    """Raise RuntimeError if `transport` is impossible on `device`."""
     if transport != "gloo" and device.type != "cuda":
         raise RuntimeError(
             f"weights.transport: {transport} needs a GPU, this process has its weights on {device}; set gloo"
@@ -147,8 +145,6 @@ class Backend(ABC):
 
 
 class _BroadcastBackend(Backend):
-    """Each bucket is one broadcast of a process group."""
-
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         return self._broadcast(bucket, timeout_s=timeout_s)
 
@@ -185,7 +181,6 @@ class GlooBackend(_BroadcastBackend):
         self._num_started = 0
 
     def confirm(self, *, timeout_s: float) -> None:
-        """Return when every member has called this."""
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=timeout_s)
         self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
@@ -306,9 +301,6 @@ _Bytes = Annotated[bytes, Field(max_length=4096)]
 
 
 class Handle(BaseModel):
-    """Everything needed to map a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`, in their
-    order. Sent as JSON, with bytes in hexadecimal."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_bytes="hex", val_json_bytes="hex")
 
     gpu: str = Field(max_length=256)
@@ -423,7 +415,6 @@ class IpcBackend(Backend):
             torch.cuda.current_stream(self.device).synchronize()
 
     def _release(self) -> None:
-        """Release shared or mapped memory that has no reference anymore."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 

@@ -24,8 +24,6 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """Name, dtype and shape of one parameter that is sent."""
-
     name: str
     dtype_name: str
     shape: tuple[int, ...]
@@ -125,11 +123,9 @@ class GatheredParameters(ABC):
         """Whole, contiguous tensors in the order of `specs`. A collective: iterate on every rank."""
 
     def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot take these parameters; [] if it can."""
         return update_problems(self.specs, served.shapes, served.optional)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        """The tensors of `gather`, one bucket at a time."""
         tensors = self.gather()
         for bucket in cut_into_buckets(self.specs, bucket_bytes):
             yield [next(tensors) for _ in bucket]

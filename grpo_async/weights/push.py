@@ -138,7 +138,6 @@ class WeightTransport:
         self.members = tuple(ranks)
 
     def describe(self, parameters: GatheredParameters) -> WeightUpdateInfo:
-        """The message that servers receive before an update of these parameters."""
         specs = parameters.specs
         return WeightUpdateInfo(
             names=[spec.name for spec in specs],
@@ -168,7 +167,6 @@ class WeightTransport:
         return self._open().close
 
     def close(self) -> None:
-        """Leave the group, which ends the waits of the servers' workers."""
         backend, self._backend = self._backend, None
         self.members = ()
         if backend is not None:

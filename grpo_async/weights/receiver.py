@@ -51,7 +51,6 @@ class WeightReceiver:
             ) from error
 
     def leave(self) -> None:
-        """Leave the group, if there is one. The other members are not waited for."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
@@ -98,7 +97,6 @@ class WeightReceiver:
 
 
 def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:
-    """The parameters of an update. Raises UpdateRefusedError if the message is not a valid update."""
     names, dtypes, shapes = info.names, info.dtype_names, info.shapes
     known = sorted(DTYPE_NAMES.values())
     unknown = sorted(set(dtypes) - set(known))

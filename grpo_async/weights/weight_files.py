@@ -47,7 +47,6 @@ def find_weights(path: str, revision: str | None = None) -> list[Path]:
 
 
 def _names_in(index: Path) -> list[str]:
-    """The names of the files in an index. Raises ConfigError if the index is broken."""
     try:
         return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -65,7 +64,6 @@ def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
 
 
 def no_weights(folder: Path) -> str:
-    """Why a folder without `weight_files` cannot be loaded."""
     if any((folder / name).is_file() for name in _PICKLED):
         return (
             f"{folder} holds its weights as pickled .bin files, which can run code when they are read; convert them "
