@@ -1,4 +1,5 @@
-"""The trainer's step: packed against padded, MFU, and what comes before the first forward.
+"""The trainer's step: each shared prefix once against packed without sharing and against padded, MFU, and what comes before the
+first forward.
 
     python -m benchmarks step [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --shape 1.7b --micro-batch-tokens 32768 --completion-tokens 4096
@@ -6,12 +7,14 @@
     python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
                               --micro-batch-tokens 32768
 
-A random Qwen3 trains on ragged random samples, with GRPO's clipped loss and AdamW. Two trainers take turns in one process, with
-equally many tokens in a micro-batch, padding included: one with `training.pack: true`, and one with `false`, which pads samples
-of similar length to the longest of their micro-batch.
+A random Qwen3 trains on ragged random samples, with GRPO's clipped loss and AdamW. Three trainers take turns in one process, with
+equally many tokens in a micro-batch, padding included: one with `training.pack: true`, one that does the same but computes the
+prompt of a group once for each sample, and one with `pack: false`, which pads samples of similar length to the longest of their
+micro-batch.
 
-Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency. On a GPU that is listed in _models.py
-the MFU is tokens/s x ModelShape.training_flops / peak. The exit code is 1 when the packed step is not as fast as the padded one.
+Tokens are trained tokens (of completions). "needed / computed" is above 1 where prefixes are shared. On a GPU that is listed in
+_models.py the MFU is that of the side without sharing: tokens/s x ModelShape.training_flops / peak. The exit code is 1 when the
+packed step is not as fast as the others.
 Host syncs of an update are counted in tests/training/test_step.py; a run's timeline (`events.jsonl`) says
 where the time of a step goes.
 
@@ -40,6 +43,7 @@ from benchmarks._models import SHAPES, listed_peaks
 from benchmarks.report import ROOT, Report, device_of, parser_of, ratios, time_in_turns
 from grpo_async.utils.processes import usable_cpus
 
+SIDES = ("packed", "unshared", "padded")
 PHASES = ("plan", "divide", "send", "pack")
 SAME = 1e-3  # relative difference of loss and norm in the first step, which both compute from the same weights
 TIMEOUT_S = 1800.0
@@ -90,25 +94,28 @@ def _measure(options: argparse.Namespace) -> int:
     shape = SHAPES[options.shape]
     report = Report("step", options)
     with process_group(1, device):
-        sides = {name: _trainer(samples, options, device, pack=name == "packed") for name in ("packed", "padded")}
+        sides = {name: _trainer(samples, options, device, side=name) for name in SIDES}
         # the first step allocates memory, threads and optimizer states
-        (packed, computed), (padded, computed_padded) = (side() for side in sides.values())
-        for value, right in zip(padded, packed, strict=True):
-            if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
-                raise SystemExit(f"loss and norm are not the same: {padded} padded, {packed} packed")
+        first = {name: side() for name, side in sides.items()}
+        for name, (found, _) in first.items():
+            for value, right in zip(found, first["packed"][0], strict=True):
+                if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
+                    raise SystemExit(f"loss and norm are not the same: {found} {name}, {first['packed'][0]} packed")
         seconds = time_in_turns(sides, options.rounds)
     for name, values in seconds.items():
         report.row(f"{name}: trained tokens/s", [trained / value for value in values], "tokens/s")
-    speedups = ratios(seconds, "padded", "packed")
-    report.row("packed over padded", speedups, "ratio")
-    for name, tokens in (("packed", computed), ("padded", computed_padded)):
+    speedups = {name: ratios(seconds, name, "packed") for name in SIDES[1:]}
+    for name, values in speedups.items():
+        report.row(f"packed over {name}", values, "ratio")
+    for name, (_, tokens) in first.items():
         report.row(f"{name}: needed / computed tokens", [sum(lengths) / tokens], "fraction")
     if device.type == "cuda":
         if (peaks := listed_peaks(torch.cuda.get_device_name())) is not None:
             flops = sum(length * shape.training_flops(length) for length in lengths)
-            report.row("packed: MFU", [flops / peaks.flops / each for each in seconds["packed"]], "fraction")
-        report.row("memory of both, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
-    report.target("packed over padded, median of the rounds", statistics.median(speedups), at_least=1.0)
+            report.row("unshared: MFU", [flops / peaks.flops / each for each in seconds["unshared"]], "fraction")
+        report.row("memory of all, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
+    for name, values in speedups.items():
+        report.target(f"packed over {name}, median of the rounds", statistics.median(values), at_least=1.0)
     report.note(
         f"{len(samples)} samples, {sum(lengths)} tokens, {trained} of them trained; {options.threads} threads, {device.type}; "
         f"{shape.num_parameters / 1e6:.1f} M parameters"
@@ -117,7 +124,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _trainer(
-    samples: Sequence[Any], options: argparse.Namespace, device: Any, *, pack: bool
+    samples: Sequence[Any], options: argparse.Namespace, device: Any, *, side: str
 ) -> Callable[[], tuple[tuple[float, float], int]]:
     """A step with FSDP, plan -> pack -> train_step as in the trainer's loop; returns ((loss, norm of the gradient), tokens that it
     computed, padding included)."""
@@ -126,6 +133,7 @@ def _trainer(
     from grpo_async.batching.minibatch import token_weights
     from grpo_async.batching.pack import split_by_rank
     from grpo_async.batching.plan import plan_batch
+    from grpo_async.batching.prefixes import prefix_order
     from grpo_async.config.sections import ClippedLoss, OptimizerSection
     from grpo_async.training.attention import choose_attention
     from grpo_async.training.loss import Objective
@@ -149,7 +157,8 @@ def _trainer(
             [len(sample.token_ids) for sample in samples],
             world_size=1,
             micro_batch_tokens=options.micro_batch_tokens,
-            pack=pack,
+            pack=side != "padded",
+            prefixes=prefix_order([sample.token_ids for sample in samples]) if side == "packed" else None,
         )
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
         (part,) = split_by_rank(samples, weights, plan, trainer_version=0)
@@ -224,6 +233,7 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
     from grpo_async.batching.minibatch import token_weights
     from grpo_async.batching.pack import split_by_rank
     from grpo_async.batching.plan import plan_batch
+    from grpo_async.batching.prefixes import prefix_order
     from grpo_async.training.ranks import CommandChannel, PackCommand
 
     torch.set_num_threads(1)
@@ -247,6 +257,7 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
                     world_size=options.ranks,
                     micro_batch_tokens=options.micro_batch_tokens,
                     pack=True,
+                    prefixes=prefix_order([sample.token_ids for sample in samples]),
                 )
                 weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=1)
                 lap()

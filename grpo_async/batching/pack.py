@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,18 +18,26 @@ from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
 from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, joined
 
 
+class Segment(NamedTuple):
+    """Neighboring tokens of a row: those of a sample that are computed for it, or padding."""
+
+    length: int
+    shared: int = 0
+    """Tokens of the sample before them, which the sample of the segment before it begins with, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward of one rank. R rows of T tokens, N trained tokens in all rows together. `source_index` points at the position, in
-    the flattened (R x T) grid, whose hidden state predicts the trained token: the token before it.
+    """One forward of one rank. R rows of T tokens, N trained tokens in all samples together. `source_index` points at the position,
+    in the flattened (R x T) grid, whose hidden state predicts the trained token: the token before it.
 
-        samples 1 2 [5 6] and 1 2 [7], trained tokens in brackets:
-        input_ids     1 2 5 6 1 2 7    source_index  1, 2, 5    targets  5 6 7
-        position_ids  0 1 2 3 0 1 2    segment_ids   0 0 0 0 1 1 1"""
+        samples 1 2 [5 6] and 1 2 [7], trained tokens in brackets, share 1 2:
+        input_ids     1 2 5 6 7    source_index  1, 2, 1    targets  5 6 7
+        position_ids  0 1 2 3 2    segments      4 tokens, 1 token after 2 shared ones"""
 
     input_ids: torch.Tensor  # (R, T) int64
-    position_ids: torch.Tensor  # (R, T) int64, restarts at 0 for every sample
-    segment_ids: torch.Tensor  # (R, T) int64, number of the sample in its row; -1 = padding; stays on the CPU
+    position_ids: torch.Tensor  # (R, T) int64, of the token in its sample
+    segments: Sequence[Segment]  # of the flattened grid
     source_index: torch.Tensor  # (N,) int64
     target_ids: torch.Tensor  # (N,) int64
     sample_index: torch.Tensor  # (N,) int64, the sample that a token belongs to: 0, 1, ... without gaps
@@ -50,14 +58,14 @@ class MicroBatch:
         return replace(self, **parts)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Move the micro-batch, which is on the CPU, to `device`, except `segment_ids`, which the host reads. Copies to a GPU start
-        from pinned memory: from any other memory, the host would wait for everything that the GPU has queued before it."""
+        """Move the micro-batch, which is on the CPU, to `device`. Copies to a GPU start from pinned memory: from any other memory,
+        the host would wait for everything that the GPU has queued before it."""
         is_gpu = device.type == "cuda"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
             name: (value.pin_memory() if is_gpu else value).to(device, non_blocking=is_gpu)
             for name, value in values.items()
-            if isinstance(value, torch.Tensor) and name != "segment_ids"
+            if isinstance(value, torch.Tensor)
         }
         return replace(self, **moved)
 
@@ -91,10 +99,9 @@ class RankSamples:
 
     def _pack(self, plan: MicroBatchPlan, samples: slice, tokens: slice) -> MicroBatch:
         lengths, ids, mask = self.lengths[samples], self.token_ids[tokens], self.loss_mask[tokens]
-        starts, segments = _lay_out(plan, lengths)
+        segments, place = _lay_out(plan, lengths)
         sample = np.repeat(np.arange(len(lengths)), lengths)  # (L,) the sample that each token belongs to
         position = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # (L,) within it
-        place = starts[sample] + position  # (L,) in the flattened grid
         # a rank without samples computes one row of padding: FSDP's collectives need its forward
         num_rows = max(1, len(plan.rows))
 
@@ -109,7 +116,7 @@ class RankSamples:
         return MicroBatch(
             input_ids=grid(ids.astype(np.int64), 0),
             position_ids=grid(position, 0),
-            segment_ids=grid(segments[sample], -1),
+            segments=segments,
             source_index=torch.from_numpy(place[trained - 1]),
             target_ids=torch.from_numpy(ids[trained].astype(np.int64)),
             sample_index=torch.from_numpy((np.cumsum(is_trained) - 1)[owner]),
@@ -148,14 +155,31 @@ def split_by_rank(
     return parts
 
 
-def _lay_out(plan: MicroBatchPlan, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each of the S samples of a micro-batch begins in its flattened grid, and its number in its row. (S,) each"""
-    starts, segments = np.zeros((2, len(lengths)), np.int64)
-    number = 0
-    for row, indices in enumerate(plan.rows):
-        place = row * plan.row_tokens
-        for segment in range(len(indices)):
-            starts[number], segments[number] = place, segment
-            place += int(lengths[number])
+def _lay_out(plan: MicroBatchPlan, lengths: NDArray[np.int64]) -> tuple[list[Segment], NDArray[np.int64]]:
+    """The segments of a micro-batch of S samples, and the place of each of their L tokens in its flattened grid. (L,)"""
+    stops = np.cumsum(lengths)
+    places = np.empty(int(lengths.sum()), np.int64)
+    segments: list[Segment] = []
+    shared_tokens = plan.shared or [0] * len(lengths)
+    next_place = number = 0
+    for indices in plan.rows or [[]]:
+        row_stop = next_place + plan.row_tokens
+        for _ in indices:
+            begin, shared = int(stops[number] - lengths[number]), shared_tokens[number]
+            own = int(lengths[number]) - shared
+            if shared:
+                before = begin - int(lengths[number - 1])
+                places[begin : begin + shared] = places[before : before + shared]
+            places[begin + shared : stops[number]] = np.arange(next_place, next_place + own)
+            if (
+                segments and shared == segments[-1].shared + segments[-1].length
+            ):  # it goes on where the one before it ends
+                segments[-1] = Segment(segments[-1].length + own, segments[-1].shared)
+            elif own:
+                segments.append(Segment(own, shared))
+            next_place += own
             number += 1
-    return starts, segments
+        if next_place < row_stop:
+            segments.append(Segment(row_stop - next_place))
+            next_place = row_stop
+    return segments, places

@@ -723,9 +723,10 @@ class TrainingSection(StrictModel):
     weight_sync_steps: int = Field(default=1, ge=1)
     """Push weights to the server every N optimizer steps."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
-    """Maximum number of tokens, padding included, of one forward pass on one rank."""
+    """Maximum number of tokens of one forward pass on one rank; a prefix that samples share counts once, padding counts."""
     pack: bool = True
-    """Put the samples of a forward pass into one row, without padding. false: one sample per row, padded to the longest
+    """Put the samples of a forward pass into one row, without padding, and compute each prefix that they share once: the prompt of
+    a group, the history of an agent's calls. false: one sample per row, padded to the longest
     (for comparison; except for `bnpo`, which weighs by micro-batch, the loss is the same)."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Logits are computed for this many tokens at a time and never held for more."""

@@ -124,6 +124,12 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("num_tokens", "trained tokens of the step", "tokens", _SUM),
     _metric("training/skipped_updates", "updates that were not finite and were not made", reduction=_SUM, better=_LOWER),
     _metric("training/loss_scale", "factor on the loss in float16", reduction=_LAST),
+    _metric("training/computed_tokens", "tokens that the ranks compute: each shared prefix once, and padding", "tokens", _SUM),
+    _metric(
+        "training/shared_fraction",
+        "fraction of the tokens of all samples that were computed once for several samples",
+        "fraction",
+    ),
     _metric("training/padding_fraction", "fraction of the tokens computed that are padding", "fraction", better=_LOWER),
     _metric("clip_ratio/low_mean", "fraction of tokens clipped at the lower bound", "fraction"),
     _metric("clip_ratio/low_min", "smallest such fraction of a sample", "fraction", _MIN),

@@ -181,6 +181,6 @@ class Trainer:
         ]
         context.channel.send(commands)
         result = context.step(commands[0], before_sync=partial(self.packer.pack_next, step + 1))
-        result.metrics["training/padding_fraction"] = packed.padding_fraction
+        result.metrics.update(packed.metrics)
         collected = result.token_statistics
         return result, {} if collected is None else packed.tokens.by_rollout(collected, result.trained)

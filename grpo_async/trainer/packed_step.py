@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_async.batching.minibatch import Minibatch, split_groups, token_weights
 from grpo_async.batching.pack import RankSamples, split_by_rank
 from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.prefixes import prefix_order
 from grpo_async.config import ExperimentConfig
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.rollout.source import RolloutSource
@@ -25,7 +26,8 @@ class PackedStep:
     groups: Sequence[ScoredGroup]
     minibatches: Sequence[Minibatch]
     tokens: TokenPlan
-    padding_fraction: float  # of the tokens that the ranks compute
+    metrics: Mapping[str, float]  # of the tokens that the ranks compute
+    attention_pairs: int
 
     def outcomes(self, trained: Sequence[bool]) -> dict[GroupStatus, list[ScoredGroup]]:
         """The groups by what became of them. `trained`: whether any update of each minibatch was made. [num_minibatches]"""
@@ -94,14 +96,16 @@ def divide_step(
     minibatches = split_groups(groups, config.training.minibatches)
     parts: list[list[RankSamples]] = []  # [num_minibatches][world_size]
     tokens = TokenPlan(world_size)
-    num_tokens = num_computed = 0
+    num_tokens = num_distinct = num_computed = pairs = 0
     for minibatch in minibatches:
         samples = minibatch.samples
+        lengths = [len(sample.token_ids) for sample in samples]
         plan = plan_batch(
-            [len(sample.token_ids) for sample in samples],
+            lengths,
             world_size=world_size,
             micro_batch_tokens=config.training.micro_batch_tokens,
             pack=config.training.pack,
+            prefixes=prefix_order([sample.token_ids for sample in samples]),
         )
         weights = token_weights(
             samples,
@@ -111,11 +115,21 @@ def divide_step(
             num_masked=minibatch.num_masked,
         )
         parts.append(split_by_rank(samples, weights, plan, trainer_version=trainer_version))
-        num_tokens += sum(len(sample.token_ids) for sample in samples)
+        num_tokens += sum(lengths)
+        num_distinct += sum(lengths) - plan.num_shared_tokens
         num_computed += plan.num_computed_tokens
+        pairs += plan.attention_pairs(lengths)
         stored = {group_id for group_id in {sample.group_id for sample in samples} if is_stored(group_id)}
         tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
     step = PackedStep(
-        groups=groups, minibatches=minibatches, tokens=tokens, padding_fraction=1.0 - num_tokens / num_computed
+        groups=groups,
+        minibatches=minibatches,
+        tokens=tokens,
+        metrics={
+            "training/computed_tokens": float(num_computed),
+            "training/shared_fraction": 1.0 - num_distinct / num_tokens,
+            "training/padding_fraction": 1.0 - num_distinct / num_computed,
+        },
+        attention_pairs=pairs,
     )
     return step, [PackCommand(minibatches=part) for part in zip(*parts, strict=True)]

@@ -1,7 +1,11 @@
-"""Attention that keeps the samples of a packed row apart, registered with transformers under two names.
+"""Attention of samples that are packed in one row, each shared prefix once; registered with transformers under two names.
 
-    mask    one sample at a time, plain causal attention: no (R, T, T) mask is ever made. Any device, any dtype.
-    varlen  torch.nn.attention.varlen: one kernel for all samples. GPU, 16 bit.
+    mask    scaled dot product attention, segment by segment: no (R, T, T) mask is ever made. Any device, any dtype.
+    varlen  variable-length flash attention: one kernel for all segments. GPU, 16 bit.
+
+Tokens see their own segment up to themselves, and the prefix that their sample shares. Full attention computes the two apart and
+merges them by their normalizers, as ring attention does (arXiv 2310.01889): nothing is copied, and every prefix is read once for
+all its samples. With a window or soft-capping, each segment attends to a copy of its keys.
 
 The layout of the samples reaches the layers as the keyword `sample_layout`, the window of a layer as its mask, `CausalMask`. A
 model that needs more than this (other masks, biases, sinks) is refused."""
@@ -10,7 +14,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise, starmap
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -19,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from grpo_async.batching.pack import Segment
 from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
 from grpo_async.utils.text import dtype_name
@@ -38,37 +45,105 @@ class CausalMask:
         self.window = window
 
 
+class _Part:
+    """Pairs of ranges of tokens: the queries of each see the keys of the same pair, all, or up to themselves if `is_causal`."""
+
+    def __init__(self, pairs: Sequence[tuple[range, range]], device: torch.device, *, is_causal: bool = False) -> None:
+        self.is_causal = is_causal
+        self.query_lengths = [len(queries) for queries, _ in pairs]
+        self.key_lengths = [len(keys) for _, keys in pairs]
+        self._pairs, self._device = pairs, device
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """Index of each query, in order. int64"""
+        return _to_device(torch.cat([torch.arange(each.start, each.stop) for each, _ in self._pairs]), self._device)
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """Index of each key, in order. int64"""
+        return _to_device(torch.cat([torch.arange(each.start, each.stop) for _, each in self._pairs]), self._device)
+
+    @cached_property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cumulative lengths of queries and keys. int32, [len(pairs) + 1]"""
+        return _ends(self.query_lengths, self._device), _ends(self.key_lengths, self._device)
+
+
 class SampleLayout:
     """Where the samples of one micro-batch are. Counts the layers that used it.
 
-    Worked example, one row [a a a b b - -]: lengths [3, 2, 2], the last one padding.
-    """
+    Worked example, samples a a a b and a a a c c: segments of 4 tokens, and of 2 after 3 shared ones. Parts: each segment by itself
+    (causal), and the queries 4 and 5 with the keys 0 to 2."""
 
-    def __init__(self, segment_ids: torch.Tensor, *, device: torch.device | None = None) -> None:
-        """Read the layout from `segment_ids` (R, T): number of the sample in its row, -1 = padding. Keep it on the CPU: the
-        host would wait for a GPU. `device`: where attention runs; None: where `segment_ids` are."""
-        self._device = device or segment_ids.device
-        rows = segment_ids.cpu()
-        changes = torch.ones(rows.shape, dtype=torch.bool)
-        changes[:, 1:] = rows[:, 1:] != rows[:, :-1]
-        starts = changes.reshape(-1).nonzero()[:, 0]
-        stops = torch.cat([starts[1:], torch.tensor([rows.numel()])])
-        self.lengths: list[int] = (stops - starts).tolist()  # lengths of samples and of runs of padding, in order
-        self.is_padding: list[bool] = (rows.reshape(-1)[starts] < 0).tolist()
+    def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
+        """`shape`: (R, T), rows and their tokens. `device`: where attention runs."""
+        self.lengths = [segment.length for segment in segments]
+        self.shared = [segment.shared for segment in segments]
         self.max_length = max(self.lengths)
-        self._cumulative_lengths = torch.cat([starts, stops[-1:]]).to(torch.int32)
-        self.no_padding = torch.ones(rows.shape, dtype=torch.bool, device=self._device)
+        starts = [0, *accumulate(self.lengths)]
+        self.parts = [_Part([(own, own) for own in starmap(range, pairwise(starts))], device, is_causal=True)]
+        self.paths: list[list[tuple[int, int]]] = []
+        """Of each segment, those that its prefix consists of, and the tokens of each."""
+        groups = self._connect(segments, starts)
+        self.parts += [_Part(pairs, device) for _, pairs in sorted(groups.items())]
+        self.has_shared = len(self.parts) > 1
+        self.no_padding = torch.ones(tuple(shape), dtype=torch.bool, device=device)
         """The mask that the model is given, (R, T). Given none, transformers looks for packed samples in the position ids in every
         forward, and the host waits for the device."""
         _LAYOUTS.add(self)
         self.num_uses = 0
+        self._device = device
 
-    @cached_property
-    def cumulative_lengths(self) -> torch.Tensor:
-        """The cumulative lengths, on the device that attends, int32. [len(lengths) + 1]"""
-        if self._device.type != "cuda":
-            return self._cumulative_lengths.to(self._device)
-        return self._cumulative_lengths.pin_memory().to(self._device, non_blocking=True)
+    def _connect(self, segments: Sequence[Segment], starts: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
+        """Find the path of every segment. Return the queries and keys of different segments, in parts of which none has a query
+        or a key twice, by their order."""
+        path: list[int] = []  # segments that the current sample consists of
+        users: list[dict[int, range]] = [{} for _ in segments]  # of each segment's first n tokens: the queries after it
+        depth: list[int] = []
+        for number, segment in enumerate(segments):
+            while path and segments[path[-1]].shared >= segment.shared:
+                path.pop()
+            prefix = [*path, number]
+            tokens = [segments[after].shared - segments[before].shared for before, after in pairwise(prefix)]
+            self.paths.append(list(zip(path, tokens, strict=True)))
+            depth.append(len(path))
+            for parent, child in pairwise(prefix):
+                # `child` is the first segment with these keys or follows it, so that its queries continue theirs
+                shared = segments[child].shared - segments[parent].shared
+                first = users[parent].get(shared, range(starts[number], 0)).start
+                users[parent][shared] = range(first, starts[number + 1])
+            path = prefix
+        groups: dict[tuple[int, int], list[Any]] = {}
+        for number, queries_of in enumerate(users):
+            for nth, (shared, queries) in enumerate(queries_of.items()):
+                keys = range(starts[number], starts[number] + shared)
+                groups.setdefault((depth[number], nth), []).append((queries, keys))
+        return groups
+
+    def keys_of(self, number: int, pieces: Sequence[torch.Tensor], window: int | None, *, dim: int) -> torch.Tensor:
+        """Return the keys (or values) that a segment sees: the last window - 1 of its prefix, or all, then its own."""
+        missing = self.shared[number] if window is None else min(self.shared[number], window - 1)
+        found = [pieces[number]]
+        for other, count in reversed(self.paths[number]):
+            taken = min(count, missing)
+            missing -= taken
+            if taken:
+                found.append(pieces[other].narrow(dim, count - taken, taken))
+        return torch.cat(found[::-1], dim) if len(found) > 1 else found[0]
+
+    def ends_in_window(self, window: int) -> tuple[torch.Tensor, int]:
+        """Cumulative lengths of the keys that segments see in a window, int32 [len(lengths) + 1], and the most of one segment."""
+        lengths = [own + min(shared, window - 1) for own, shared in zip(self.lengths, self.shared, strict=True)]
+        return _ends(lengths, self._device), max(lengths)
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return _to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 _LAYOUTS: WeakSet[SampleLayout] = WeakSet()
@@ -146,21 +221,17 @@ def _mask_attention(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
-    rows, heads, tokens, _ = query.shape
-    # one long row; split and cat, because the gradient of a slice is as large as the tensor that was sliced
-    flat = [states.transpose(0, 1).reshape(1, states.shape[1], rows * tokens, -1) for states in (query, key, value)]
+    q, k, v = (_flat(states) for states in (query, key, value))
+    if window is None and softcap is None and q.device.type == "cpu":
+        return _as_rows(_merged(q, k, v, layout, scale, _cpu_forward, _cpu_backward), query), None
+    q, k, v = (states.transpose(0, 1)[None] for states in (q, _repeated(k, q), _repeated(v, q)))  # (1, H, R x T, D)
+    # split, because the gradient of a slice is as large as the tensor that was sliced
+    queries, keys, values = (torch.split(states, layout.lengths, dim=2) for states in (q, k, v))
     pieces = []
-    parts = zip(*(torch.split(states, layout.lengths, dim=2) for states in flat), strict=True)
-    for (q, k, v), is_padding in zip(parts, layout.is_padding, strict=True):
-        k, v = _repeated(k, heads), _repeated(v, heads)
-        if is_padding:
-            # each of its tokens sees itself only; q and k get gradients (of zeros), as parameters must
-            q, k, v = (states.transpose(0, 2) for states in (q, k, v))
-            pieces.append(_attend(q, k, v, scale, None, softcap).transpose(0, 2))
-        else:
-            pieces.append(_attend(q, k, v, scale, window, softcap))
-    output = torch.cat(pieces, dim=2)  # (1, H, R x T, D)
-    return output.transpose(1, 2).reshape(rows, tokens, heads, -1), None
+    for number, own in enumerate(queries):
+        its_keys, its_values = (layout.keys_of(number, each, window, dim=2) for each in (keys, values))
+        pieces.append(_attend(own, its_keys, its_values, scale, window, softcap))
+    return _as_rows(torch.cat(pieces, dim=2)[0].transpose(0, 1), query), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -180,28 +251,177 @@ def _varlen_attention(
         raise ConfigError(
             "model.attention: varlen does not support soft-capping, and the model uses it; set it to mask"
         )
-    rows, heads, tokens, _ = query.shape
+    q, k, v = (_flat(states) for states in (query, key, value))
+    if layout.has_shared and window is None:
+        return _as_rows(_merged(q, k, v, layout, scale, _gpu_forward, _gpu_backward), query), None
     options: dict[str, Any] = {}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     else:
-        key, value = _repeated(key, heads), _repeated(value, heads)
-    q, k, v = (states.transpose(1, 2).reshape(rows * tokens, states.shape[1], -1) for states in (query, key, value))
-    ends = layout.cumulative_lengths
+        k, v = _repeated(k, q), _repeated(v, q)
+    ends_q = ends_k = layout.parts[0].ends[0]
+    longest = layout.max_length
+    if layout.has_shared and window is not None:
+        ends_k, longest = layout.ends_in_window(window)
+        for_each = [torch.split(states, layout.lengths) for states in (k, v)]
+        numbers = range(len(layout.lengths))
+        k, v = (torch.cat([layout.keys_of(n, each, window, dim=0) for n in numbers]) for each in for_each)
     output: Any = varlen_attn(
         q,
         k,
         v,
-        ends,
-        ends,
+        ends_q,
+        ends_k,
         layout.max_length,
-        layout.max_length,
+        longest,
         scale=scale,
         # keys before and after the query that it sees, apart from its own; -1 = all
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
-    return output.reshape(rows, tokens, heads, -1), None
+    return _as_rows(output, query), None
+
+
+def _flat(states: torch.Tensor) -> torch.Tensor:
+    """(R, H, T, D) -> (R x T, H, D)"""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _as_rows(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """(R x T, H, D) -> (R, T, H, D), where `query` is (R, H, T, D)"""
+    return output.reshape(query.shape[0], query.shape[2], *output.shape[1:])
+
+
+_Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, _Part, float], tuple[torch.Tensor, torch.Tensor]]
+"""Attention of one part: output (queries, H, D) and normalizers, the log of the sum of exp(scores), (queries, H)."""
+
+
+class _Merged(torch.autograd.Function):
+    """Attention over several parts. With the output and normalizer of all parts, the backward kernel of flash attention gives what
+    each part adds to the gradients. Shapes (R x T, H, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: SampleLayout,
+        scale: float,
+        forward: _Forward,
+        backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        own, *shared = layout.parts
+        output, norm = forward(q, k, v, own, scale)
+        if shared:  # not in place: recomputation keeps what a kernel returned
+            output, norm = output.to(torch.promote_types(q.dtype, torch.float32), copy=True), norm.clone()
+        for part in shared:
+            i, j = part.queries, part.keys
+            more, its_norm = forward(q[i], k[j], v[j], part, scale)
+            before, after = norm[i], torch.logaddexp(norm[i], its_norm)
+            output[i] = output[i] * (before - after).exp()[..., None] + more * (its_norm - after).exp()[..., None]
+            norm[i] = after
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, norm)
+        ctx.layout, ctx.scale, ctx.kernel = layout, scale, backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
+        (grad,) = upstream
+        q, k, v, output, norm = ctx.saved_tensors
+        own, *shared = ctx.layout.parts
+        of_q, of_k, of_v = ctx.kernel(grad, q, k, v, output, norm, own, ctx.scale)
+        for part in shared:
+            i, j = part.queries, part.keys
+            added = ctx.kernel(grad[i], q[i], k[j], v[j], output[i], norm[i], part, ctx.scale)
+            for total, index, more in zip((of_q, of_k, of_v), (i, j, j), added, strict=True):
+                total[index] += more
+        return of_q, of_k, of_v, *(None,) * 4
+
+
+def _merged(*arguments: Any) -> torch.Tensor:
+    output: torch.Tensor = _Merged.apply(*arguments)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _cpu_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results = [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*each, 0.0, part.is_causal, scale=scale)
+        for each in zip(
+            _pieces(q, part.query_lengths), *(_pieces(states, part.key_lengths) for states in (k, v)), strict=True
+        )
+    ]
+    outputs, norms = zip(*results, strict=True)
+    return torch.cat([each[0].transpose(0, 1) for each in outputs]), torch.cat([each[0].T for each in norms])
+
+
+def _cpu_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    norm: torch.Tensor,
+    part: _Part,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    of_queries = [_pieces(states, part.query_lengths) for states in (grad, q, output)]
+    of_keys = [_pieces(states, part.key_lengths) for states in (k, v)]
+    norms = [each.T[None] for each in torch.split(norm, part.query_lengths)]
+    results = [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            its_grad, its_q, its_k, its_v, its_output, its_norm, 0.0, part.is_causal, scale=scale
+        )
+        for its_grad, its_q, its_output, its_k, its_v, its_norm in zip(*of_queries, *of_keys, norms, strict=True)
+    ]
+    return tuple(torch.cat([each[0].transpose(0, 1) for each in column]) for column in zip(*results, strict=True))
+
+
+def _pieces(states: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """(tokens, H, D) -> (1, H, tokens of each piece, D)"""
+    return [each.transpose(0, 1)[None] for each in torch.split(states, list(lengths))]
+
+
+def _gpu_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(part.query_lengths), max(part.key_lengths)
+    output, norm, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *part.ends, *longest, 0.0, part.is_causal, False, scale=scale
+    )
+    return output, norm.T  # the kernel's is (H, queries)
+
+
+def _gpu_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    norm: torch.Tensor,
+    part: _Part,
+    scale: float,
+) -> Any:
+    longest = max(part.query_lengths), max(part.key_lengths)
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        output,
+        norm.T.contiguous(),
+        *part.ends,
+        *longest,
+        0.0,
+        part.is_causal,
+        unused,
+        unused,
+        scale=scale,
+    )
 
 
 def _settings(
@@ -224,39 +444,37 @@ def _settings(
     assert isinstance(attention_mask, CausalMask)
     layout: SampleLayout | None = arguments.get("sample_layout")
     if layout is None:  # the model is called directly, not by Policy (which checks num_uses): one sample per row
-        layout = SampleLayout(torch.zeros(query.shape[0], query.shape[2], dtype=torch.int64, device=query.device))
+        rows, _, tokens, _ = query.shape
+        layout = SampleLayout([Segment(tokens)] * rows, (rows, tokens), query.device)
     layout.num_uses += 1
     scale = arguments.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     return layout, scale, attention_mask.window, arguments.get("softcap")
 
 
-def _repeated(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat the heads of keys or values for grouped queries. (B, H_kv, L, D) -> (B, H, L, D)"""
-    batch, kv_heads, length, width = states.shape
-    if kv_heads == heads:
-        return states
-    grouped = states[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, width)
-    return grouped.reshape(batch, heads, length, width)
+def _repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Repeat the heads of keys or values for grouped queries. (L, H_kv, D) -> (L, H, D)"""
+    return states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Causal attention inside each of B samples, (B, H, L, D) each. A window of W: a token sees itself and the W - 1 before it."""
-    length = q.shape[2]
-    window = None if window is None or window >= length else window
-    if window is None and softcap is None:
+    """Causal attention of the last L of K tokens, (B, H, L, D) and (B, H, K, D). A window of W: a token sees itself and the W - 1
+    before it."""
+    length, past = q.shape[2], k.shape[2] - q.shape[2]
+    window = None if window is None or window >= length + past else window
+    if window is None and softcap is None and past == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     outputs = []
-    for begin in range(0, length, _QUERY_BLOCK):
-        end = min(begin + _QUERY_BLOCK, length)
+    for begin in range(past, past + length, _QUERY_BLOCK):
+        end = min(begin + _QUERY_BLOCK, past + length)
         first = 0 if window is None else max(0, begin - window + 1)  # first key that the block sees
         distance = (
             torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)[None, :]
         )
         visible = (distance >= 0) & (distance < (math.inf if window is None else window))  # (queries, keys)
-        block = (q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], visible)
+        block = (q[:, :, begin - past : end - past], k[:, :, first:end], v[:, :, first:end], visible)
         if softcap is None:
             outputs.append(F.scaled_dot_product_attention(*block[:3], attn_mask=visible, scale=scale))
         elif torch.is_grad_enabled():

@@ -113,7 +113,7 @@ class Policy(nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """States before the head, (R, T, H)."""
-        layout = SampleLayout(batch.segment_ids, device=batch.input_ids.device)
+        layout = SampleLayout(batch.segments, batch.input_ids.shape, batch.input_ids.device)
         output = self.model.base_model(
             input_ids=batch.input_ids,
             attention_mask=layout.no_padding,

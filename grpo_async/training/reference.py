@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from grpo_async.batching.pack import MicroBatch
+from grpo_async.batching.pack import MicroBatch, Segment
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.lora import adapters_off
 from grpo_async.training.model import Policy, reshard
@@ -104,7 +104,7 @@ def one_row(sequence: Sequence[int]) -> MicroBatch:
     return MicroBatch(
         input_ids=ids[None],
         position_ids=torch.arange(length)[None],
-        segment_ids=torch.zeros(1, length, dtype=torch.int64),
+        segments=[Segment(length)],
         source_index=torch.arange(num_scored),
         target_ids=ids[1:],
         sample_index=torch.zeros(num_scored, dtype=torch.int64),

@@ -43,7 +43,7 @@ def test_the_worked_example() -> None:
     plan = _plan([5, 3, 4, 2], world_size=2, micro_batch_tokens=8)
     assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
         [([[0, 3]], 7)],
-        [([[2, 1]], 7)],
+        [([[1, 2]], 7)],
     ]
     assert plan.num_computed_tokens == 5 + 3 + 4 + 2
 

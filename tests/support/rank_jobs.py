@@ -10,6 +10,7 @@ import torch.distributed as dist
 from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
+from grpo_async.batching.prefixes import prefix_order
 from grpo_async.config.sections import BaseLoss, ClippedLoss, LoraSection, ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.load import build_policy, load_weights
@@ -78,6 +79,7 @@ def one_step(
     micro_batch_tokens: int = 4096,
     pack: bool = True,
     one_by_one: bool = False,
+    shares_prefixes: bool = True,
     loss_scale: float = 1.0,
 ) -> StepResult:
     """One step on this rank's part of the samples, cut into minibatches of neighbors. `one_by_one`: every sample is a micro-batch;
@@ -94,6 +96,7 @@ def one_step(
             world_size=world_size,
             micro_batch_tokens=micro_batch_tokens,
             pack=pack,
+            prefixes=prefix_order([sample.token_ids for sample in part]) if shares_prefixes else None,
         )
         if one_by_one:
             each = [MicroBatchPlan(rows=[[index]], row_tokens=length) for index, length in enumerate(lengths)]

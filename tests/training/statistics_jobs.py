@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,7 +28,8 @@ GROUP_SIZE = 2
 
 
 def make_groups(count: int, *, seed: int = 0) -> list[ScoredGroup]:
-    """Groups of two ragged samples, those of `random_samples`; each has an id of its own, and some tool tokens."""
+    """Groups of two ragged samples, those of `random_samples`; each has an id of its own, and some tool tokens. The second of a
+    group begins as the first does, with tokens that are trained in either."""
     samples = [_with_tool_tokens(sample) for sample in random_samples(count * GROUP_SIZE, seed=seed, spread=0.2)]
     groups = []
     for group_id in range(count):
@@ -35,6 +37,9 @@ def make_groups(count: int, *, seed: int = 0) -> list[ScoredGroup]:
             replace(sample, group_id=group_id, rollout_id=f"g{group_id}-r{index}")
             for index, sample in enumerate(samples[group_id * GROUP_SIZE : (group_id + 1) * GROUP_SIZE])
         ]
+        shared = min(len(mine[0].token_ids), len(mine[1].token_ids) - 2)
+        begins = np.concatenate([mine[0].token_ids[:shared], mine[1].token_ids[shared:]])
+        mine[1] = replace(mine[1], token_ids=begins)
         groups.append(replace(make_scored(group_id), samples=mine))
     return groups
 

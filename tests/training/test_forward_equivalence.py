@@ -10,10 +10,20 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.model import Policy, compile_layers, recompute_activations
 from tests.support.ranks import run_on_ranks
-from tests.training.tiny_families import LENGTHS, ROW_TOKENS, ROWS, build_family, pack_rows, samples_of
+from tests.training.tiny_families import (
+    LENGTHS,
+    ROW_TOKENS,
+    ROWS,
+    build_family,
+    pack_rows,
+    pack_tree,
+    samples_of,
+    tree_samples,
+)
 
 JOBS = "tests.support.forward_jobs"
 
@@ -22,9 +32,8 @@ def _policy(model: Any) -> Policy:
     return Policy(model, temperature=0.7, chunk_tokens=16)
 
 
-def _backward(policy: Policy, lengths: list[int], rows: list[list[int]], row_tokens: int) -> PolicyOutput:
+def _backward(policy: Policy, batch: MicroBatch) -> PolicyOutput:
     policy.zero_grad()
-    batch = pack_rows(samples_of(lengths), rows, row_tokens)
     weights = torch.linspace(-1.0, 1.0, batch.num_trained_tokens)
     output: PolicyOutput = policy(
         batch, objective=lambda logprobs, entropy, at: (logprobs * weights[at] + entropy).sum()
@@ -34,7 +43,11 @@ def _backward(policy: Policy, lengths: list[int], rows: list[list[int]], row_tok
 
 
 def _assert_same(ours: Policy, plain: Policy, *, lengths: list[int], rows: list[list[int]], row_tokens: int) -> None:
-    found, wanted = (_backward(policy, lengths, rows, row_tokens) for policy in (ours, plain))
+    _assert_same_batch(ours, plain, pack_rows(samples_of(lengths), rows, row_tokens))
+
+
+def _assert_same_batch(ours: Policy, plain: Policy, batch: MicroBatch) -> None:
+    found, wanted = (_backward(policy, batch) for policy in (ours, plain))
     torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(found.entropy, wanted.entropy, atol=1e-4, rtol=1e-5)
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
@@ -48,6 +61,7 @@ def test_recomputed_activations_give_the_same_gradients(family: str, mode: Liter
     policies = _policy(ours), _policy(plain)
     recompute_activations(ours, mode)
     _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=ROW_TOKENS)
+    _assert_same_batch(*policies, pack_tree(tree_samples(0)))
 
 
 @pytest.mark.slow
@@ -60,6 +74,7 @@ def test_generated_code_gives_the_same() -> None:
     policies = _policy(ours), _policy(plain)
     compile_layers(ours)
     _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=ROW_TOKENS)
+    _assert_same_batch(*policies, pack_tree(tree_samples(0)))
     torch._dynamo.reset()
 
 
@@ -87,6 +102,8 @@ def test_layers_are_compiled_once_for_every_layout(
     _assert_same(*policies, lengths=[31, 5, 7, 20], rows=[[0], [1, 2], [3]], row_tokens=33)
     _assert_same(*policies, lengths=[6, 5, 4], rows=[[0, 1, 2]], row_tokens=15)
     _assert_same(*policies, lengths=[6, 70, 4, 3], rows=[[1, 0], [2, 3]], row_tokens=76)
+    for seed in range(3):
+        _assert_same_batch(*policies, pack_tree(tree_samples(seed)))
     assert counters["stats"]["unique_graphs"] == graphs
     for policy in policies:  # without a gradient, as a pass before the step is
         with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.batching.pack import MicroBatch
+from grpo_async.batching.pack import MicroBatch, Segment
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import (
     Objective,
@@ -32,7 +32,7 @@ def _batch(
     return MicroBatch(
         input_ids=ids,
         position_ids=ids,
-        segment_ids=ids,
+        segments=[Segment(count)],
         source_index=torch.arange(count),
         target_ids=torch.zeros(count, dtype=torch.int64),
         sample_index=torch.tensor(samples or [0] * count),

@@ -10,13 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.config.sections import ModelSection
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutSample
 from grpo_async.training.load import build_policy
+from grpo_async.training.lora import add_adapters
 from grpo_async.training.model import Policy
 from tests.support.records import make_sample
-from tests.training.tiny_families import FAMILIES, LENGTHS, ROW_TOKENS, ROWS, build_family, pack_rows, samples_of
+from tests.training.tiny_families import (
+    FAMILIES,
+    LENGTHS,
+    ROW_TOKENS,
+    ROWS,
+    build_family,
+    pack_rows,
+    pack_tree,
+    samples_of,
+    tree_samples,
+)
 from tests.training.tiny_models import load_tiny, sum_of_logprobs
 
 
@@ -55,19 +67,48 @@ def test_a_gpu_computes_what_the_cpu_does(family: str) -> None:
 def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: str) -> None:
     """Neither a neighbor in the row, nor padding, nor a later token changes them, in every family: windows, soft-capped scores
     and logits, scaled logits, grouped queries, experts."""
-    model = build_family(family)
-    policy = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)
-    samples = samples_of(LENGTHS)
+    model, samples = build_family(family), samples_of(LENGTHS)
     order = [samples[index] for row in ROWS for index in row]
+    _assert_as_alone(model, order, pack_rows(samples, ROWS, ROW_TOKENS))
+    for seed in range(2):
+        samples = tree_samples(seed)
+        _assert_as_alone(model, samples, pack_tree(samples))
+
+
+def test_samples_that_share_prefixes_are_computed_as_each_alone() -> None:
+    """200 random trees of token ids."""
+    model = build_family("qwen3", num_hidden_layers=2)
+    for seed in range(200):
+        samples = tree_samples(seed, count=2 + seed % 9)
+        batch = pack_tree(samples)
+        assert batch.input_ids.numel() <= sum(len(sample.token_ids) for sample in samples)
+        _assert_as_alone(model, samples, batch)
+
+
+def test_adapters_are_trained_on_shared_prefixes_as_on_each_sample_alone() -> None:
+    model = build_family("qwen3")
+    add_adapters(model, LoraSection(rank=4, alpha=8))
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = torch.nn.Parameter(0.1 * torch.randn(parameter.shape, generator=generator))
+    samples = tree_samples(0)
+    _assert_as_alone(model, samples, pack_tree(samples))
+
+
+def _assert_as_alone(model: Any, order: Sequence[RolloutSample], batch: MicroBatch) -> None:
+    """The samples of `batch`, in their order, have the log-probabilities and gradients of each alone."""
+    policy = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)
     expected = _alone(model, order, temperature=0.7)
     weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(2))
-    packed = policy(
-        pack_rows(samples, ROWS, ROW_TOKENS), objective=lambda logprobs, _, rows: (logprobs * weights[rows]).sum()
-    )
+    packed = policy(batch, objective=lambda logprobs, _, rows: (logprobs * weights[rows]).sum())
     torch.testing.assert_close(packed.logprobs, expected.detach(), atol=2e-5, rtol=1e-5)
     packed.objective.backward()
+    model.zero_grad()
     (expected * weights).sum().backward()
     for (name, ours), theirs in zip(policy.model.named_parameters(), model.parameters(), strict=True):
+        assert ours.requires_grad == theirs.requires_grad
         torch.testing.assert_close(
             ours.grad, theirs.grad, atol=1e-3, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
         )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_async.batching.pack import MicroBatch, split_by_rank
-from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
+from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
+from grpo_async.batching.prefixes import prefix_order
 from grpo_async.records import RolloutSample
 from tests.support.records import make_sample
+from tests.support.trees import random_tree
 
 WINDOW = 8  # shorter than most samples
 LENGTHS = [13, 30, 2, 24, 17]
@@ -99,5 +103,25 @@ def pack_rows(samples: Sequence[RolloutSample], rows: Sequence[Sequence[int]], r
     """One micro-batch with exactly these rows; its trained tokens come in the order of the rows. Without rows, that of a rank
     without samples."""
     plan = BatchPlan(ranks=[[MicroBatchPlan(rows=rows, row_tokens=row_tokens)]])
+    (batch,) = split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack()
+    return batch
+
+
+def tree_samples(seed: int, count: int = 8) -> list[RolloutSample]:
+    """Samples with shared prefixes, in the order in which `pack_tree` has them."""
+    trees = [np.array(ids, np.int32) for ids in random_tree(random.Random(seed), count)]
+    order = prefix_order(trees).order.tolist()
+    return [make_sample(prompt=trees[index][:1].tolist(), completion=trees[index][1:].tolist()) for index in order]
+
+
+def pack_tree(samples: Sequence[RolloutSample]) -> MicroBatch:
+    """One micro-batch with each distinct prefix once."""
+    plan = plan_batch(
+        [len(sample.token_ids) for sample in samples],
+        world_size=1,
+        micro_batch_tokens=4096,
+        pack=True,
+        prefixes=prefix_order([sample.token_ids for sample in samples]),
+    )
     (batch,) = split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack()
     return batch
