@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from grpo_async.utils.devices import Peaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,36 +83,6 @@ SHAPES = {
     "70b": ModelShape(vocab=128256, hidden=8192, layers=80, heads=64, intermediate=28672, tied=False),  # Llama 3
 }
 """Shapes of Qwen3 models, except where a comment names another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
-    """FLOP/s of dense bfloat16 products, and bytes/s of the memory."""
-
-    flops: float
-    memory: float
-
-
-# (pattern of torch's device name, dense bfloat16 TFLOP/s, memory GB/s), from the makers' data sheets; the first match counts
-_DEVICES = (
-    (r"B200", 2250, 8000),
-    (r"H200", 989, 4800),
-    (r"H100.*PCIe", 756, 2000),
-    (r"H100|GH200", 989, 3350),
-    (r"A100.*80GB", 312, 2039),
-    (r"A100", 312, 1555),
-    (r"L40S", 362, 864),
-    (r"\bL4\b", 121, 300),
-    (r"RTX 4090", 165, 1008),
-)
-
-
-def listed_peaks(device_name: str) -> Peaks | None:
-    """Peaks of a device; None if it is not listed."""
-    for pattern, tflops, memory in _DEVICES:
-        if re.search(pattern, device_name):
-            return Peaks(flops=tflops * 1e12, memory=memory * 1e9)
-    return None
 
 
 def generation_bound_s(

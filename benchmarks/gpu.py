@@ -35,8 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
-from benchmarks._models import SHAPES, ModelShape, generation_bound_s, listed_peaks
+from benchmarks._models import SHAPES, ModelShape, generation_bound_s
 from benchmarks.report import Report, parser_of
+from grpo_async.utils.devices import listed_peaks
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks._models import SHAPES, ModelShape, listed_peaks
+from benchmarks._models import SHAPES, ModelShape
 from benchmarks._simulated import (
     Lengths,
     ServerSpeed,
@@ -43,6 +43,7 @@ from grpo_async.data.stream import PromptStream
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.worker import RolloutWorker
+from grpo_async.utils.devices import listed_peaks
 
 _SKIP = 4  # first steps: the pipeline fills
 _NEVER_S = 1e9

@@ -39,8 +39,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._models import SHAPES, listed_peaks
+from benchmarks._models import SHAPES
 from benchmarks.report import ROOT, Report, device_of, parser_of, ratios, time_in_turns
+from grpo_async.utils.devices import listed_peaks
 from grpo_async.utils.processes import usable_cpus
 
 SIDES = ("packed", "unshared", "padded")

@@ -160,6 +160,12 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("step_time", "wall time of the step", "s", better=_LOWER),
     _metric("perf/trained_tokens_per_s", "trained tokens / wall time", "tokens/s", better=_HIGHER),
     _metric("perf/generated_tokens_per_s", "sampled tokens / wall time", "tokens/s", better=_HIGHER),
+    _metric(
+        "perf/mfu",
+        "model FLOPs utilization while training (recomputation does not count); only on GPUs whose peak is known, in 16 bit",
+        "fraction",
+        better=_HIGHER,
+    ),
     _metric("perf/peak_memory_bytes", "most memory that rank 0 has held: of the GPU, else resident", "bytes", _MAX, _LOWER),
     _metric("ledger/groups/{state}", "groups, {state}", "groups", _LAST),
     _metric("ledger/tokens/{state}", "sampled tokens of groups, {state}", "tokens", _LAST),

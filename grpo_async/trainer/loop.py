@@ -23,6 +23,7 @@ from grpo_async.trainer.publish import Publisher
 from grpo_async.trainer.report import Reporter, phase
 from grpo_async.trainer.saving import Saver
 from grpo_async.trainer.weight_sync import FleetSync
+from grpo_async.training.flops import peak_flops, training_flops
 from grpo_async.training.loss_scale import NonfiniteSteps
 from grpo_async.training.ranks import StepCommand, TrainerContext
 from grpo_async.training.step import StepResult
@@ -180,7 +181,14 @@ class Trainer:
             for rank in range(context.world_size)
         ]
         context.channel.send(commands)
+        began = time.perf_counter()
         result = context.step(commands[0], before_sync=partial(self.packer.pack_next, step + 1))
         result.metrics.update(packed.metrics)
+        peak = peak_flops(context.device, config.model.resolved_compute_dtype)
+        if peak is not None:
+            available = peak * context.world_size * (time.perf_counter() - began)
+            computed = int(packed.metrics["training/computed_tokens"])
+            flops = training_flops(context.policy.model, computed, result.num_tokens, packed.attention_pairs)
+            result.metrics["perf/mfu"] = config.training.num_iterations * flops / available
         collected = result.token_statistics
         return result, {} if collected is None else packed.tokens.by_rollout(collected, result.trained)
