@@ -1,12 +1,13 @@
 """Against TRL's AsyncGRPOTrainer on one vLLM CPU server: trained samples/s.
 
-    python -m benchmarks against_trl [--rounds 5] [--steps 20] [--warmup 5] [--json FILE]
+    python -m benchmarks against_trl [--rounds 5] [--steps 20] [--warmup 5] [--prompt-tokens 330] [--hidden 256] [--layers 8]
+                                     [--json FILE]
 
-Both sides train the same Qwen3 (6.4 M random weights) on the same prompts with the same batch, completion length, temperature,
-reward, learning rate, optimizer (AdamW, clipped at norm 1), loss (clipped, mean over tokens) and number of steps, with one thread
-each. They take turns at one vLLM server (one thread, float32, as `grpo-async serve-vllm` starts it on a CPU). Both have the same
-limits of staleness (4) and of requests in flight (4 steps' worth): TRL's own defaults. _trl_train.py says what is replaced in TRL
-to run on a CPU.
+Both sides train the same Qwen3 (6.4 M random weights; 59 M with --hidden 640 --layers 12) on the same prompts with the same batch,
+completion length, temperature, reward, learning rate, optimizer (AdamW, clipped at norm 1), loss (clipped, mean over tokens) and
+number of steps, with one thread each. They take turns at one vLLM server (one thread, float32, as `grpo-async serve-vllm` starts it
+on a CPU). Both have the same limits of staleness (4) and of requests in flight (4 steps' worth): TRL's own defaults. _trl_train.py
+says what is replaced in TRL to run on a CPU.
 
 The steady state is measured: the steps between the warmup and the last ones, in which our side has nothing left to generate and
 trains faster. A group without a signal counts as trained on TRL's side, which computes it, and as thrown away on ours, which does
@@ -51,6 +52,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds, each with one run of each side")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are measured")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=25, help="about so many; more than 25: worked examples come first"
+    )
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
     parser.add_argument("--in-flight", type=int, help="requests at once, for both sides; default: TRL's own choice")
     options = parser.parse_args(arguments)
     if find_spec("trl") is None:
@@ -67,7 +73,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as name:
         folder = Path(name)
         # in a process of its own: this one, which measures, stays without torch
-        code = f"from benchmarks.against_trl import write_inputs; write_inputs({name!r}, {options.seed})"
+        sizes = {name: getattr(options, name) for name in ("seed", "prompt_tokens", "hidden", "layers")}
+        code = f"from benchmarks.against_trl import write_inputs; write_inputs({name!r}, **{sizes!r})"
         subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=_server.START_TIMEOUT_S)
         environment = {name: value for name, value in os.environ.items() if name != "GRPO_ASYNC_TOKEN"}
         config = write_config(folder, folder, "", options)
@@ -99,7 +106,7 @@ def write_config(inputs: Path, folder: Path, url: str, options: argparse.Namespa
         inference={
             "engine": "vllm",
             "urls": [url] if url else [],
-            "max_model_len": COMPLETION_TOKENS + 64,
+            "max_model_len": COMPLETION_TOKENS + 2 * options.prompt_tokens + 14,
             "threads": 1,
             "vllm": {"enforce_eager": True, "kv_cache_mb": 256},
         },
@@ -118,24 +125,40 @@ def low_ids(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(token < 192 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
-def write_inputs(folder: str, seed: int) -> None:
+def write_inputs(folder: str, *, seed: int, prompt_tokens: int, hidden: int, layers: int) -> None:
     """Write a Qwen3 with random weights (only speed is measured, and so nearly every completion runs to its limit on both sides), a
-    tokenizer, and as prompts different sums such as "27 + 3 - 81 + 4 = ?"."""
+    tokenizer, and as prompts different sums such as "27 + 3 - 81 + 4 = ?", after so many worked examples that a prompt has about
+    `prompt_tokens`."""
     from grpo_async.quickstart.model import train_tokenizer
 
     chance = random.Random(seed)
-    messages: dict[str, None] = {}
-    while len(messages) < _NUM_PROMPTS:
+    examples: dict[str, str] = {}  # a sum, and one with an answer
+    while len(examples) < _NUM_PROMPTS:
         terms = " ".join(f"{chance.choice('+-')} {chance.randrange(100)}" for _ in range(3))
-        messages[f"{chance.randrange(100)} {terms} = ?"] = None
+        question = f"{chance.randrange(100)} {terms} ="
+        examples[f"{question} ?"] = f"{question} {chance.randrange(400)}\n"
     tokenizer = train_tokenizer(
-        [f"user\n{message}\nassistant\n" for message in messages]
+        [f"user\n{example}{question}\nassistant\n" for question, example in examples.items()]
     )  # the roles become tokens, too
     # Qwen3's own chat template, of which TRL has a copy: TRL refuses templates that it does not know
     tokenizer.chat_template = files("trl").joinpath("chat_templates/qwen3.jinja").read_text(encoding="utf-8")
-    shape = ModelShape(vocab=len(tokenizer), hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, intermediate=768)
+    heads = hidden // 64
+    shape = ModelShape(
+        vocab=len(tokenizer),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads // 2,
+        head_dim=64,
+        intermediate=3 * hidden,
+    )
     shape.save(Path(folder) / "model", tokenizer, seed=seed)
-    lines = [json.dumps({"prompt": [{"role": "user", "content": message}]}) + "\n" for message in messages]
+    lines = []
+    for question in examples:
+        prompt = question
+        while len(tokenizer.encode(prompt)) < prompt_tokens - 14:  # the template adds its own
+            prompt = chance.choice([*examples.values()]) + prompt
+        lines.append(json.dumps({"prompt": [{"role": "user", "content": prompt}]}) + "\n")
     Path(folder, "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
 

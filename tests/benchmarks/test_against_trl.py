@@ -17,7 +17,8 @@ from benchmarks import against_trl
 from benchmarks._trl_train import CpuKernel, EqualPush
 from grpo_async.config.loader import load_config
 
-GIVEN = {"inputs": "", "folder": "out", "server_url": "http://127.0.0.1:9", "in_flight": 64, "max_steps": 30, "seed": 0}
+GIVEN = {"inputs": "", "folder": "out", "server_url": "http://127.0.0.1:9", "in_flight": 64, "max_steps": 30, "seed": 0,
+         "prompt_tokens": 25}  # fmt: skip
 
 
 def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> None:
