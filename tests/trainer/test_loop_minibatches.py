@@ -28,7 +28,11 @@ class _Source(FakeSource):
         self.closed: list[tuple[list[int], GroupStatus]] = []
 
     def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
-        return [make_scored(index, has_samples=index != 1) for index in range(num_groups)]
+        groups = [make_scored(index, has_samples=index != 1) for index in range(num_groups)]
+        for group in groups:
+            for number, sample in enumerate(group.samples):  # equal ones would be computed once
+                sample.token_ids[0] = number
+        return groups
 
     def close_groups(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, stats: Any = None) -> None:
         assert step == 1
