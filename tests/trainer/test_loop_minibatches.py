@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,16 +29,20 @@ class _Source(FakeSource):
         self.closed: list[tuple[list[int], GroupStatus]] = []
 
     def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
-        groups = [make_scored(index, has_samples=index != 1) for index in range(num_groups)]
-        for group in groups:
-            for number, sample in enumerate(group.samples):  # equal ones would be computed once
-                sample.token_ids[0] = number
-        return groups
+        return [_of_different_samples(make_scored(index, has_samples=index != 1)) for index in range(num_groups)]
 
     def close_groups(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, stats: Any = None) -> None:
         assert step == 1
         if groups:
             self.closed.append(([group.group.group_id for group in groups], status))
+
+
+def _of_different_samples(group: ScoredGroup) -> ScoredGroup:
+    """Equal ones would be computed once."""
+    samples = [
+        replace(sample, token_ids=[number, *sample.token_ids[1:]]) for number, sample in enumerate(group.samples)
+    ]
+    return replace(group, samples=samples)
 
 
 def _one_step(updates: tuple[bool, ...]) -> tuple[_Source, list[list[Any]], dict[str, float]]:
