@@ -1,4 +1,4 @@
-"""`validate`, `schema` and `explain`: what a configuration says, and what it may say."""
+"""`validate`, `schema` and `explain`: what a configuration says, and what it may say; `doctor`: what this machine can do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from grpo_async.cli.options import ConfigArgument, SetOption
+from grpo_async.errors import FAILURE, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +69,6 @@ def schema(
       grpo-async schema --out configs/schema.json
     """
     from grpo_async.config.schema import schema_text
-    from grpo_async.errors import ConfigError
     from grpo_async.utils.files import write_atomically
 
     if out is None:
@@ -97,7 +97,6 @@ def explain(
     """
     from grpo_async.config.keys import all_keys, find_keys
     from grpo_async.config.names import OTHER_NAMES
-    from grpo_async.errors import ConfigError
 
     word = " ".join(key or ())
     reasons = [other for other in OTHER_NAMES if other.name == word.lstrip("-") and other.here is None]
@@ -126,3 +125,28 @@ def _print_key(key: Key) -> None:
         words = f"{'Keys' if key.is_section else 'Same section'}: {', '.join(names)}"
         typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     typer.echo("")
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every check.")] = False,
+) -> None:
+    """Check this machine: Python, torch, vLLM, GPUs, drivers, limits, disk, sandbox.
+
+    Every check passes, warns or fails, and says what to do. Starts and changes nothing. Exit code 1 only if something fails.
+
+    \b
+    Examples:
+      grpo-async doctor
+      grpo-async doctor --json | jq '.checks[] | select(.status != "pass")'
+    """
+    from grpo_async.checks.doctor import run_doctor
+    from grpo_async.checks.report import print_checks, to_json, worst_status
+    from grpo_async.utils.console import stdout_console
+
+    checks = run_doctor()
+    if as_json:
+        typer.echo(to_json(checks))
+    else:
+        print_checks(stdout_console(), checks, title="This machine")
+    if worst_status(checks) == "fail":
+        raise typer.Exit(FAILURE)
