@@ -198,11 +198,7 @@ def _named(read: Callable[[Any], Found], name: int | str) -> Found:
 
 
 def runs_and_query(arguments: list[str], evaluation: str | None, *, several: bool = True) -> tuple[list[RunDir], Query]:
-    """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run.
-
-    Raises:
-        ConfigError: there is no such run, or the query is wrong.
-    """
+    """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run."""
     from grpo_async.errors import ConfigError
     from grpo_async.store.query import parse_query
     from grpo_async.viewer.runs import find_evaluation, find_run
@@ -227,11 +223,7 @@ def runs_and_query(arguments: list[str], evaluation: str | None, *, several: boo
 
 
 def sort_order(text: str | None) -> str:
-    """The order in the store's syntax: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
-
-    Raises:
-        ConfigError: groups have no such order.
-    """
+    """The order in the store's syntax: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''."""
     from grpo_async.errors import ConfigError
     from grpo_async.store.query import QueryError
     from grpo_async.store.table import check_group_order

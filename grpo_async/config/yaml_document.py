@@ -99,11 +99,7 @@ class Node:
         return len(self.along(path)) == len(path) + 1
 
     def put(self, path: KeyPath, node: Node) -> None:
-        """Set the value at `path`; sections above it that are missing, or null, are made.
-
-        Raises:
-            ValueError: a list has no such entry.
-        """
+        """Set the value at `path`; sections above it that are missing, or null, are made. ValueError: a list has no such entry."""
         key, *rest = path
         below = self.below(key)
         if isinstance(self.value, list) and below is None:
@@ -125,11 +121,7 @@ class Node:
 
 
 def read_yaml_file(path: Path, problems: list[Problem]) -> Node:
-    """The mapping that a file holds; keys that cannot be used are added to `problems`.
-
-    Raises:
-        ConfigError: it cannot be read, or is no mapping.
-    """
+    """The mapping that a file holds (else ConfigError); keys that cannot be used are added to `problems`."""
     location = Location(str(path))
     try:
         root = read_yaml(path.read_text(encoding="utf-8"), location, problems)
@@ -155,15 +147,8 @@ def no_such_file(path: Path) -> str:
 def read_yaml(
     text: str, location: Location, problems: list[Problem], *, path: KeyPath = (), has_lines: bool = True
 ) -> Node:
-    """What a text holds.
-
-    Args:
-        path: where in the configuration the value will stand.
-        has_lines: False: everything stands at `location` (an override).
-
-    Raises:
-        ConfigError: it is not YAML.
-    """
+    """What a text holds (ConfigError: it is not YAML). `path` is where in the configuration the value will stand; without
+    `has_lines` everything stands at `location` (an override)."""
     try:
         composed = yaml.compose(text, Loader=_Loader)
         if composed is None:
