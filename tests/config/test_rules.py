@@ -81,10 +81,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
             "rollout.agent.function does not go with rollout_function",
         ),
-        (
-            {"rollout_function": {"function": "a:b"}, "environments": {"game": {"factory": "a:b"}}},
-            "rollout_function.function does not go with environments",
-        ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
         ({"launch": {"trainer_nodes": 2}}, "launch.trainer_nodes: 2 needs launch.ray: auto"),
@@ -183,6 +179,13 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
 )
 def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:
     _config(**sections)
+
+
+def test_a_rollout_function_beside_tools_or_environments_is_refused() -> None:
+    """R4.4: such a function bypasses the tool loop, so what is configured for it would silently not be used."""
+    for beside in ({"tools": [{"function": "a:b"}]}, {"environments": {"game": {"factory": "a:b"}}}):
+        with pytest.raises(ValidationError, match=rf"rollout_function\.function does not go with {next(iter(beside))}"):
+            _config(rollout_function={"function": "a:b"}, **beside)
 
 
 def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> None:
