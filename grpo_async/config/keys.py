@@ -74,11 +74,12 @@ def keys_at(path: KeyPath) -> list[Key]:
 def find_keys(word: str) -> list[Key]:
     """The key with this path; else those whose path, or whose old or other trainers' name, is this word or ends in it; else those
     that contain all the words, in path, meaning or other names."""
-    path = word.replace("[]", ".0").split(".")
+    path = [part for part in word.replace("[]", "").split(".") if not part.isdecimal()]
     named = {other.here for other in OTHER_NAMES if f".{other.name}".endswith(f".{word.lstrip('-')}")}
-    if exact := keys_at(tuple(path)):
+    plain = {key: [part for part in key.parts if part != "0"] for key in all_keys()}
+    if exact := [key for key, parts in plain.items() if _fits(parts, path)]:
         return exact
-    if ends := [key for key in all_keys() if key.parts[-len(path) :] == path or key.path in named]:
+    if ends := [key for key, parts in plain.items() if parts[-len(path) :] == path or key.path in named]:
         return ends
     words = word.lower().split()
     texts = {key: f"{key.path} {key.meaning} {key.elsewhere}".lower() for key in all_keys()}

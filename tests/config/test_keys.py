@@ -72,6 +72,7 @@ def test_the_names_in_the_tables_of_the_migration_page_are_known() -> None:
         (["actor_rollout_ref.rollout.n"], "rollout.group_size: "),
         (["rollout.n"], "rollout.group_size: "),
         (["rewards.1.weight"], "rewards[].weight: "),
+        (["rewards.weight"], "rewards[].weight: "),
         (["environments.game.factory"], "environments.NAME.factory: "),
         (["oldest", "policy"], "rollout.max_staleness: "),
         (["num_train_epochs"], "training.epochs: "),
