@@ -198,7 +198,9 @@ class _Reader:
             entries = enumerate(node.value)
             return Node([self.convert(each, (*path, str(i)), self._location(each)) for i, each in entries], location)
         try:
-            return Node(_filled_in(node.value, is_plain=node.style is None), location)
+            return Node(
+                _filled_in(node.value, is_plain=isinstance(node, yaml.ScalarNode) and node.style is None), location
+            )
         except ValueError as error:
             return Node(None, location, str(error))
 
