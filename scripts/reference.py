@@ -53,7 +53,7 @@ def _config() -> str:
             lines += ["", f"## {top}", ""]
         elsewhere = f" *Elsewhere: {key.elsewhere}.*" if key.elsewhere else ""
         lines.append(f"- **`{key.path}`** ({key.summary}): {' '.join(key.meaning.split())}{elsewhere}")
-    lines += ["", "## What other trainers have and this one does not", ""]
+    lines += ["", "## What other trainers, and earlier versions, have and this one does not", ""]
     lines += [f"- `{other.name}` ({other.trainer}) {other.why}." for other in OTHER_NAMES if other.here is None]
     return _page(lines)
 

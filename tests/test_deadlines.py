@@ -9,7 +9,7 @@ import ast
 import re
 from pathlib import Path
 
-from grpo_async.config.keys import ROOT as SETTINGS
+from grpo_async.config.keys import keys_at
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {
@@ -57,7 +57,7 @@ def test_calls_that_wait_for_a_process_have_a_timeout() -> None:
 
 def _exists(path: str) -> bool:
     """Whether `training.queue_timeout_s`, `environments.*.timeout_s` is a setting; "*" stands for any key or index."""
-    return SETTINGS.find(tuple(path.replace("*", "0").split("."))) is not None
+    return any(keys_at(tuple(path.replace("*", each).split("."))) for each in ("0", "NAME"))
 
 
 def test_every_deadline_names_a_setting_that_exists() -> None:

@@ -55,9 +55,6 @@ _ASK_S = 3.0  # that a server has for an answer
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
 _FILES_OF_THE_TRAINER = 192
 """Open files of the trainer's process without any rollout: libraries, logs, sockets of the ranks."""
-_FILES_OF_AN_AGENT = {"function": 3, "other": 8}
-"""Sockets and pipes of one agent in the trainer: its connection to the endpoint (both ends for a function), ours to a server, a
-process's streams and end."""
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
 
@@ -68,31 +65,29 @@ def check_data(config: ExperimentConfig) -> list[str]:
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
-    found = _InputChecks(config=config, reads_all=True)
-    found.check_data(deep=True)
+    found = _InputChecks(config=config, deep=True)
+    found.check_data(has_model=True)
     found.problems.raise_if_any()
     return found.notes
 
 
-def check_inputs(
-    config: ExperimentConfig, *, engine: EngineChoice, trains: bool = True, deep: bool = False
-) -> list[str]:
+def check_inputs(config: ExperimentConfig, *, engine: EngineChoice, deep: bool = False) -> list[str]:
     """Look at everything that the configuration names; returns notes (what could not be checked).
 
     Args:
         engine: what serves.
-        trains: false where it is only evaluated: what only the trainer needs is not checked.
-        deep: load the tokenizer in any case (seconds), and measure prompts with it; else only where one may be too long.
+        deep: read all rows, load the tokenizer in any case and measure prompts with it, look at the disk; else only what takes a
+            moment.
 
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
-    found = _InputChecks(config=config, trains=trains)
-    found.check_model(engine)
+    found = _InputChecks(config=config, deep=deep)
+    found.check_model(engine, trains=True)
     has_model = not found.problems
-    found.check_machine(engine)
-    found.check_data(has_model=has_model, deep=deep)
-    if has_model and trains and deep:
+    found.check_machine(engine, trains=True)
+    found.check_data(has_model=has_model)
+    if has_model and deep:
         found.check_room()
     found.check_own_functions()
     found.check_connections()
@@ -106,9 +101,9 @@ def check_node(config: ExperimentConfig, *, engine: EngineChoice, trains: bool) 
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
-    found = _InputChecks(config=config, trains=trains)
-    found.check_model(engine)
-    found.check_machine(engine)
+    found = _InputChecks(config=config)
+    found.check_model(engine, trains=trains)
+    found.check_machine(engine, trains=trains)
     found.problems.raise_if_any()
 
 
@@ -117,9 +112,7 @@ class _InputChecks:
     """What the checks of one configuration have found so far."""
 
     config: ExperimentConfig
-    trains: bool = True
-    reads_all: bool = False
-    """Whether every source is read whole; else those that take a moment only, and the first rows of the others."""
+    deep: bool = False
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
 
@@ -132,19 +125,19 @@ class _InputChecks:
 
     @property
     def sees_all(self) -> bool:
-        """Whether all rows are seen."""
-        return self.reads_all or all(map(_is_small, self.sources.values()))
+        """Whether all rows are seen; else the first of each source."""
+        return self.deep or all(map(_is_small, self.sources.values()))
 
     # ---- model, packages, devices, disk ----
 
-    def check_model(self, engine: EngineChoice) -> None:
+    def check_model(self, engine: EngineChoice, *, trains: bool) -> None:
         config = self.config
         folder = self._check_folder("model.path", config.model.path)
         downloaded = None if folder else downloaded_file(config.model.path, "config.json", config.model.revision)
         if (described := folder or (downloaded and downloaded.parent)) is not None:
             with self.problems.collecting():
                 text, longest = text_config(described), config.inference.max_model_len
-                if self.trains:
+                if trains:
                     check_family(text, config.model.path, longest)
                 if engine.engine == "embedded":
                     check_embedded_family(text, longest)
@@ -162,7 +155,7 @@ class _InputChecks:
         template = config.model.chat_template
         if template is not None and not template.is_file():
             self.problems.append(f"model.chat_template: {template} is not a file (working directory: {Path.cwd()})")
-        if self.trains and config.loss.reference != "initial":
+        if trains and config.loss.reference != "initial":
             reference = self._check_folder("loss.reference", config.loss.reference)
             if folder is not None and reference is not None:
                 ours, theirs = (text_config(path).get("vocab_size") for path in (folder, reference))
@@ -173,24 +166,21 @@ class _InputChecks:
         """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
         folder = Path(path)
         if _HUB_NAME.match(path) and not folder.exists():
-            owner = folder.parent
-            hint = f" (there is a folder {owner}, without {folder.name})" if owner != Path() and owner.exists() else ""
-            self.notes.append(
-                f"{key}: {path} is not a local folder{hint}; it is taken as a hub name and not checked here"
-            )
+            self.notes.append(f"{key}: {path} is not a local folder; it is taken as a hub name and not checked here")
             return None
         if problem := model_problem(path):
             self.problems.append(f"{key}: {problem}")
             return None
         return folder
 
-    def check_machine(self, engine: EngineChoice) -> None:
+    def check_machine(self, engine: EngineChoice, *, trains: bool) -> None:
         """Check that the optional packages are installed, the devices are there, and what is in flight fits."""
         config = self.config
-        self._check_open_files()
+        if trains:
+            self._check_open_files()
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
         devices = {}
-        if self.trains:
+        if trains:
             devices["launch.device"] = config.launch.device
             needed += [
                 (f"tracking.{i}.type: {t.type}", _TRACKERS.get(t.type, t.type)) for i, t in enumerate(config.tracking)
@@ -209,13 +199,11 @@ class _InputChecks:
     def _check_open_files(self) -> None:
         """Check that every rollout in flight gets its sockets in the trainer; each server needs fewer."""
         config, agent = self.config, self.config.rollout.agent
-        in_flight = config.max_in_flight_evaluation_only
-        if self.trains:
-            in_flight = config.rollout.max_in_flight
-            in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
-        each = 1
+        in_flight, each = config.rollout.max_in_flight, 1
+        in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
         if agent is not None:
-            each = _FILES_OF_AN_AGENT["function" if agent.function else "other"]
+            # its connection to the endpoint (both ends for a function), ours to a server; a process has streams and an end
+            each = 3 if agent.function else 8
             in_flight = min(in_flight, agent.max_concurrent or in_flight)
         needed, limit = _FILES_OF_THE_TRAINER + each * in_flight, open_files_limit()
         if needed > limit:
@@ -238,7 +226,7 @@ class _InputChecks:
 
     # ---- data ----
 
-    def check_data(self, *, has_model: bool = True, deep: bool) -> None:
+    def check_data(self, *, has_model: bool) -> None:
         """Check the rows with all that reads them: tools, environments, the tokenizer and the rewards."""
         rows = self.read_rows()
         for key, some in rows.items():
@@ -246,7 +234,7 @@ class _InputChecks:
         components = self.check_components(rows)
         try:
             if components is not None and has_model:
-                self.check_text(components, rows, deep=deep)
+                self.check_text(components, rows)
             self.check_rewards(components, rows)
         finally:
             if components is not None:
@@ -255,18 +243,19 @@ class _InputChecks:
     def read_rows(self) -> dict[str, Rows]:
         """Rows of each source that can be read: all where that takes a moment only, else the first ones."""
         rows: dict[str, Rows] = {}
-        if self.sees_all:
+        for key, source in self.sources.items():
+            if not self.deep and isinstance(source, HubSource) and not Path(source.name).exists():
+                self.notes.append(f"{key}: the dataset {source.name} is not checked here; {_LATER}")
+                continue
+            with self.problems.collecting(f"{key}: "):
+                num_rows = _NUM_FIRST if hasattr(source, "path") else _NUM_ROWS
+                rows[key] = first_rows(source, num_rows, needs_prompt=not self.config.environments)
+        if self.sees_all and len(rows) == len(self.sources):
             with self.problems.collecting():
                 rows = self._load_all()
-        else:
-            for key, source in self.sources.items():
-                if isinstance(source, HubSource) and not Path(source.name).exists():
-                    self.notes.append(f"{key}: the dataset {source.name} is not checked here; {_LATER}")
-                    continue
-                with self.problems.collecting(f"{key}: "):
-                    num_rows = _NUM_FIRST if hasattr(source, "path") else _NUM_ROWS
-                    rows[key] = first_rows(source, num_rows, needs_prompt=not self.config.environments)
-                    self.notes.append(f"{key}: {count(len(rows[key]), 'row')} looked at here; {_LATER}")
+        elif not self.sees_all:
+            seen = (f"{key}: {count(len(some), 'row')} looked at here; {_LATER}" for key, some in rows.items())
+            self.notes.extend(seen)
         config, train = self.config, rows.get("data.train")
         held_out = rows.get("evaluation.data" if "evaluation.data" in self.sources else "data.train")
         is_text = train and isinstance(train[0]["prompt"], str)
@@ -291,7 +280,7 @@ class _InputChecks:
         self.notes.extend(loaded.notes)
         num_rows = len(loaded.train)
         groups, counted = training.num_prompts(num_rows), self.config.with_rows(num_rows)
-        if self.trains and groups is not None and self.config.data.train.max_prompt_tokens is None:
+        if groups is not None and self.config.data.train.max_prompt_tokens is None:
             cut = "" if self.config.warmup_steps == counted.warmup_steps else ", and so is optimizer.warmup_steps"
             self.notes.append(
                 f"training.epochs: {training.epochs:g} x {count(num_rows, 'row')} = {count(groups, 'group')}, at most "
@@ -310,21 +299,15 @@ class _InputChecks:
         except GrpoAsyncError as error:
             self.problems.append(str(error))
             return None
-        agent, rollout = self.config.rollout.agent, self.config.rollout
-        if agent is not None and components.agent is not None:
-            what = agent.function or agent.environment or f"the command {' '.join(agent.command or ())}"
-            self.notes.append(
-                f"rollout.agent: {what} makes the rollouts, {rollout.group_size} of "
-                f"each row, {components.agent.max_concurrent} at once, each for at most {agent.timeout_s:g} s"
-            )
-            if fault := binding_error(agent.host, agent.port):
-                self.problems.append(f"rollout.agent.host: {agent.host} cannot be bound on this machine ({fault})")
+        agent = self.config.rollout.agent
+        if agent is not None and (fault := binding_error(agent.host, agent.port)):
+            self.problems.append(f"rollout.agent.host: {agent.host} cannot be bound on this machine ({fault})")
         if components.environments is not None:
             for key, found in rows.items():
                 self.problems.extend(f"{key}, {problem}" for problem in components.environments.check_rows(found))
         return components
 
-    def check_text(self, components: Components, rows: Mapping[str, Rows], *, deep: bool) -> None:
+    def check_text(self, components: Components, rows: Mapping[str, Rows]) -> None:
         """Load the tokenizer; render the tools, compare its ids with the model's, and measure what prompts leave of
         inference.max_model_len (where there are many, some of them). Without tools and `deep`, only where one of those prompts has
         as many bytes as a sequence may have tokens (a token has at least one)."""
@@ -336,7 +319,8 @@ class _InputChecks:
         every = [prompt for some in prompts.values() for prompt in some.values()]
         sizes = [sum(len(message.content.encode(errors="replace")) for message in prompt.messages) for prompt in every]
         has_roles = any(message.role != "user" for prompt in every for message in prompt.messages)
-        deep = deep or (has_roles and folder.is_dir()) or max(sizes, default=0) >= config.inference.max_model_len
+        deep = self.deep or (has_roles and folder.is_dir())
+        deep = deep or max(sizes, default=0) >= config.inference.max_model_len
         if not (deep or components.tool_sets):
             return
         with self.problems.collecting():
@@ -346,17 +330,15 @@ class _InputChecks:
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
             for key, some in prompts.items() if deep else ():
-                is_all = self.sees_all and len(some) == len(rows[key])
                 lengths, refused, counted = [], [], token_counter(renderer, components)
                 for location, prompt in some.items():
                     try:
                         lengths.append(counted(prompt))
                     except ChatError as error:
                         refused.append(f"{location}: {error}")
-                self.problems.extend(
-                    f"{key}: {len(refused)} prompts are refused, such as {first}" for first in refused[:1]
-                )
-                self._check_lengths(key, lengths, is_all=is_all)
+                if refused:
+                    self.problems.append(f"{key}: {len(refused)} prompts are refused, such as {refused[0]}")
+                self._check_lengths(key, lengths, is_all=self.sees_all and len(some) == len(rows[key]))
 
     def _check_lengths(self, key: str, lengths: list[int], *, is_all: bool) -> None:
         """Compare the lengths of a source's prompts, in tokens, with the longest sequence. Unless these are all prompts, what is
@@ -451,14 +433,13 @@ class _InputChecks:
 
     def check_connections(self) -> None:
         config, token = self.config, token_from_environment()
-        if self.trains:
-            try:
-                host = weights_host(config, config.inference.urls)
-                if fault := binding_error(host, 0):
-                    message = f"weights.host: {host} cannot be bound on this machine ({fault})"
-                    self.problems.append(f"{message}; it is the trainer's own address")
-            except ConfigError as error:  # the server may still be about to come
-                self.notes.append(str(error))
+        try:
+            host = weights_host(config, config.inference.urls)
+            if fault := binding_error(host, 0):
+                message = f"weights.host: {host} cannot be bound on this machine ({fault})"
+                self.problems.append(f"{message}; it is the trainer's own address")
+        except ConfigError as error:  # the server may still be about to come
+            self.notes.append(str(error))
         urls: dict[str, str] = {}
         for url in config.inference.urls:
             with self.problems.collecting(), ServerControl(url, token=token, timeout_s=_ASK_S) as server:

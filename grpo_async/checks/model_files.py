@@ -36,10 +36,7 @@ def count_parameters(model_path: str) -> int | None:
     """Parameters of a model folder, from the headers of its safetensors files; None when unknown (a hub name, other formats).
 
     A head that is tied to the embedding counts once, also where the files hold it twice. Worked example: Qwen3-0.6B
-    (tied, 151936 x 1024 embedding) -> 596,049,920.
-
-    Raises:
-        ConfigError: a file is named by the index and missing, or is no safetensors file.
+    (tied, 151936 x 1024 embedding) -> 596,049,920. ConfigError: a file is missing or broken.
     """
     folder = Path(model_path)
     if not folder.is_dir():
@@ -60,11 +57,8 @@ def _read_shapes(file: Path) -> dict[str, list[int]]:
 
 
 def text_config(folder: Path) -> Mapping[str, Any]:
-    """config.json, or the part of it that is about text (vision-language models); empty when there is none.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """config.json, or the part of it that is about text (vision-language models); empty when there is none. ConfigError: it is
+    broken."""
     file = folder / "config.json"
     if not file.is_file():
         return {}

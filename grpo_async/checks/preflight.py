@@ -8,7 +8,7 @@ Reads only: nothing of the run is changed, no rollout is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import Server
 from grpo_async.inference.token import TOKEN_VARIABLE
-from grpo_async.records import Origin, Prompt, TaggedMessage
+from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir
 from grpo_async.training.verify import MAX_RATIO, MAX_ROUNDING, Score, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.files import write_atomically
@@ -42,8 +42,7 @@ SAMPLES = (
     "Ünïcode: 你好, мир 🙂\n\n\ttabs  and   blanks",
     "def f(x):\n    return x**2  # code",
 )
-_ANSWER = "kqanswerzq"
-_LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
+_LOCAL_TIMEOUT_S = 30.0  # of what asks no server; it takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +84,21 @@ def run_preflight(context: PreflightContext) -> list[Check]:
         context = replace(context, trainer_scores=context.score_on_trainer(context.probes, rounding))
     except GrpoAsyncError as error:
         checks.append(Check("logprobs", "fail", f"the trainer could not score the probes: {error}"))
-    for name, ask in _SERVER_CHECKS:
+    for name, ask in _SERVER_CHECKS.items():
         if name == "logprobs" and context.trainer_scores is None:
             continue  # said already
         for server in context.servers:
             asking = partial(_check_server, ask, context, server)
             checks += run_check(name, asking, timeout_s=config.weights.timeout_s, setting="weights.timeout_s")
-    for name, check in _RUN_CHECKS:
-        checks += run_check(name, partial(check, context), timeout_s=_LOCAL_TIMEOUT_S)
+    checks += run_check("disk", lambda: [check_disk(context)], timeout_s=_LOCAL_TIMEOUT_S)
     write_atomically(context.run_dir.preflight, to_json(checks))
     return checks
+
+
+def check_disk(context: PreflightContext) -> Found:
+    """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
+    size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
+    return disk_room(context.config, context.run_dir, size)
 
 
 def _check_server(
@@ -196,9 +200,6 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
     return False
 
 
-# ---- the run ----
-
-
 def _dtypes(context: PreflightContext) -> str:
     model, served = context.config.model, sorted({_info(server).dtype for server in context.servers})
     return (
@@ -207,47 +208,8 @@ def _dtypes(context: PreflightContext) -> str:
     )
 
 
-def check_disk(context: PreflightContext) -> Iterator[Found]:
-    """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
-    size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
-    yield disk_room(context.config, context.run_dir, size)
-
-
-def check_turn_end(context: PreflightContext) -> Iterator[Found]:
-    """Generation stops at the token that the chat template writes after an answer."""
-    renderer = context.renderer
-    if not renderer.end_of_turn_ids:
-        remedy = "set model.end_of_turn_tokens to the token that the model was trained to end with"
-        yield "warn", f"no token ends a turn, so every completion runs to its limit; {remedy}"
-        return
-    tokens = renderer.tokenizer.convert_ids_to_tokens
-    ends = tokens(renderer.end_of_turn_ids)
-    after = _after_an_answer(renderer) if renderer.tokenizer.chat_template else []
-    if after and not set(after) & set(renderer.end_of_turn_ids):
-        message = (
-            f"after an answer the chat template continues with {tokens(after)}, but generation stops at {ends} only"
-        )
-        yield "warn", f"{message}: turns may run on; see model.end_of_turn_tokens"
-    else:
-        yield "pass", f"turns end with {' or '.join(ends)}"
-
-
-def _after_an_answer(renderer: ChatRenderer) -> list[int]:
-    """Return the two ids after an earlier answer; none where the template leaves it out or the tokenizer changes its text."""
-    roles = (("user", "question"), ("assistant", _ANSWER), ("user", "question"))
-    messages = [TaggedMessage(role=role, content=content, origin=Origin.PROMPT) for role, content in roles]
-    ids = renderer.prompt_ids(messages)
-    texts = (renderer.tokenizer.decode(ids[: count + 1], skip_special_tokens=False) for count in range(len(ids)))
-    end = next((number for number, text in enumerate(texts) if _ANSWER in text), None)
-    return [] if end is None else ids[end + 1 : end + 3]  # a newline may come before it
-
-
-_SERVER_CHECKS: tuple[tuple[str, Callable[[PreflightContext, Server], Found]], ...] = (
-    ("logprobs", check_logprobs),
-    ("tokenizer", check_tokenizer),
-    ("token", check_token),
-)
-_RUN_CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]]], ...] = (
-    ("end of turns", check_turn_end),
-    ("disk", check_disk),
-)
+_SERVER_CHECKS: dict[str, Callable[[PreflightContext, Server], Found]] = {
+    "logprobs": check_logprobs,
+    "tokenizer": check_tokenizer,
+    "token": check_token,
+}

@@ -196,20 +196,17 @@ def _paid_as_well(best: Sequence[dict[str, float]]) -> list[str]:
 
 
 def _print(reports: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from grpo_async.utils.console import stdout_console
+    from grpo_async.utils.console import print_rows, stdout_console
     from grpo_async.utils.safe_text import visible_line
 
     console = stdout_console()
     for report in reports:
-        table = Table("completion", title=report["name"], title_justify="left", box=None, pad_edge=False)
-        for heading in ("lowest", "mean", "highest"):
-            table.add_column(heading, justify="right")
-        for kind, scores in report["scores"].items():
-            table.add_row(kind, *(f"{score:.4g}" for score in scores.values()))
-        console.print(table)
+        console.print(Text(report["name"]))
+        table = {kind: [f"{score:.4g}" for score in scores.values()] for kind, scores in report["scores"].items()}
+        rows = [("completion", "lowest", "mean", "highest"), *((kind, *scores) for kind, scores in table.items())]
+        print_rows(console, rows)
         for problem in report["problems"]:
             console.print(Text(visible_line(f"error: {problem}", 800), style="red"))
     for note in notes:

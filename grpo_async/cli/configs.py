@@ -1,4 +1,4 @@
-"""`validate`, `schema` and `explain`: what a configuration says, and what it may say."""
+"""`validate`, `schema` and `explain`: what a configuration says, and what it may say; `doctor`: what this machine can do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from grpo_async.cli.options import ConfigArgument, SetOption
+from grpo_async.errors import FAILURE, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +69,6 @@ def schema(
       grpo-async schema --out configs/schema.json
     """
     from grpo_async.config.schema import schema_text
-    from grpo_async.errors import ConfigError
     from grpo_async.utils.files import write_atomically
 
     if out is None:
@@ -95,36 +95,24 @@ def explain(
       grpo-async explain weight push
       grpo-async explain | less
     """
-    from grpo_async.config.keys import all_keys, find_keys, renamed_keys
+    from grpo_async.config.keys import all_keys, find_keys
     from grpo_async.config.names import OTHER_NAMES
-    from grpo_async.errors import ConfigError
 
-    keys = all_keys()
     word = " ".join(key or ())
-    if not word:
-        _print_keys(keys)
-        return
     reasons = [other for other in OTHER_NAMES if other.name == word.lstrip("-") and other.here is None]
     for other in reasons:
         typer.echo(f"{other.name} ({other.trainer}) {other.why}.")
-    for old, new in renamed_keys(word).items():
-        typer.echo(f"{old} is now called {new}.")
-    found = [] if reasons else find_keys(keys, word)
+    found = all_keys() if not word else [] if reasons else find_keys(word)
     if not found and not reasons:
         raise ConfigError(f"no key or description contains {word!r}; `grpo-async explain` lists all keys")
-    if len(found) > 5:
-        _print_keys(found)
-    else:
-        for each in found:
-            _print_key(each, keys)
+    for each in found:
+        if len(found) > 5:
+            typer.echo(f"{each.path:44} {each.summary}")
+        else:
+            _print_key(each)
 
 
-def _print_keys(keys: Sequence[Key]) -> None:
-    for key in keys:
-        typer.echo(f"{key.path:44} {key.summary}")
-
-
-def _print_key(key: Key, keys: Sequence[Key]) -> None:
+def _print_key(key: Key) -> None:
     from grpo_async.config.keys import siblings
 
     typer.echo(f"{key.path}: {key.summary}")
@@ -132,8 +120,33 @@ def _print_key(key: Key, keys: Sequence[Key]) -> None:
         typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     if key.elsewhere:
         typer.echo(f"  Elsewhere: {key.elsewhere}")
-    if others := siblings(keys, key):
+    if others := siblings(key):
         names = dict.fromkeys(other.path.rpartition(".")[2] for other in others)
         words = f"{'Keys' if key.is_section else 'Same section'}: {', '.join(names)}"
         typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     typer.echo("")
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every check.")] = False,
+) -> None:
+    """Check this machine: Python, torch, vLLM, GPUs, drivers, limits, disk, sandbox.
+
+    Every check passes, warns or fails, and says what to do. Starts and changes nothing. Exit code 1 only if something fails.
+
+    \b
+    Examples:
+      grpo-async doctor
+      grpo-async doctor --json | jq '.checks[] | select(.status != "pass")'
+    """
+    from grpo_async.checks.doctor import run_doctor
+    from grpo_async.checks.report import print_checks, to_json, worst_status
+    from grpo_async.utils.console import stdout_console
+
+    checks = run_doctor()
+    if as_json:
+        typer.echo(to_json(checks))
+    else:
+        print_checks(stdout_console(), checks, title="This machine")
+    if worst_status(checks) == "fail":
+        raise typer.Exit(FAILURE)

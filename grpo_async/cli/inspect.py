@@ -96,7 +96,6 @@ class InspectCommand(TyperCommand):
 
 
 def inspect_rollouts(
-    context: typer.Context,
     arguments: Annotated[
         list[str],
         typer.Argument(
@@ -143,11 +142,11 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart "'python' IN tools and failed" --json | jq .summary.reward_mean
       grpo-async inspect-rollouts quickstart --web
     """
-    given = _given(context) | ({"QUERY"} if len(arguments) > 1 else set())
+    given = {"--group": group, "--rollout": rollout, "--sort": sort, "--limit": limit, "QUERY": arguments[1:] or None}
     for one in ("--group", "--rollout"):
-        for other in ("--group", "--rollout", "--sort", "--limit", "QUERY"):
-            if other != one and {one, other} <= given:
-                raise typer.BadParameter(f"{one} shows only one; leave out {other}", param_hint=other)
+        others = [name for name, value in given.items() if value is not None and name != one]
+        if given[one] is not None and others:
+            raise typer.BadParameter(f"{one} shows only one; leave out {others[0]}", param_hint=others[0])
 
     from rich.text import Text
 
@@ -198,21 +197,8 @@ def _named(read: Callable[[Any], Found], name: int | str) -> Found:
         raise ConfigError(f"{error}. Rollouts are named like g17-r3, the fourth of group 17") from error
 
 
-def _given(context: typer.Context) -> set[str]:
-    """Names of the options given on the command line."""
-    return {
-        parameter.opts[0]
-        for parameter in context.command.params
-        if (source := context.get_parameter_source(parameter.name or "")) is not None and source.name == "COMMANDLINE"
-    }
-
-
 def runs_and_query(arguments: list[str], evaluation: str | None, *, several: bool = True) -> tuple[list[RunDir], Query]:
-    """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run.
-
-    Raises:
-        ConfigError: there is no such run, or the query is wrong.
-    """
+    """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run."""
     from grpo_async.errors import ConfigError
     from grpo_async.store.query import parse_query
     from grpo_async.viewer.runs import find_evaluation, find_run
@@ -237,11 +223,7 @@ def runs_and_query(arguments: list[str], evaluation: str | None, *, several: boo
 
 
 def sort_order(text: str | None) -> str:
-    """The order in the store's syntax: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
-
-    Raises:
-        ConfigError: groups have no such order.
-    """
+    """The order in the store's syntax: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''."""
     from grpo_async.errors import ConfigError
     from grpo_async.store.query import QueryError
     from grpo_async.store.table import check_group_order

@@ -8,31 +8,9 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from grpo_async.config import sections
 from grpo_async.config.base import StrictModel
 from grpo_async.config.rules import conflicts
-from grpo_async.config.sections import (
-    AdvantageSection,
-    CheckpointSection,
-    ClippedLoss,
-    DataSection,
-    EnvironmentSection,
-    EvaluationSection,
-    InferenceSection,
-    LaunchSection,
-    LossSection,
-    ModelSection,
-    OptimizerSection,
-    RecordSection,
-    RewardSection,
-    RolloutFunctionSection,
-    RolloutSection,
-    RunSection,
-    ToolCallingSection,
-    ToolSection,
-    TrackerSection,
-    TrainingSection,
-    WeightsSection,
-)
 from grpo_async.utils.text import duplicates
 
 _BYTES_PER_S = 100_000_000
@@ -42,51 +20,51 @@ _BYTES_PER_S = 100_000_000
 class ExperimentConfig(StrictModel):
     """One experiment."""
 
-    run: RunSection
+    run: sections.RunSection
     """Name and place of the run."""
-    model: ModelSection
+    model: sections.ModelSection
     """The policy."""
-    data: DataSection
+    data: sections.DataSection
     """Where prompts come from."""
-    rollout: RolloutSection = RolloutSection()
+    rollout: sections.RolloutSection = sections.RolloutSection()
     """How completions are generated and how far generation may run ahead."""
-    tools: list[ToolSection] = Field(default_factory=list)
+    tools: list[sections.ToolSection] = Field(default_factory=list)
     """Functions that the model may call."""
-    tool_calling: ToolCallingSection = ToolCallingSection()
+    tool_calling: sections.ToolCallingSection = sections.ToolCallingSection()
     """How tool calls are read and answered."""
-    environments: dict[str, EnvironmentSection] = Field(default_factory=dict)
+    environments: dict[str, sections.EnvironmentSection] = Field(default_factory=dict)
     """Environments by name. With more than one, the data's column `environment` says which one a row uses."""
-    rollout_function: RolloutFunctionSection | None = None
+    rollout_function: sections.RolloutFunctionSection | None = None
     """Your own function in place of the built-in rollouts; `tools` and `environments` cannot be set with it."""
-    rewards: list[RewardSection] = Field(default_factory=list)
+    rewards: list[sections.RewardSection] = Field(default_factory=list)
     """What is rewarded; several are added up by weight. May be left out where every environment has a `get_reward`."""
-    inference: InferenceSection = InferenceSection()
+    inference: sections.InferenceSection = sections.InferenceSection()
     """The inference servers."""
-    advantage: AdvantageSection = AdvantageSection()
+    advantage: sections.AdvantageSection = sections.AdvantageSection()
     """How rewards become advantages."""
-    loss: LossSection = ClippedLoss()
+    loss: sections.LossSection = sections.ClippedLoss()
     """The objective."""
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
     """The optimizer."""
-    training: TrainingSection = TrainingSection()
+    training: sections.TrainingSection = sections.TrainingSection()
     """The training loop."""
-    weights: WeightsSection = WeightsSection()
+    weights: sections.WeightsSection = sections.WeightsSection()
     """How weights travel to the servers."""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     """When state is saved."""
-    evaluation: EvaluationSection | None = None
+    evaluation: sections.EvaluationSection | None = None
     """Evaluation on held-out prompts, before, during and after training."""
-    record: RecordSection = RecordSection()
+    record: sections.RecordSection = sections.RecordSection()
     """What the run records."""
-    tracking: list[TrackerSection] = Field(default_factory=list)
+    tracking: list[sections.TrackerSection] = Field(default_factory=list)
     """Where metrics go in addition to metrics.jsonl, with a table of held-out completions and the diagnosis of
     learning after each evaluation."""
-    launch: LaunchSection = LaunchSection()
+    launch: sections.LaunchSection = sections.LaunchSection()
     """Processes."""
 
     @field_validator("rewards")
     @classmethod
-    def _reward_names_are_unique(cls, rewards: list[RewardSection]) -> list[RewardSection]:
+    def _reward_names_are_unique(cls, rewards: list[sections.RewardSection]) -> list[sections.RewardSection]:
         names = [reward.name or reward.own_name for reward in rewards]
         if twice := duplicates(names):
             raise ValueError(f"the reward names {twice} are used more than once; give each a `name`")

@@ -13,11 +13,12 @@ All other paths in a configuration are relative to the working directory.
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,7 +26,8 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.keys import REMOVED, RENAMED, ROOT, FieldType, suggest_key
+from grpo_async.config.keys import keys_at, suggest_key
+from grpo_async.config.names import REMOVED
 from grpo_async.config.public import is_public
 from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
@@ -33,15 +35,14 @@ from grpo_async.config.yaml_document import (
     Location,
     Node,
     Problem,
+    current_name,
+    no_such_file,
     read_yaml,
     read_yaml_file,
 )
 from grpo_async.errors import ConfigError
-from grpo_async.utils.files import shipped
 from grpo_async.utils.safe_text import escape_surrogates
 from grpo_async.utils.text import clipped, did_you_mean
-
-logger = logging.getLogger(__name__)
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _SECRET = re.compile(r"(?:^|[._])(?:token|key|secret|password)$")
@@ -54,14 +55,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentCo
     Raises:
         ConfigError: with every problem of the files, the overrides, the environment and the values.
     """
-    path = Path(path)
-    try:
-        if not path.is_file():
-            raise ConfigError(_no_such_file(path))
-    except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     loading = _Loading()
-    root = loading.read(path, ())
+    root = loading.read(Path(path))
     for override in overrides:
         loading.apply(override, root)
     loading.problems += root.faults()
@@ -69,7 +64,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentCo
     try:
         config = ExperimentConfig.model_validate(root.plain())
     except ValidationError as error:
-        loading.problems += _explained(error, root)
+        loading.problems += islice(_explained(error, root), _MAX_REPORTED)
     if loading.problems or config is None:
         raise ConfigError(loading.report())
     return config
@@ -111,21 +106,11 @@ def dump_values(values: Mapping[str, Any]) -> str:
     )
 
 
-def _no_such_file(path: Path) -> str:
-    if path.is_dir():
-        return f"{path} is a directory; name a YAML file"
-    if path.parent.name == "configs" and (here := shipped(f"configs/{path.name}")).is_file():
-        return f"there is no file {path}; the one that comes with grpo-async is {here}"
-    names = sorted(file.name for file in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    return f"there is no file {path}{did_you_mean(path.name, names)}"
-
-
 @dataclass(slots=True)
 class _Loading:
-    """Reading one configuration: what is wrong so far, and the files that were read, which several may extend."""
+    """Reading one configuration: what is wrong so far, and what was read."""
 
     problems: list[Problem] = field(default_factory=list)
-    known: dict[Path, Node] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
 
     def report(self) -> str:
@@ -133,24 +118,19 @@ class _Loading:
         ordered = sorted(self.problems, key=lambda found: (self.sources.index(found[0].source), found[0].line or 0))
         return "\n".join(dict.fromkeys(f"{location}: {message}" for location, message in ordered))
 
-    def read(self, path: Path, inside: Sequence[Path]) -> Node:
+    def read(self, path: Path, inside: Sequence[Path] = ()) -> Node:
         """A file merged over everything it extends.
 
         Args:
             inside: the files that led here, outermost first; meeting one of them again is a cycle.
         """
-        if path in self.known:
-            return self.known[path]
         self.sources.append(str(path))
-        own = read_yaml_file(path, self.problems)
+        own, chain = read_yaml_file(path, self.problems), (*inside, path)
         bases = own.value.pop("extends", None)
-        self._rename_old_keys(own)
         merged = Node({}, own.location)
         for each in bases.value if bases and isinstance(bases.value, list) else [bases] if bases else []:
-            base = _base(each, path, (*inside, path))
-            merged = _merged(merged, self.read(base, (*inside, path)), ROOT)
-        self.known[path] = _merged(merged, own, ROOT)
-        return self.known[path]
+            merged = _merged(merged, self.read(_base(each, chain), chain))
+        return _merged(merged, own)
 
     def apply(self, override: str, root: Node) -> None:
         """One `--set`: a value read as YAML, on top of every file. List entries go by index: `rewards.0.weight=2`."""
@@ -163,77 +143,46 @@ class _Loading:
             self.problems.append((location, "an override is written section.key=value"))
             return
         node = read_yaml(text, location, self.problems, path=path, has_lines=False)
-        if path in RENAMED:
-            path = _new_name(path, location)
-        if fault := _fault_of(path, root):
-            self.problems.append((location, fault))
-        else:
-            root.put(path, node)
-            self._rename_old_keys(root)
-
-    def _rename_old_keys(self, root: Node) -> None:
-        """Give each setting that has its old name the new one, and warn."""
-        for old, new in RENAMED.items():
-            node, section = root.at(old), root.at(old[:-1])
-            if node is None or section is None:
-                continue
-            del section.value[old[-1]]
-            if root.at(new) is not None:
-                problem = f"{'.'.join(old)}: is the old name of {'.'.join(new)}, which is also set; remove it"
-                self.problems.append((node.location, problem))
-                continue
-            root.put(_new_name(old, node.location), node)
+        try:
+            root.put(current_name(path, location), node)
+        except ValueError as error:
+            self.problems.append((location, str(error)))
 
 
-def _new_name(old: KeyPath, location: Location) -> KeyPath:
-    new = RENAMED[old]
-    logger.warning("%s: %s is now called %s", location, ".".join(old), ".".join(new))
-    return new
-
-
-def _base(name: Node, path: Path, chain: Sequence[Path]) -> Path:
-    """The file that `extends` names in the last file of `chain`, `path`."""
-    base = Path(os.path.normpath(path.parent / os.path.expanduser(str(name.value))))
-    fault = name.fault
-    try:
-        if not fault and not isinstance(name.value, str):
-            fault = "give the name of a file, or a list of names"
-        elif not fault and base.resolve() in [file.resolve() for file in chain]:
-            fault = f"it closes a cycle: {' -> '.join(str(file) for file in [*chain, base])}"
-        elif not fault and not base.is_file():
-            fault = f"there is no file {base} (paths are relative to {path})"
-    except OSError as error:  # a name that is too long, a folder that may not be entered
-        fault = f"{base} cannot be read: {error.strerror}"
+def _base(name: Node, chain: Sequence[Path]) -> Path:
+    """The file that `extends` names in the last file of `chain`."""
+    fault, base = name.fault, Path(os.path.normpath(chain[-1].parent / os.path.expanduser(str(name.value))))
+    if not fault and not isinstance(name.value, str):
+        fault = "give the name of a file, or a list of names"
+    elif not fault and not os.path.isfile(base):
+        fault = f"{no_such_file(base)} (paths are relative to {chain[-1]})"
+    elif not fault and base.resolve() in [file.resolve() for file in chain]:
+        fault = f"it closes a cycle: {' -> '.join(str(file) for file in [*chain, base])}"
     if fault:
         raise ConfigError(f"{name.location}: extends: {fault}")
     return base
 
 
-def _merged(below: Node, above: Node, field_type: FieldType | None) -> Node:
+def _merged(below: Node, above: Node, path: KeyPath = ()) -> Node:
     """`above` on top of `below`: {a: {b: 1, c: 2}} under {a: {c: 3}} -> {a: {b: 1, c: 3}}."""
     old, new = below.value, above.value
-    if not (isinstance(old, dict) and isinstance(new, dict)) or _is_of_another_type(old, new, field_type):
+    if not (isinstance(old, dict) and isinstance(new, dict)) or _is_of_another_type(old, new, path):
         return above
     entries = dict(old)
     for key, node in new.items():
-        inner = field_type.below(key) if field_type else None
-        entries[key] = _merged(old[key], node, inner) if key in old else node
+        entries[key] = _merged(old[key], node, (*path, key)) if key in old else node
     return Node(entries, above.location)
 
 
-def _is_of_another_type(old: Mapping[str, Node], new: Mapping[str, Node], field_type: FieldType | None) -> bool:
-    if field_type is None or not field_type.tags or "type" not in new:
+def _is_of_another_type(old: Mapping[str, Node], new: Mapping[str, Node], path: KeyPath) -> bool:
+    if "type" not in new or not any(key.tells_types for key in keys_at((*path, "type"))):
         return False
-    return bool(new["type"].value != (old["type"].value if "type" in old else field_type.default_tag))
+    return bool(new["type"].value != (old["type"].value if "type" in old else _default_type(path)))
 
 
-def _fault_of(path: KeyPath, root: Node) -> str:
-    """Why nothing can be set at a path; empty: it can."""
-    for length, node in enumerate(root.along(path)):
-        if isinstance(node.value, list) and length < len(path) and node.below(path[length]) is None:
-            known = ", ".join(map(str, range(len(node.value)))) or "none at all"
-            return f"'{'.'.join(path[:length])}' has no entry '{path[length]}', only {clipped(known, 80)}"
-    return "" if ROOT.find(path) else f"unknown key '{'.'.join(path)}'{suggest_key(path)}"
+def _default_type(path: KeyPath) -> Any:
+    """The type that is meant where a section has none."""
+    return next((json.loads(key.default) for key in keys_at((*path, "type")) if key.default is not None), None)
 
 
 # ---- what validation found, in the words of the person who wrote the file ----
@@ -244,44 +193,38 @@ def _explained(error: ValidationError, root: Node) -> Iterator[Problem]:
     faults = error.errors(include_url=False)
     if len(faults) > _MAX_REPORTED:
         yield root.location, f"{len(faults)} values are wrong; here are the first {_MAX_REPORTED}"
-    for fault in faults[:_MAX_REPORTED]:
-        path = _path_of(fault["loc"], fault["type"])
+    for fault in faults:
+        path = _path_of(fault["loc"], root)
         if not any(node.fault for node in root.along(path)):
             yield from _explain(dict(fault), path, root)
 
 
-def _path_of(loc: Sequence[int | str], kind: str) -> KeyPath:
-    """pydantic's location without the tags of unions: ('data', 'train', 'jsonl', 'path') -> ('data', 'train', 'path')."""
-    path: list[str] = []
-    current = ROOT
-    for position, segment in enumerate(map(str, loc)):
-        if segment in current.tags:
-            current = FieldType((current.tags[segment],))
-        elif (below := current.below(segment)) is not None:
-            path.append(segment)
-            current = below
-        elif kind == "extra_forbidden" and position == len(loc) - 1:
-            path.append(segment)
-    return tuple(path)
+def _path_of(loc: Sequence[int | str], root: Node) -> KeyPath:
+    """What is written of pydantic's location, which has the tags of unions too:
+    ('data', 'train', 'jsonl', 'path') -> ('data', 'train', 'path')."""
+    path: KeyPath = ()
+    for segment in map(str, loc):
+        path = (*path, segment) if root.has((*path, segment)) else path
+    return path
 
 
 def _explain(fault: dict[str, Any], path: KeyPath, root: Node) -> Iterator[Problem]:
     kind, context, dotted = fault["type"], fault.get("ctx", {}), ".".join(path)
-    location, found = root.nearest(path), ROOT.find(path)
-    tags = list(found.tags) if found else []
+    location = root.along(path)[-1].location
     match kind:
         case "extra_forbidden":
-            yield location, _unknown_key(path, root)
+            yield from _unknown_keys(path, root)
         case "missing":
-            yield location, f"{dotted}: this key is required"
+            yield location, f"{'.'.join([*path, str(fault['loc'][-1])])}: this key is required"
         case "union_tag_not_found":
-            yield location, f"{dotted}.type: this key is required, one of {', '.join(map(repr, tags))}"
+            kinds = ", ".join(key.type.replace(" | ", ", ") for key in keys_at((*path, "type")))
+            yield location, f"{dotted}.type: this key is required, one of {kinds}"
         case "union_tag_invalid":
-            tag = str(context["tag"])
-            gone = REMOVED.get((path[0], tag))
-            hint = f"; {tag} {gone}" if gone else did_you_mean(tag, tags)
-            message = f"input should be one of {', '.join(map(repr, tags))} (got {context['tag']!r}){hint}"
-            yield root.nearest((*path, "type")), f"{dotted}.type: {message}"
+            tag, known = str(context["tag"]), context["expected_tags"]
+            gone = REMOVED.get(f"{path[0]}.{tag}")
+            hint = f"; {tag} {gone}" if gone else did_you_mean(tag, _quoted_in(known))
+            place = root.along((*path, "type"))[-1].location
+            yield place, f"{dotted}.type: input should be one of {known} (got {tag!r}){hint}"
         case "value_error":
             yield from (_rule(line, path, root) for line in str(context["error"]).splitlines() if line)
         case _:
@@ -291,27 +234,37 @@ def _explain(fault: dict[str, Any], path: KeyPath, root: Node) -> Iterator[Probl
             if kind == "string_type" and isinstance(fault["input"], int | float):
                 hint = "; put it in quotes"
             if kind == "literal_error" and isinstance(fault["input"], str):
-                hint = did_you_mean(fault["input"], re.findall(r"'([^']*)'", context["expected"]))
+                hint = did_you_mean(fault["input"], _quoted_in(context["expected"]))
             got = "" if _may_be_secret(dotted) else f" (got {_shown(fault['input'])})"
             yield location, f"{dotted or 'the file'}: {message}{got}{hint}"
 
 
-def _unknown_key(path: KeyPath, root: Node) -> str:
-    key, dotted, union, section = path[-1], ".".join(path), ROOT.find(path[:-1]), root.at(path[:-1])
-    owners = [tag for tag, model in union.tags.items() if key in model.model_fields] if union else []
-    if union is not None and section is not None and owners:
-        own = section.plain().get("type", union.default_tag)
-        return f"unknown key '{dotted}' of type '{own}'; it belongs to type {' and '.join(map(repr, owners))}"
-    return f"unknown key '{dotted}'{suggest_key(path)}"
+def _quoted_in(text: str) -> list[str]:
+    return re.findall(r"'([^']*)'", text)
+
+
+def _unknown_keys(path: KeyPath, root: Node) -> Iterator[Problem]:
+    """A key that nothing here has: of a whole section, each key in it."""
+    node, dotted = root.along(path)[-1], ".".join(path)
+    if owners := [tag for key in keys_at(path) for tag in key.of_types]:
+        section = root.along(path[:-1])[-1].plain()
+        own = section.get("type", _default_type(path[:-1]))
+        known = " and ".join(map(repr, owners))
+        yield node.location, f"unknown key '{dotted}' of type '{own}'; it belongs to type {known}"
+    elif isinstance(node.value, dict) and node.value:
+        for key in node.value:
+            yield from _unknown_keys((*path, key), root)
+    else:
+        yield node.location, f"unknown key '{dotted}'{suggest_key(path)}"
 
 
 def _rule(line: str, path: KeyPath, root: Node) -> Problem:
     """A rule's own message. One that spans sections points at the first of the settings it names that is written somewhere."""
-    known = [named for found in _DOTTED.findall(line) if ROOT.find(named := tuple(found.split("."))) is not None]
-    written = next((named for named in known if root.at(named) is not None), path)
-    opens_with_path = bool(known) and line.startswith(".".join(known[0]) + ":")
-    message = line if opens_with_path or not path else f"{'.'.join(path)}: {line}"
-    return root.nearest(path or written), message
+    if path:
+        return root.along(path)[-1].location, f"{'.'.join(path)}: {line}"
+    named = [tuple(found.split(".")) for found in _DOTTED.findall(line)]
+    written = next((each for each in named if root.has(each)), ())
+    return root.along(written)[-1].location, line
 
 
 def _may_be_secret(dotted: str) -> bool:

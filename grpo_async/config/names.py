@@ -1,5 +1,5 @@
-"""Names that are not ours, from names.json: what other trainers call a setting (only what people type in a first config), and
-which of vLLM's arguments are not the user's to set."""
+"""Names that are not ours, from names.json: what other trainers and earlier versions call a setting (only what people type in a
+first config), and which of vLLM's arguments are not the user's to set."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NAMES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_EARLIER = "earlier versions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +17,17 @@ class OtherName:
 
     name: str
     trainer: str
-    here: str | None
+    here: str | None = None
     why: str = ""
 
 
 OTHER_NAMES = (
-    *(
-        OtherName(name, trainer, here)
-        for trainer, names in _NAMES["other_trainers"].items()
-        for name, here in names.items()
-    ),
-    *(OtherName(name, "TRL", None, why) for name, why in _NAMES["without"].items()),
+    *(OtherName(name, who, here) for who, names in _NAMES["other_trainers"].items() for name, here in names.items()),
+    *(OtherName(name, who, why=why) for who, names in _NAMES["without"].items() for name, why in names.items()),
 )
+RENAMED: dict[str, str] = _NAMES["other_trainers"][_EARLIER]
+"""Old path -> new path. The old one is accepted, with a warning, until the next version."""
+REMOVED: dict[str, str] = _NAMES["without"][_EARLIER]
+"""Path, or list and type of its entries -> what to do instead. Each is told for one version."""
 VLLM_ARGUMENTS: dict[str, str] = _NAMES["vllm_arguments"]
 """vLLM's arguments that this package sets, and where to look instead. tests/vllm/test_command.py compares them with the command."""

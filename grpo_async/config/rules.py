@@ -1,4 +1,5 @@
-"""Rules that span sections: combinations that make no sense, each with the reason and what to change."""
+"""Rules that span sections: combinations that make no sense, each with the reason and what to change. Most are of two kinds:
+a setting needs another (`_needs`), or two exclude each other (`_clash`)."""
 
 from __future__ import annotations
 
@@ -35,27 +36,25 @@ def _filled_in(text: str, config: ExperimentConfig) -> str:
     return _SETTING.sub(shown, text)
 
 
+def _needs(is_missing: object, setting: str, needed: str) -> Rule:
+    return is_missing, f"{setting} needs {needed}; set that, or leave this out"
+
+
+def _clash(are_both: object, setting: str, other: str, why: str) -> Rule:
+    return are_both, f"{setting} does not go with {other}: {why}; leave one of them out"
+
+
 def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Rewards, tools, environments, agents, and their time limits."""
     rollout, agent = config.rollout, config.rollout.agent
     has_reward = config.rewards or config.environments or agent is not None
     yield not has_reward, "rewards: there are none; name at least one, or an environment that has a `get_reward`"
-    yield (
-        config.rollout_function is not None and (config.tools or config.environments),
-        "rollout_function.function: `tools` and `environments` are not used beside it (it makes the whole rollout); remove one or "
-        "the other",
-    )
-    if agent is not None:
-        reasons = {
-            "tools": "the agent calls its own tools, and sends the model their schemas with each request",
-            "environments": "the agent acts in its own; one of a library is `rollout.agent.environment`",
-            "rollout_function": "each of the two makes whole rollouts",
-        }
-        for name, reason in reasons.items():
-            text = (
-                f"rollout.agent.{agent.kind}: `{name}` would not be used with an agent: {reason}; remove one of the two"
-            )
-            yield getattr(config, name), text
+    for name in ("tools", "environments", "rollout_function"):
+        is_set = getattr(config, name)
+        if agent is not None:
+            yield _clash(is_set, f"rollout.agent.{agent.kind}", name, "an agent makes whole rollouts")
+        elif config.rollout_function is not None and name != "rollout_function":
+            yield _clash(is_set, "rollout_function.function", name, "it makes whole rollouts")
     samples = max(rollout.group_size, config.evaluation.samples_per_prompt if config.evaluation is not None else 0)
     for name, environment in config.environments.items():
         yield (
@@ -107,23 +106,24 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
     )
     yield (
         training.minibatches > rollout.groups_per_step,
-        "{training.minibatches} is more than {rollout.groups_per_step}; a group is trained in one update, so there can be at most "
-        "as many updates as groups",
+        "{training.minibatches} is more than {rollout.groups_per_step}; a group is trained in one update",
     )
 
 
 def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Proximal policy, correction, reference."""
     loss = config.loss
-    yield (
-        loss.proximal == "sampler" and loss.correction is not None,
-        "loss.correction: weighs the difference between sampler and proximal policy, and with loss.proximal: sampler there is "
-        "none; set loss.proximal: recomputed, or leave the correction out",
+    is_sampler = loss.proximal == "sampler"
+    yield _needs(
+        is_sampler and loss.correction is not None,
+        "loss.correction, which weighs the difference between sampler and proximal policy,",
+        "loss.proximal: recomputed or log_linear",
     )
-    yield (
+    yield _clash(
         loss.proximal == "log_linear" and config.rollout.max_staleness == 0,
-        "loss.proximal: log_linear goes by the age of tokens, and with rollout.max_staleness: 0 all are new, so it would be the "
-        "sampler itself; set sampler or recomputed",
+        "loss.proximal: log_linear",
+        "rollout.max_staleness: 0",
+        "it goes by the age of tokens, and all are new",
     )
     has_use = loss.correction is not None or config.training.num_updates > 1 or isinstance(loss, CustomLoss)
     yield (
@@ -136,18 +136,13 @@ def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "loss.correction.level: token would weigh tokens of one sample differently, and gspo's ratio is the same for all of them; "
         "set level: sequence",
     )
-    yield (
-        not loss.needs_reference and loss.reference != "initial",
-        "{loss.reference} would not be used, since loss.beta is 0 and there is no KL; set loss.beta, or leave the reference out",
-    )
-    yield (
-        loss.sync_ref_model and not loss.needs_reference,
-        "loss.sync_ref_model: there is no reference while loss.beta is 0; set loss.beta, or leave it out",
-    )
-    yield (
+    yield _needs(not loss.needs_reference and loss.reference != "initial", "{loss.reference}", "loss.beta above 0")
+    yield _needs(not loss.needs_reference and loss.sync_ref_model, "loss.sync_ref_model", "loss.beta above 0")
+    yield _clash(
         loss.sync_ref_model and config.model.lora is not None,
-        "loss.sync_ref_model: with model.lora the policy and its reference share the weights that are not trained, so neither can "
-        "follow the other; train all weights, or leave it out",
+        "loss.sync_ref_model",
+        "model.lora",
+        "policy and reference share the weights that are not trained, so neither can follow the other",
     )
 
 
@@ -167,57 +162,50 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
         f"rollout.{name}" + (f": {value}" if isinstance(value, int | float | str) else "")
         for name, value in values.items()
     )
-    yield (
+    yield _clash(
         isinstance(loss, GspoLoss),
-        f"{what} samples from another distribution than the policy's, which weights of single tokens correct for, and gspo's ratio "
-        "is that of a sequence; set another loss.type, or leave the setting to evaluation",
+        what,
+        "loss.type: gspo",
+        "it samples from another distribution than the policy's, which weights of single tokens correct for",
     )
     yield (
         not isinstance(loss, GspoLoss) and not loss.corrects_sampling,
         f"{what} samples from another distribution than the policy's, and the ratio of the loss would count that as a change of "
         "the policy; set loss.proximal: recomputed and loss.correction: {level: token}, or leave the setting to evaluation",
     )
-    yield (
+    yield _clash(
         loss.off_policy_mask is not None,
-        f"{{loss.off_policy_mask}} compares the log-probabilities of sampler and policy, and {what} shifts the sampler's; leave "
-        "one of them out",
+        "{loss.off_policy_mask}",
+        what,
+        "it compares the log-probabilities of sampler and policy, and the sampler's are shifted",
     )
-
-
-def _metrics(samples: int) -> list[str]:
-    """Metrics of an evaluation with so many completions of a prompt in which larger is better (evaluation.metrics)."""
-    several = [f"mean@{samples}"] if samples > 1 else []
-    return ["reward", *(f"pass@{k}" for k in powers_up_to(samples)), *several]
 
 
 def _evaluation_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Evaluation, and the checkpoints that are kept by it."""
     evaluation, held_out, checkpoint = config.evaluation, config.data.held_out, config.checkpoint
-    known = _metrics(evaluation.samples_per_prompt if evaluation is not None else 1)
+    samples = evaluation.samples_per_prompt if evaluation is not None else 1
+    # metrics of an evaluation in which larger is better (evaluation.metrics)
+    known = ["reward", *(f"pass@{k}" for k in powers_up_to(samples)), *([f"mean@{samples}"] if samples > 1 else [])]
     yield (
         checkpoint.best_metric not in known and not checkpoint.best_metric.startswith("rewards/"),
         f"checkpoint.best_metric: an evaluation has no {checkpoint.best_metric!r} in which larger is better; it has "
         f"{', '.join(known)} and rewards/NAME",
     )
     every = None if evaluation is None else evaluation.every_steps
-    yield (
-        checkpoint.keep_best and every is None,
-        "{checkpoint.keep_best} goes by evaluations during training, and there are none; set evaluation.every_steps",
-    )
+    yield _needs(checkpoint.keep_best and every is None, "{checkpoint.keep_best}", "evaluation.every_steps")
     if evaluation is None:
-        yield (
-            held_out is not None,
-            "{data.held_out} keeps rows back from training for an evaluation, and there is none; add `evaluation: {}`, or leave "
-            "held_out out",
-        )
+        yield _needs(held_out is not None, "{data.held_out}", "the section `evaluation: {}`")
         return
     yield (
         evaluation.data is None and held_out is None,
         "evaluation.data: there is no data; name a source, or keep rows of data.train back with data.held_out: 0.05",
     )
-    yield (
+    yield _clash(
         evaluation.data is not None and held_out is not None,
-        "data.held_out: keeps rows back for evaluation, but evaluation.data names others; remove one of the two",
+        "data.held_out",
+        "evaluation.data",
+        "each names the rows to evaluate on",
     )
     yield (
         evaluation.samples_per_prompt > 1 and evaluation.temperature == 0,
@@ -230,10 +218,11 @@ def _evaluation_rules(config: ExperimentConfig) -> Iterator[Rule]:
             "{evaluation.every_steps} is not a multiple of {training.weight_sync_steps}, so the servers would be asked about a "
             "step whose weights they do not have; make it one",
         )
-        yield (
+        yield _clash(
             config.inference.vllm.sleep_while_training,
-            "{evaluation.every_steps} needs the servers during training, and inference.vllm.sleep_while_training puts them to "
-            "sleep then; leave one of them out",
+            "{evaluation.every_steps}",
+            "inference.vllm.sleep_while_training",
+            "the servers sleep while it would ask them",
         )
         yield (
             checkpoint.keep_best and every % checkpoint.every_steps,
@@ -244,66 +233,50 @@ def _evaluation_rules(config: ExperimentConfig) -> Iterator[Rule]:
 
 def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Servers, weights, machines."""
-    launch, inference, lora = config.launch, config.inference, config.model.lora
+    launch, inference, lora, has_ray = config.launch, config.inference, config.model.lora, config.launch.ray is not None
     remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
     yield (
         remote and config.weights.host is not None and is_loopback(config.weights.host),
         f"{{weights.host}} cannot be reached from {shortlist(remote, ', ', limit=1)} (inference.urls); leave it out, or set the "
         "address of the trainer's machine in the network that it shares with the servers",
     )
-    yield (
-        inference.vllm.sleep_while_training and config.rollout.max_staleness > 0,
-        "inference.vllm.sleep_while_training: with {rollout.max_staleness} the server generates while a step trains; set "
-        "max_staleness: 0, or let the server stay awake",
-    )
+    sleeps = inference.vllm.sleep_while_training and config.rollout.max_staleness > 0
+    yield _needs(sleeps, "inference.vllm.sleep_while_training", "rollout.max_staleness: 0")
     for argument in inference.vllm.extra_args:
         name = argument.split("=", 1)[0]
         reason = VLLM_ARGUMENTS.get(name if name in VLLM_ARGUMENTS else name.replace("_", "-"))
         yield reason, f"inference.vllm.extra_args: {name} is set by grpo-async; {reason}"
     forms = [section.structured_outputs for section in (config.rollout, config.evaluation) if section is not None]
-    yield (
+    yield _clash(
         config.weights.mode == "abort" and any(forms),
-        "weights.mode: abort interrupts every turn at each push, and one with structured_outputs starts over then; set "
-        "weights.mode: recompute",
+        "weights.mode: abort",
+        "structured_outputs",
+        "a turn that is interrupted starts over",
     )
-    yield (
-        launch.sharding == "hybrid" and launch.trainer_nodes == 1,
-        "launch.sharding: hybrid replicates over machines, and launch.trainer_nodes is 1; set full",
-    )
-    yield (
-        launch.trainer_nodes > 1 and launch.ray is None,
-        "{launch.trainer_nodes} machines are a Ray cluster; set launch.ray: auto, and start it with `ray start` on each",
-    )
-    yield (
-        launch.max_restarts and launch.ray is None,
-        "{launch.max_restarts} is for a machine that is lost of several; set launch.ray, or leave it out",
-    )
-    yield (
-        not isinstance(inference.replicas, int) and launch.ray is None,
-        "inference.replicas: servers come and go with the nodes of a Ray cluster only; set launch.ray, or one number",
-    )
-    yield (
-        launch.ray is not None and launch.colocate,
-        "launch.colocate: with launch.ray servers have GPUs of their own; leave it out",
-    )
-    yield (
-        launch.ray is not None and launch.server_port is not None,
-        "launch.server_port: with launch.ray each server takes a free port of its node; leave it out",
-    )
+    is_alone = launch.sharding == "hybrid" and launch.trainer_nodes == 1
+    yield _needs(is_alone, "launch.sharding: hybrid", "more than one machine (launch.trainer_nodes)")
+    if not has_ray:
+        cluster = "launch.ray: auto, and a Ray cluster (`ray start` on each machine)"
+        yield _needs(launch.trainer_nodes > 1, "{launch.trainer_nodes}", cluster)
+        yield _needs(launch.max_restarts, "{launch.max_restarts}", cluster)
+        yield _needs(not isinstance(inference.replicas, int), "inference.replicas: a range", cluster)
+    yield _clash(has_ray and launch.colocate, "launch.colocate", "launch.ray", "servers have GPUs of their own there")
+    has_port = has_ray and launch.server_port is not None
+    yield _clash(has_port, "launch.server_port", "launch.ray", "each server takes a free port of its node")
     if lora is None or lora.push != "adapter":
         return
+    merged = "set push: merged"
     yield (
         config.model.revision is not None,
-        "model.lora.push: adapter adds to the newest files of model.path, not to {model.revision}; set push: merged, or name the "
-        "folder of that revision as model.path",
+        f"model.lora.push: adapter adds to the newest files of model.path, not to {{model.revision}}; {merged}, or name the folder "
+        "of that revision as model.path",
     )
     yield (
         lora.modules_to_save,
         "model.lora.push: adapter sends the adapters alone, and servers would keep the old values of "
-        "{model.lora.modules_to_save}; set push: merged",
+        f"{{model.lora.modules_to_save}}; {merged}",
     )
     yield (
         config.weights.transport in ("nccl", "ipc"),
-        "model.lora.push: adapter travels over gloo alone, not over {weights.transport}: between GPUs whole weights are there "
-        "before a server has read its own and merged them; set push: merged",
+        f"model.lora.push: adapter travels over gloo alone, not over {{weights.transport}}; {merged}",
     )

@@ -7,18 +7,22 @@ merge keys (`<<`) are refused: `extends` is the one way to share settings.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
+from grpo_async.config.names import RENAMED
 from grpo_async.errors import ConfigError
-from grpo_async.utils.text import clipped
+from grpo_async.utils.files import shipped
+from grpo_async.utils.text import clipped, did_you_mean
 
+logger = logging.getLogger(__name__)
 KeyPath: TypeAlias = tuple[str, ...]
 """Keys and list indices from the root, all as text: ("rewards", "0", "weight")."""
 _MAX_VALUES = 20_000  # of a configuration, aliases unfolded: a few lines of them can stand for billions
@@ -75,13 +79,6 @@ class Node:
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
-    def along(self, path: KeyPath) -> Iterator[Node]:
-        """This node and those that `path` leads through, as far as they exist."""
-        yield self
-        below = self.below(path[0]) if path else None
-        if below is not None:
-            yield from below.along(path[1:])
-
     def below(self, key: str) -> Node | None:
         if isinstance(self.value, dict):
             return self.value.get(key)
@@ -89,49 +86,47 @@ class Node:
             return self.value[int(key)] if int(key) < len(self.value) else None
         return None
 
-    def at(self, path: KeyPath) -> Node | None:
-        found = list(self.along(path))
-        return found[-1] if len(found) == len(path) + 1 else None
+    def along(self, path: KeyPath) -> list[Node]:
+        """This node and those that `path` leads through, as far as they exist: the last is where a missing one would be added."""
+        nodes: list[Node] = [self]
+        for key in path:
+            if (below := nodes[-1].below(key)) is None:
+                break
+            nodes.append(below)
+        return nodes
 
-    def nearest(self, path: KeyPath) -> Location:
-        """Location of the value at `path`, or of the deepest one above it: where a missing key would have to be added."""
-        return list(self.along(path))[-1].location
+    def has(self, path: KeyPath) -> bool:
+        return len(self.along(path)) == len(path) + 1
 
     def put(self, path: KeyPath, node: Node) -> None:
-        """Set the value at `path`; sections above it that are missing, or null, are made. Entries of lists must exist."""
-        *above, last = path
-        owner = self
-        for key in above:
-            below = owner.below(key)
+        """Set the value at `path`; sections above it that are missing, or null, are made. ValueError: a list has no such entry."""
+        key, *rest = path
+        below = self.below(key)
+        if isinstance(self.value, list) and below is None:
+            raise ValueError(f"the list has no entry '{key}', only {len(self.value)}, counted from 0")
+        if rest:
             if below is None or not isinstance(below.value, dict | list):
                 below = Node({}, node.location)
-                owner._set(key, below)
-            owner = below
-        owner._set(last, node)
-
-    def _set(self, key: str, node: Node) -> None:
+            below.put(tuple(rest), node)
+            node = below
         self.value[int(key) if isinstance(self.value, list) else key] = node
 
     def faults(self, path: KeyPath = ()) -> Iterator[Problem]:
         """Problems of the values that cannot be used."""
         if self.fault:
             yield self.location, f"{'.'.join(path)}: {self.fault}" if path else self.fault
-        keys = map(str, range(len(self.value))) if isinstance(self.value, list) else self.value
-        for key in keys if isinstance(self.value, dict | list) else ():
-            below = self.below(key)
-            assert below is not None
-            yield from below.faults((*path, key))
+        entries = self.value.items() if isinstance(self.value, dict) else ()
+        for key, below in enumerate(self.value) if isinstance(self.value, list) else entries:
+            yield from below.faults((*path, str(key)))
 
 
 def read_yaml_file(path: Path, problems: list[Problem]) -> Node:
-    """The mapping that a file holds; keys that cannot be used are added to `problems`.
-
-    Raises:
-        ConfigError: it cannot be read, or is no mapping.
-    """
+    """The mapping that a file holds (else ConfigError); keys that cannot be used are added to `problems`."""
     location = Location(str(path))
     try:
         root = read_yaml(path.read_text(encoding="utf-8"), location, problems)
+    except FileNotFoundError as error:
+        raise ConfigError(no_such_file(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = f"it is not UTF-8 text ({error.reason})" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ConfigError(f"{location}: cannot be read: {reason}") from error
@@ -142,18 +137,18 @@ def read_yaml_file(path: Path, problems: list[Problem]) -> Node:
     return Node(root.value or {}, location)
 
 
+def no_such_file(path: Path) -> str:
+    """That there is none, and which one may be meant."""
+    if path.parent.name == "configs" and (here := shipped(f"configs/{path.name}")).is_file():
+        return f"there is no file {path}; the one that comes with grpo-async is {here}"
+    return f"there is no file {path}{did_you_mean(path.name, [file.name for file in path.parent.glob('*.y*ml')])}"
+
+
 def read_yaml(
     text: str, location: Location, problems: list[Problem], *, path: KeyPath = (), has_lines: bool = True
 ) -> Node:
-    """What a text holds.
-
-    Args:
-        path: where in the configuration the value will stand.
-        has_lines: False: everything stands at `location` (an override).
-
-    Raises:
-        ConfigError: it is not YAML.
-    """
+    """What a text holds (ConfigError: it is not YAML). `path` is where in the configuration the value will stand; without
+    `has_lines` everything stands at `location` (an override)."""
     try:
         composed = yaml.compose(text, Loader=_Loader)
         if composed is None:
@@ -170,6 +165,14 @@ def read_yaml(
     raise ConfigError(f"{location}: not valid YAML: {fault}")
 
 
+def current_name(path: KeyPath, location: Location) -> KeyPath:
+    """The path; that of its new name, with a warning, where it is an old one."""
+    if (new := RENAMED.get(".".join(path))) is None:
+        return path
+    logger.warning("%s: %s is now called %s", location, ".".join(path), new)
+    return tuple(new.split("."))
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own name; every scalar is text until `_read_scalar`
 
@@ -181,7 +184,7 @@ class _Reader:
     root: Location
     problems: list[Problem]
     has_lines: bool
-    num_values: int = field(default=0)
+    num_values: int = 0
 
     def convert(self, node: yaml.Node, path: KeyPath, location: Location) -> Node:
         self.num_values += 1
@@ -195,8 +198,9 @@ class _Reader:
             entries = enumerate(node.value)
             return Node([self.convert(each, (*path, str(i)), self._location(each)) for i, each in entries], location)
         try:
-            is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
-            return Node(_filled_in(node.value, is_plain=is_plain), location)
+            return Node(
+                _filled_in(node.value, is_plain=isinstance(node, yaml.ScalarNode) and node.style is None), location
+            )
         except ValueError as error:
             return Node(None, location, str(error))
 
@@ -210,7 +214,7 @@ class _Reader:
                 problem = "contains a NUL byte or a lone surrogate; remove it"
             elif key == "<<" and key_node.style is None:
                 problem = "is a merge key, which is not supported; share settings by `extends`"
-            elif key in entries:
+            elif (key := current_name((*path, key), location)[-1]) in entries:
                 problem = f"is given twice (first at {entries[key].location})"
             else:
                 entries[key] = self.convert(value_node, (*path, key), location)

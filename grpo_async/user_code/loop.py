@@ -40,12 +40,8 @@ class UserLoop:
         self._abandoned: list[_Loop] = []
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float) -> Result:
-        """Run the coroutine that `work` makes, which must not raise SystemExit or KeyboardInterrupt.
-
-        Raises:
-            TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; BlockedLoopError: it cannot be cancelled.
-            ThreadsExhaustedError: too many loops are blocked.
-        """
+        """Run the coroutine that `work` makes, which must not raise SystemExit or KeyboardInterrupt. TimeoutError: it took longer
+        than `timeout_s` seconds, and was cancelled; BlockedLoopError: it cannot be; ThreadsExhaustedError: see `post`."""
         future, loop = self._start(work)
         waiter = asyncio.wrap_future(future)
         try:

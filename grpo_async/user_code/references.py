@@ -8,13 +8,13 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import NO_SIGNATURE, Raised, is_async
-from grpo_async.utils.text import did_you_mean, shortlist
+from grpo_async.utils.text import did_you_mean
 
 
 def resolve(reference: str) -> Any:
@@ -28,14 +28,9 @@ def resolve(reference: str) -> Any:
     found: Any = _import(module_name)
     for depth, attribute in enumerate(names := path.split(".")):
         if not hasattr(found, attribute):
-            owner = ".".join([module_name, *names[:depth]]) if depth else module_name
-            theirs = [
-                name
-                for name, value in inspect.getmembers(found, callable)
-                if name[0] != "_" and getattr(value, "__module__", module_name) == module_name
-            ]
-            where = "" if depth else " at the top level of its file"
-            raise ConfigError(f"`{owner}` has no `{attribute}`{where}; it has {_choices(attribute, theirs)}")
+            owner, where = ".".join([module_name, *names[:depth]]), "" if depth else " at the top level of its file"
+            hint = did_you_mean(attribute, [name for name in dir(found) if name[0] != "_"])
+            raise ConfigError(f"`{owner}` has no `{attribute}`{where}{hint}")
         found = getattr(found, attribute)
     return found
 
@@ -75,23 +70,15 @@ def _import(module_name: str) -> ModuleType:
             raise ConfigError(f"importing `{module_name}` failed: {error}; install what it needs") from error
         parent, _, name = missing.rpartition(".")
         folders = list(getattr(sys.modules.get(parent), "__path__", ())) if parent else [os.getcwd()]
-        siblings = sorted(module.name for module in pkgutil.iter_modules(folders)) if folders else []
-        where = f"`{parent}`" if parent else f"the working directory {folders[0]}"
+        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(folders)])
         raise ConfigError(
-            f"there is no module `{missing}`; {where} has {_choices(name, siblings)}; install it, or start the run from the "
-            "folder that holds it"
+            f"there is no module `{missing}`{hint}; install it, or start the run from the folder that holds it (working "
+            f"directory: {os.getcwd()})"
         ) from error
     except (Exception, SystemExit) as error:
         raised = Raised(error)
         place = "" if isinstance(error, SyntaxError) else raised.place  # a SyntaxError names its line itself
         raise ConfigError(f"importing `{module_name}` raised {raised.summary}{place}") from error
-
-
-def _choices(wanted: str, available: Sequence[str]) -> str:
-    """The available names, and the nearest."""
-    if not available:
-        return "none"
-    return shortlist([f"`{name}`" for name in available], ", ") + did_you_mean(wanted, available)
 
 
 def resolve_and_check(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.utils.concurrency import in_thread
 
 Result = TypeVar("Result")
 
@@ -72,8 +74,7 @@ class ThreadRunner:
                     f"{self._name}: {self.num_abandoned} of its threads still run past their time limit, and threads "
                     "cannot be killed"
                 )
-            future, make = _job(work)
-            threading.Thread(target=make, name=self._name, daemon=True).start()
+            future = in_thread(functools.partial(contextvars.copy_context().run, work), name=self._name)
             try:
                 return await _await_within(future, timeout_s)
             except (TimeoutError, asyncio.CancelledError):  # the latter: the event loop ends
@@ -96,9 +97,11 @@ class InstanceThread:
         threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
     def post(self, work: Callable[[], Result]) -> Future[Result]:
-        """Queue `work`, which must not raise."""
-        future, make = _job(work)
-        self._queue.put(make)
+        """Queue `work`, which must not raise. It gets the caller's context variables."""
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()  # so that set_result cannot raise after a cancellation
+        context = contextvars.copy_context()
+        self._queue.put(lambda: future.set_result(context.run(work)))
         return future
 
     async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
@@ -113,14 +116,6 @@ class InstanceThread:
 async def _await_within(future: Future[Result], timeout_s: float) -> Result:
     async with asyncio.timeout(timeout_s):
         return await asyncio.wrap_future(future)
-
-
-def _job(work: Callable[[], Result]) -> tuple[Future[Result], Callable[[], None]]:
-    """The future of the result, and a function that computes it with the caller's context variables."""
-    future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()  # so that set_result cannot raise after a cancellation
-    context = contextvars.copy_context()
-    return future, lambda: future.set_result(context.run(work))
 
 
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:

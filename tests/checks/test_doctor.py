@@ -1,4 +1,4 @@
-"""The doctor: the real machine, and each finding with the machine changed; how checks run apart, and how they are shown."""
+"""The doctor: the real machine, and each finding with the machine changed; how checks run apart."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from grpo_async import sandbox
 from grpo_async.checks import doctor
 from grpo_async.checks.doctor import check_vllm, run_doctor
-from grpo_async.checks.report import Check, Found, print_checks, run_check
+from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,19 +26,10 @@ def _statuses(found: Iterable[Found]) -> list[str]:
     return [status for status, _ in found]
 
 
-def test_this_machine_is_looked_at_and_a_check_that_breaks_is_one_failed_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks() -> Iterable[Found]:
-        raise RuntimeError("no such file")
-
-    monkeypatch.setitem(doctor._CHECKS, "broken", breaks)
+def test_this_machine_is_looked_at_and_nothing_breaks() -> None:
     checks = run_doctor()
-    assert list(dict.fromkeys(check.name for check in checks)) == [
-        "python", "gpus", "torch", "vllm", "limits", "disk", "sandbox", "broken",
-    ]  # fmt: skip
-    assert all(check.detail for check in checks)
-    assert [check for check in checks if "Error" in check.detail] == [
-        Check("broken", "fail", "RuntimeError: no such file")
-    ]
+    assert {check.name for check in checks} == {"python", "gpus", "torch", "vllm", "limits", "disk", "sandbox"}
+    assert [check for check in checks if not check.detail or "Error" in check.detail] == []
 
 
 def test_it_runs_without_torch_and_transformers() -> None:
@@ -150,7 +139,7 @@ def test_a_part_of_the_sandbox_that_is_missing_is_a_warning(monkeypatch: pytest.
     assert _statuses(doctor.check_sandbox()) == ["warn"]
 
 
-# The runner that isolates each check, and the table.
+# The runner that isolates each check.
 
 
 @pytest.mark.parametrize(
@@ -181,18 +170,3 @@ def test_a_check_that_hangs_is_left_after_its_limit(setting: str | None, words: 
     (timed,) = run_check("x", hang, timeout_s=0.1, setting=setting)
     never.set()
     assert (timed.status, words in timed.detail) == ("fail", True)
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_table_shows_text_as_text_and_colors_on_a_terminal_only(terminal: bool) -> None:
-    console = Console(
-        file=StringIO(), width=120, force_terminal=terminal, color_system="standard" if terminal else None, _environ={}
-    )
-    print_checks(
-        console, [Check("a", "pass", "fine\nmore"), Check("b", "warn", "[red]no markup[/red]")], title="Checks"
-    )
-    output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("32m" in output) == terminal
-    assert "[red]no markup[/red]" in output
-    assert "passed" in output.splitlines()[-1]
-    assert ("pass  a  fine more" in output) != terminal

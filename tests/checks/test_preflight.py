@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from tests.support.local_server import local_server
 from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
-NAMES = ["logprobs", "tokenizer", "token", "end of turns", "disk"]
+NAMES = ["logprobs", "tokenizer", "token", "disk"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def _prompt(text: str) -> Prompt:
 
 def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
     """Without servers; `sections` change the config, `prompt` is the text of the run's only one."""
-    renderer = ChatRenderer(tokenizer, end_of_turn_tokens=changes.pop("end_of_turn_tokens", []))
+    renderer = ChatRenderer(tokenizer)
     prompts = [_prompt(changes.pop("prompt", "hello world"))]
     config = make_config(folder, **{"weights": {"timeout_s": 5.0}, **changes.pop("sections", {})})
     fields: dict[str, Any] = {
@@ -133,7 +132,6 @@ def test_a_run_where_everything_fits_passes_every_check_and_writes_them(
     checks = {check.name: check for check in found}
     # probes of 16, 64 and 300 tokens: 15 + 63 + 299 are predicted
     assert "over 377 tokens (limit of the mean 0.001;" in checks["logprobs"].detail
-    assert "turns end with <|im_end|>" in checks["end of turns"].detail
     # 3 checkpoints of weights and two moments, and the model: 10 x 4 bytes x parameters
     assert checks["disk"].detail.startswith("3 checkpoints of ")
 
@@ -193,24 +191,6 @@ def test_a_served_dtype_that_was_not_sent_widens_the_limit(tmp_path: Path, tiny_
 
 
 # ---- each check alone ----
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "chatml"])
-def test_usual_templates_pass(tmp_path: Path, name: str) -> None:
-    tokenizer = family(name)
-    assert list(preflight.check_turn_end(_context(tmp_path, tokenizer))) == [
-        ("pass", f"turns end with {tokenizer.eos_token}")
-    ]
-
-
-def test_a_template_that_ends_turns_with_another_token_is_a_warning(tmp_path: Path) -> None:
-    tokenizer = copy.deepcopy(family("chatml"))
-    tokenizer.eos_token = "<|endoftext|>"
-    ((status, detail),) = preflight.check_turn_end(_context(tmp_path, tokenizer))
-    assert status == "warn"
-    assert "after an answer the chat template continues with ['<|im_end|>'" in detail
-    ((status, _),) = preflight.check_turn_end(_context(tmp_path, tokenizer, end_of_turn_tokens=["<|im_end|>"]))
-    assert status == "pass"
 
 
 # Tokenizers of both sides.
@@ -310,7 +290,7 @@ def test_disk_for_checkpoints_and_the_model(
     for step in range(num_there):
         context.run_dir.checkpoint(step).mkdir(parents=True)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    (found,) = preflight.check_disk(context)
+    found = preflight.check_disk(context)
     assert found[0] == status
     assert found[1].startswith(f"{count(3 - num_there, 'checkpoint')} of 11.4 MiB and the model of 3.8 MiB need")
 
@@ -323,8 +303,8 @@ def test_disk_for_the_checkpoints_that_are_kept_for_longer(tmp_path: Path) -> No
         "training": {"max_steps": 200},
         "evaluation": {"every_steps": 15, "data": {"path": "heldout.jsonl"}},
     }
-    (found,) = preflight.check_disk(_context(tmp_path, family("chatml"), num_parameters=NUMBER, sections=sections))
+    found = preflight.check_disk(_context(tmp_path, family("chatml"), num_parameters=NUMBER, sections=sections))
     assert found[1].startswith("9 checkpoints of ")
     sections["training"] = {"max_steps": 60}
-    (found,) = preflight.check_disk(_context(tmp_path, family("chatml"), num_parameters=NUMBER, sections=sections))
+    found = preflight.check_disk(_context(tmp_path, family("chatml"), num_parameters=NUMBER, sections=sections))
     assert found[1].startswith("4 checkpoints of ")

@@ -24,8 +24,8 @@ def _config(**sections: Any) -> ExperimentConfig:
     ("sections", "words"),
     [
         # the objective
-        ({"loss": {"correction": {}}}, "with loss.proximal: sampler there is none; set loss.proximal: recomputed"),
-        ({"loss": {"proximal": "log_linear"}, "rollout": {"max_staleness": 0}}, "with rollout.max_staleness: 0 all are new"),
+        ({"loss": {"correction": {}}}, "loss.correction, which weighs"),
+        ({"loss": {"proximal": "log_linear"}, "rollout": {"max_staleness": 0}}, "loss.proximal: log_linear does not go with"),
         ({"loss": {"proximal": "recomputed"}}, "makes every ratio 1 while training.minibatches and training.num_iterations are 1"),
         (
             {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "token"}}},
@@ -37,7 +37,7 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"model": {"path": "m", "revision": "v1", "lora": {"push": "adapter"}}},
             "model.lora.push: adapter adds to the newest files of model.path, not to model.revision: v1",
         ),
-        ({"loss": {"reference": "models/base"}}, "loss.reference: models/base would not be used, since loss.beta is 0"),
+        ({"loss": {"reference": "models/base"}}, "loss.reference: models/base needs loss.beta"),
         ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),
         ({"loss": {"type": "grpo", "reduction": "dapo"}}, "is what `type: dapo` means; set that, without reduction"),
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
@@ -54,18 +54,17 @@ def _config(**sections: Any) -> ExperimentConfig:
             "ratio of the loss would count that as a change of the policy; set loss.proximal: recomputed and loss.correction: "
             "{level: token}",
         ),
-        ({"rollout": {"top_k": 5}, "loss": {"type": "gspo"}}, "gspo's ratio is that of a sequence; set another loss.type"),
+        ({"rollout": {"top_k": 5}, "loss": {"type": "gspo"}}, "rollout.top_k: 5 does not go with loss.type: gspo"),
         (
             {"rollout": {"top_p": 0.9}, "loss": {**TOKEN_WEIGHTS, "off_policy_mask": 0.1}},
-            "loss.off_policy_mask: 0.1 compares the log-probabilities of sampler and policy, and rollout.top_p: 0.9 shifts the "
-            "sampler's; leave one of them out",
+            "loss.off_policy_mask: 0.1 does not go with rollout.top_p: 0.9",
         ),
         ({"rollout": {"top_p": 0.001}}, "greater than or equal to 0.01"),
         ({"rollout": {"structured_outputs": {"choice": ["a"]}}}, "rollout.structured_outputs samples from another distribution"),
         ({"evaluation": {"structured_outputs": {}}}, "what may be sampled is one of json_schema, regex, choice, grammar"),
         (
             {"evaluation": {"structured_outputs": {"regex": "a"}}, "weights": {"mode": "abort"}},
-            "weights.mode: abort interrupts every turn",
+            "weights.mode: abort does not go with structured_outputs",
         ),
         # agents
         ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
@@ -76,33 +75,29 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
             {"rollout": {"agent": {"command": ["x"]}}, "tools": [{"function": "a:b"}]},
-            "rollout.agent.command: `tools` would not be used with an agent: the agent calls its own tools",
+            "rollout.agent.command does not go with tools",
         ),
         (
             {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
-            "`rollout_function` would not be used with an agent: each of the two makes whole rollouts",
+            "rollout.agent.function does not go with rollout_function",
         ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
-        ({"launch": {"trainer_nodes": 2}}, "launch.trainer_nodes: 2 machines are a Ray cluster"),
-        ({"launch": {"max_restarts": 1}}, "launch.max_restarts: 1 is for a machine that is lost"),
-        ({"launch": {"ray": "auto", "colocate": True}}, "launch.colocate: with launch.ray servers have GPUs of their own"),
+        ({"launch": {"trainer_nodes": 2}}, "launch.trainer_nodes: 2 needs launch.ray: auto"),
+        ({"launch": {"max_restarts": 1}}, "launch.max_restarts: 1 needs launch.ray: auto"),
+        ({"launch": {"ray": "auto", "colocate": True}}, "launch.colocate does not go with launch.ray"),
         ({"launch": {"ray": "auto", "server_port": 8000}}, "each server takes a free port of its node"),
-        ({"inference": {"replicas": {"min": 1, "max": 2}}}, "inference.replicas: servers come and go with the nodes"),
+        ({"inference": {"replicas": {"min": 1, "max": 2}}}, "inference.replicas: a range needs launch.ray: auto"),
         ({"inference": {"replicas": {"min": 3, "max": 2}}}, "min is 3 and max is 2; max is the larger one"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
         ({"inference": {"host": "a" * 64}}, "cannot be the name of a host: a part between its dots is empty or too long"),
         ({"inference": {"urls": ["http://::1:8000"]}}, "http://host:port"),
-        ({"inference": {"urls": ["http://host:65536"]}}, "http://host:port"),
         ({"inference": {"urls": ["http://user:key@host:1"]}}, "http://host:port"),
         ({"inference": {"urls": ["ftp://host:1"]}}, "http://host:port"),
-        ({"inference": {"host": "[::"}}, "inference.host"),
         ({"inference": {"host": "localhost:8000"}}, "inference.host"),
         ({"inference": {"host": "127.1"}}, "inference.host"),
         ({"inference": {"host": "mäx"}}, "inference.host"),
-        ({"inference": {"host": ""}}, "inference.host"),
-        ({"weights": {"host": "[::"}}, "weights.host"),
         ({"weights": {"host": "gpu..cluster"}}, "'gpu..cluster' cannot be the name of a host"),
         (
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
@@ -110,7 +105,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         (
             {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 1}},
-            "sleep_while_training: with rollout.max_staleness: 1",
+            "sleep_while_training needs rollout.max_staleness: 0",
         ),
         ({"inference": {"vllm": {"extra_args": ["--port", "1"]}}}, "--port is set by grpo-async"),
         ({"inference": {"vllm": {"extra_args": ["-tp", "4"]}}}, "-tp is set by grpo-async; see inference.vllm.tensor"),
@@ -127,7 +122,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         (
             {"evaluation": {"every_steps": 3}, "inference": {"vllm": {"sleep_while_training": True}},
              "rollout": {"max_staleness": 0}},
-            "evaluation.every_steps: 3 needs the servers during training",
+            "evaluation.every_steps: 3 does not go with inference.vllm.sleep_while_training",
         ),
         (
             {"evaluation": {"samples_per_prompt": 16, "temperature": 1.0},
@@ -139,14 +134,14 @@ def _config(**sections: Any) -> ExperimentConfig:
             "reward, pass@1, pass@2, pass@4, pass@6, mean@6",
         ),
         ({"checkpoint": {"best_metric": "reward/gsm8k"}, "evaluation": {}}, "an evaluation has no 'reward/gsm8k'"),
-        ({"data": {"train": JSONL, "held_out": 0.1}}, "data.held_out: 0.1 keeps rows back"),
-        ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best: 1 goes by evaluations during training"),
+        ({"data": {"train": JSONL, "held_out": 0.1}}, "data.held_out: 0.1 needs the section"),
+        ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best: 1 needs evaluation.every_steps"),
         (
             {"checkpoint": {"keep_best": 1, "every_steps": 4}, "evaluation": {"every_steps": 6}},
             "make evaluation.every_steps: 6 a multiple of checkpoint.every_steps: 4",
         ),
         ({"evaluation": {}, "data": {"train": JSONL}}, "evaluation.data: there is no data"),
-        ({"evaluation": {"data": JSONL}}, "data.held_out: keeps rows back for evaluation, but evaluation.data names others"),
+        ({"evaluation": {"data": JSONL}}, "data.held_out does not go with evaluation.data"),
         # data
         ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a fraction (below 1) nor a whole number of rows"),
         ({"rewards": [{"function": "a:b"}, {"function": "c:b"}]}, "the reward names ['b'] are used more than once"),
@@ -186,15 +181,11 @@ def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:
     _config(**sections)
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [{"tools": [{"function": "a:b"}]}, {"environments": {"game": {"factory": "a:b"}}}],
-    ids=["tools", "environments"],
-)
-def test_a_rollout_function_beside_tools_or_environments_is_refused(beside: dict[str, Any]) -> None:
+def test_a_rollout_function_beside_tools_or_environments_is_refused() -> None:
     """R4.4: such a function bypasses the tool loop, so what is configured for it would silently not be used."""
-    with pytest.raises(ValidationError, match="`tools` and `environments` are not used"):
-        _config(rollout_function={"function": "a:b"}, **beside)
+    for beside in ({"tools": [{"function": "a:b"}]}, {"environments": {"game": {"factory": "a:b"}}}):
+        with pytest.raises(ValidationError, match=rf"rollout_function\.function does not go with {next(iter(beside))}"):
+            _config(rollout_function={"function": "a:b"}, **beside)
 
 
 def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> None:

@@ -27,7 +27,7 @@ def test_every_problem_of_every_environment_is_in_one_error() -> None:
         f"environments.NoReset.factory: {SAMPLES}:NoReset: makes a NoReset, which has no method `reset(**row)`",
         f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but cannot be",
         f"environments.Unreachable.factory: {SAMPLES}:Unreachable: making an instance raised ConnectionError: nobody answers",
-        f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful` at the top level of its file; it has `AsyncClose`, ",
+        f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful` at the top level of its file; did you mean",
         f"environments.Slow.factory: {SAMPLES}:Slow: making an instance took longer than 0.05 s; raise `environments.Slow.timeout",
         f"environments.Extra.factory: {SAMPLES}:Full: making an instance raised TypeError: Full.__init__() got an",
     ]

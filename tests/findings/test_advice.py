@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.keys import ROOT
+from grpo_async.config.keys import keys_at
 from grpo_async.findings import Finding, RunHistory, Severity, find
 from grpo_async.findings.advice import speed_advice
 from grpo_async.store.query import parse_query
@@ -36,7 +36,7 @@ def _config(**rollout: Any) -> Mapping[str, Any]:
 def _names_settings(finding: Finding) -> None:
     for name in re.findall(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b", f"{finding.title} {finding.text} {finding.fix}"):
         if not name.endswith((".log", ".json")):
-            assert ROOT.find(tuple(name.split("."))) is not None, name
+            assert keys_at(tuple(name.split("."))), name
 
 
 # what differs from BUSY, the settings that differ, the rule, words of its sentences

@@ -366,5 +366,5 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path, monkey
     assert any("taken as a hub name" in note for note in check_inputs(hub, engine=EMBEDDED))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "another").mkdir(parents=True)  # a model of the same owner that was downloaded there
-    told = "model.path: org/name is not a local folder (there is a folder org, without name); it is taken as a hub name"
+    told = "model.path: org/name is not a local folder; it is taken as a hub name"
     assert any(told in note for note in check_inputs(hub, engine=EMBEDDED))
