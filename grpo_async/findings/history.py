@@ -66,7 +66,6 @@ class RunHistory:
     evaluation_result: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     engine: str | None = None
-    on_gpu: bool | None = None
     purpose: str = "train"
     status: str = FINISHED
     error: str | None = None
@@ -79,17 +78,13 @@ class RunHistory:
         status = read_object(run_dir.status, problems)
         summary = read_object(run_dir.summary, problems)
         evaluations = read_evaluations(run_dir.evaluation_log, problems)
-        error, engine, on_gpu = (
-            next((each[name] for each in (status, summary) if each.get(name) is not None), None)
-            for name in ("error", "engine", "on_gpu")
-        )
+        error, engine = (status.get(name) or summary.get(name) for name in ("error", "engine"))
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=sorted(evaluations, key=lambda record: record.step),
             evaluation_result=read_object(run_dir.evaluation_result, problems),
             config=read_values(run_dir.config, problems),
             engine=engine if isinstance(engine, str) else None,
-            on_gpu=on_gpu if isinstance(on_gpu, bool) else None,
             purpose=str(status.get("purpose", "train")),
             status=state_of(status, summary).state,
             error=error if isinstance(error, str) else None,

@@ -20,7 +20,7 @@ from grpo_async.viewer.web.headline import Headline, headline
 from grpo_async.viewer.web.layout import CHAPTERS, Line, Plot
 from grpo_async.viewer.web.plots import Drawing, curve, draw_all
 from grpo_async.viewer.web.run_data import RunData, changed_settings
-from grpo_async.viewer.web.sections import LEVELS, Learning, advice, evaluation_tables, inspect_command, learning
+from grpo_async.viewer.web.sections import LEVELS, Learning, evaluation_tables, inspect_command, learning
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
 _CARD_POINTS = 80  # of the small curve
@@ -90,7 +90,6 @@ def page(source: Source) -> dict[str, Any]:
         "plots": list(map(_plot, _main_plots(run))),
         "findings": findings,
         "evaluations": list(evaluation_tables(run)),
-        "advice": advice(run),
         "error": run.error,
         "problems": run.problems,
     }

@@ -1,4 +1,4 @@
-"""What the page of a run says beside its curves: diagnosis, findings, advice, evaluations."""
+"""What the page of a run says beside its curves: diagnosis, findings, evaluations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_async.findings import Diagnosis, Finding, Severity, diagnose, find
-from grpo_async.findings.advice import speed_advice
 from grpo_async.utils.text import format_number
 from grpo_async.viewer.web.run_data import RunData
 
@@ -41,19 +40,6 @@ class Learning:
 def learning(run: RunData) -> Learning:
     diagnosis = diagnose(run)
     return Learning(diagnosis=diagnosis, level=_DIAGNOSIS_LEVELS[diagnosis.is_learning], findings=find(run))
-
-
-# -- advice
-
-
-def advice(run: RunData) -> str:
-    """What limits a run's speed, in its last steps."""
-    if not run.metrics:
-        return "No optimizer step was finished, so nothing was measured."
-    found = speed_advice(run)
-    if found is None:
-        return "Nothing does: trainer and servers are busy, or too little was measured to say."
-    return f"{found.title}. {found.fix}"
 
 
 # -- evaluations
