@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.tracking.catalog import CATALOG, Better, Reduction, describe
+from grpo_async.tracking.catalog import CATALOG, Reduction, describe
 
 
 def test_the_name_that_is_written_out_comes_before_the_pattern_which_names_its_part() -> None:
@@ -12,7 +12,6 @@ def test_the_name_that_is_written_out_comes_before_the_pattern_which_names_its_p
     assert describe("tools/python/failure_frequency").help == "fraction of the calls of `python` that failed"
     assert describe("sync/phase/pause_s").help == "seconds of the push until every server had paused"
     assert describe("sync/phase/transfer_s").help == "seconds of the push: transfer"
-    assert describe("eval/reward").better is Better.HIGHER
     info = describe("my/own")  # an unknown one is a mean and says so
     assert (info.name, info.reduction, info.is_known) == ("my/own", Reduction.MEAN, False)
 
