@@ -65,6 +65,7 @@ class RunHistory:
     evaluations: Sequence[EvaluationRecord] = ()
     evaluation_result: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
     engine: str | None = None
     purpose: str = "train"
     status: str = FINISHED
@@ -84,6 +85,7 @@ class RunHistory:
             evaluations=sorted(evaluations, key=lambda record: record.step),
             evaluation_result=read_object(run_dir.evaluation_result, problems),
             config=read_values(run_dir.config, problems),
+            summary=summary,
             engine=engine if isinstance(engine, str) else None,
             purpose=str(status.get("purpose", "train")),
             status=state_of(status, summary).state,
@@ -94,6 +96,17 @@ class RunHistory:
     @property
     def num_steps(self) -> int:
         return len(self.metrics)
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that metrics.jsonl has; 0: none."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def max_steps(self) -> int | None:
+        """training.max_steps; None: not known."""
+        value = self.setting("training.max_steps")
+        return value if isinstance(value, int) else None
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric, for the steps that have it."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from grpo_async.findings import RunHistory
 from grpo_async.findings.statistics import mean_over_time
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.utils.run_state import (
@@ -20,24 +19,15 @@ from grpo_async.utils.run_state import (
     STOPPED,
     UNFINISHED,
 )
-from grpo_async.utils.text import count, duration, finite, format_bytes, format_number, percent
-from grpo_async.viewer.web.run_data import RunData
+from grpo_async.utils.text import count, duration, finite, format_number, percent
 
 Number = tuple[str, str]
 """A value, and a note about it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """The top of the page of one run: its status (a level for the color, and a word), one sentence, and its numbers."""
-
-    level: str
-    status: str
-    outcome: str
-    statistics: Sequence[tuple[str, str, str]]  # (name, value, note); those that are not known are left out
-
-
-def headline(run: RunData) -> Headline:
+def headline(run: RunHistory) -> dict[str, Any]:
+    """The top of a run's page: status (a level for the color, and a word), one sentence, and numbers with notes; those that are not
+    known are left out."""
     # where this attempt failed or still runs, the summary is that of the attempt before
     summary = run.summary if run.status in (FINISHED, STOPPED) else {}
     wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
@@ -47,17 +37,17 @@ def headline(run: RunData) -> Headline:
         "steps": _steps(run, wall_s),
         "tokens/s": _throughput(run),
         "trainer idle": _idle(run),
-        "staleness": _staleness(run),
-        "trainer memory": _memory(run, summary),
         "groups": _groups(run),
-        "stored rollouts": _stored(run),
     }
-    level, status = LEVELS.get(run.status, "warning"), "not finished" if run.status == UNFINISHED else run.status
-    statistics = [(name, *found) for name, found in numbers.items() if found is not None]
-    return Headline(level=level, status=status, outcome=_outcome(run, wall_s), statistics=statistics)
+    return {
+        "level": LEVELS.get(run.status, "warning"),
+        "status": "not finished" if run.status == UNFINISHED else run.status,
+        "outcome": _outcome(run, wall_s),
+        "statistics": [(name, *found) for name, found in numbers.items() if found is not None],
+    }
 
 
-def _outcome(run: RunData, wall_s: float) -> str:
+def _outcome(run: RunHistory, wall_s: float) -> str:
     """One sentence: what happened."""
     done = f"{run.last_step} of {run.max_steps} steps" if run.max_steps else count(run.last_step, "step")
     if run.purpose == "evaluation":
@@ -82,7 +72,7 @@ def _outcome(run: RunData, wall_s: float) -> str:
     return how.get(run.status, f"{run.status}: {steps}.")
 
 
-def _held_out(run: RunData) -> Number | None:
+def _held_out(run: RunHistory) -> Number | None:
     results = run.evaluated()
     if not results:
         return None
@@ -95,7 +85,7 @@ def _held_out(run: RunData) -> Number | None:
     return change, note or f"steps {first.step} and {last.step}"
 
 
-def _reward(run: RunData) -> Number | None:
+def _reward(run: RunHistory) -> Number | None:
     rewards = run.values("reward")
     if not rewards:
         return None
@@ -103,13 +93,13 @@ def _reward(run: RunData) -> Number | None:
     return f"{format_number(first)} → {format_number(last)}", "all groups of the first and last 3 steps"
 
 
-def _steps(run: RunData, wall_s: float) -> Number:
+def _steps(run: RunHistory, wall_s: float) -> Number:
     planned = f" of {run.max_steps}" if run.max_steps and run.max_steps != run.last_step else ""
     per_step = f", {format_number(wall_s / run.last_step)} s per step" if run.last_step else ""
     return f"{run.last_step}{planned}", f"{duration(round(wall_s))}{per_step}" if wall_s else ""
 
 
-def _throughput(run: RunData) -> Number | None:
+def _throughput(run: RunHistory) -> Number | None:
     generated, trained = (mean_over_time(run.metrics, f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
     if generated is None or trained is None:
         return None
@@ -117,38 +107,14 @@ def _throughput(run: RunData) -> Number | None:
     return format_number(generated), f"generated{by_engine}; {format_number(trained)} trained"
 
 
-def _idle(run: RunData) -> Number | None:
+def _idle(run: RunHistory) -> Number | None:
     trainer, generator = (mean_over_time(run.metrics, f"pipeline/{who}_idle_ratio") for who in ("trainer", "generator"))
     return None if trainer is None or generator is None else (percent(trainer), f"servers idle {percent(generator)}")
 
 
-def _staleness(run: RunData) -> Number | None:
-    """The mean over all trained tokens."""
-    known = [row for row in run.metrics if "async/staleness_mean" in row and row.get("num_tokens")]
-    if not known:
-        return None
-    mean = fmean([row["async/staleness_mean"] for row in known], [row["num_tokens"] for row in known])
-    return f"{mean:.2f}", f"mean, in steps; max {max(run.values('async/staleness_max'), default=mean):.0f}"
-
-
-def _memory(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    """Peak memory of the first step on the fullest rank; without a summary, that of rank 0 so far."""
-    memory = summary.get("memory")
-    memory = memory if isinstance(memory, Mapping) else {}
-    peaks = memory.get("peaks")
-    measured = (
-        [finite(peak) or 0.0 for peak in peaks] if isinstance(peaks, list) else run.values("perf/peak_memory_bytes")
-    )
-    return (format_bytes(max(measured)), "per rank, at most") if measured else None
-
-
-def _groups(run: RunData) -> Number | None:
+def _groups(run: RunHistory) -> Number | None:
     last = next((row for row in reversed(run.metrics) if "ledger/groups/started" in row), None)
     if last is None:
         return None
     parts = [f"{last[name]:.0f} {state}" for state in FINAL_STATUSES if last.get(name := f"ledger/groups/{state}")]
     return f"{last['ledger/groups/started']:,.0f}", ", ".join(parts)
-
-
-def _stored(run: RunData) -> Number | None:
-    return (f"{run.num_rollouts:,}", f"in {count(run.num_groups, 'group')}") if run.num_rollouts else None

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.diff import flat
+from grpo_async.config.diff import differences, flat
 from grpo_async.errors import RunError
-from grpo_async.findings import MetricRow
+from grpo_async.findings import MetricRow, RunHistory, Severity, find
 from grpo_async.run_directory import RunDir
-from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import tail
+from grpo_async.utils.text import format_number
 from grpo_async.viewer.runs import modified_at
-from grpo_async.viewer.web.headline import Headline, headline
+from grpo_async.viewer.web.headline import headline
 from grpo_async.viewer.web.layout import CHAPTERS, Line, Plot
-from grpo_async.viewer.web.plots import Drawing, curve, draw_all
-from grpo_async.viewer.web.run_data import RunData, changed_settings
-from grpo_async.viewer.web.sections import LEVELS, Learning, evaluation_tables, inspect_command, learning
+from grpo_async.viewer.web.plots import Drawing, curve, draw, draw_all
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
 _CARD_POINTS = 80  # of the small curve
 _MAIN_PLOTS = ("held-out", "reward", "lengths", "entropy", "zero-variance", "ratio")
 _MAX_MAIN_PLOTS = 4  # the first of them that there are
 _LOG_LINES = 1500
+_LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.NOTE: "info"}
+_LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
 
 AXES: Mapping[str, tuple[str, str]] = {
@@ -41,25 +42,23 @@ AXES: Mapping[str, tuple[str, str]] = {
 
 def card(source: Source) -> dict[str, Any]:
     """A run in a line: its state, its verdict, and the points of a small curve."""
-    run, learns = source.run_and_verdict()
-    return _card(source.run, run, learns, headline(run))
-
-
-def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dict[str, Any]:
+    run, diagnosis = source.run_and_verdict()
     results = run.evaluated()
     return {
-        "name": run.label,
-        "level": top.level,
-        "status": top.status,
-        "outcome": top.outcome,
+        "name": source.name,
+        **{name: value for name, value in headline(run).items() if name != "statistics"},
         "step": run.last_step,
         "max_steps": run.max_steps,
         "model": run.setting("model.path"),
-        "updated_at": modified_at(run_dir),
-        "verdict": {"level": learns.level, "key": learns.diagnosis.key, "text": learns.text},
+        "updated_at": modified_at(source.run),
+        "verdict": {
+            "level": {True: "good", False: "bad", None: "info"}[diagnosis.is_learning],
+            "key": diagnosis.key,
+            "text": "\n".join(diagnosis.lines),
+        },
         "curve": curve(run.metrics, "reward", max_points=_CARD_POINTS),
         "held_out": [results[0].metrics["reward"], results[-1].metrics["reward"]] if len(results) > 1 else None,
-        "num_evaluations": len(run_dir.evaluation_steps()),
+        "num_evaluations": len(source.run.evaluation_steps()),
         "metrics": len(run.metrics),
     }
 
@@ -67,44 +66,74 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dic
 def page(source: Source) -> dict[str, Any]:
     """The run page: what happened, whether it learns and why not, and the main plots."""
     run, _ = source.run_and_verdict()
+    problems = [*run.problems]
     try:
-        table = source.table()
-        run = replace(run, problems=[*run.problems, *table.notes], **_counted(table))
+        problems += source.table().notes
     except RunError as error:  # all else is there
-        run = replace(run, problems=[*run.problems, str(error)])
-    learns, top = learning(run), headline(run)
+        problems.append(str(error))
     plots = {plot.name: plot for chapter in CHAPTERS for plot in chapter.plots}
+    found = find(run)
+    wanted = {*_MAIN_PLOTS, *(each.plot for each in found)}
+    drawn = {name: draw(plot, {source.name: run}) for name, plot in plots.items() if name in wanted}
     findings = [
         {
             **asdict(each),
             "sort": "-step",
-            "level": LEVELS[each.severity],
-            "plot": plots[each.plot].title if each.plot and draw_all([plots[each.plot]], [run]) else None,
-            "command": None if each.query is None else inspect_command(run, each.query, "-step"),
+            "level": _LEVELS[each.severity],
+            "plot": plots[each.plot].title if each.plot and drawn[each.plot] else None,
+            "command": None if each.query is None else _inspect_command(source.run, each.query),
         }
-        for each in learns.findings
+        for each in found
     ]
     return {
-        **_card(source.run, run, learns, top),
-        "statistics": top.statistics,
-        "plots": list(map(_plot, _main_plots(run))),
+        **card(source),
+        "statistics": headline(run)["statistics"],
+        "plots": [_plot(drawing) for name in _MAIN_PLOTS if (drawing := drawn[name])][:_MAX_MAIN_PLOTS],
         "findings": findings,
-        "evaluations": list(evaluation_tables(run)),
+        "evaluations": list(_evaluation_tables(run)),
         "error": run.error,
-        "problems": run.problems,
+        "problems": problems,
     }
 
 
-def _counted(table: RolloutTable) -> dict[str, Any]:
-    """What the headline needs of a store."""
-    counts = table.count()
-    return {"num_rollouts": counts.rollouts, "num_groups": counts.groups}
+def _inspect_command(run: RunDir, query: str) -> str:
+    """The line to paste into a shell, from the folder of this process."""
+    return shlex.join(["grpo-async", "inspect-rollouts", str(run.root), query, "--sort", "step"])
 
 
-def _main_plots(run: RunData) -> list[Drawing]:
-    wanted = [plot for chapter in CHAPTERS for plot in chapter.plots if plot.name in _MAIN_PLOTS]
-    plots = {each.name: each for each in draw_all(wanted, [run])}
-    return [plots[name] for name in _MAIN_PLOTS if name in plots][:_MAX_MAIN_PLOTS]
+# -- evaluations
+
+
+def _evaluation_tables(run: RunHistory) -> Iterator[dict[str, Any]]:
+    """Every evaluation of a run, and the newest one by value of `evaluation.group_by`; the first cell names the row."""
+    if not run.evaluations:
+        return
+    names = _evaluation_names(run)
+    head = ["", *(name.replace("_", " ") for name in names)]
+    rows = []
+    for each in run.evaluations:
+        when = "" if each.when == "during" else f", {each.when} training"
+        values = _values(each.metrics, names)
+        if each.why_not:
+            values = [f"none: {each.why_not}", *[""] * (len(names) - 1)]
+        rows.append([f"step {each.step}{when}", *values])
+    yield {"caption": "Evaluations", "head": head, "rows": rows}
+    newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
+    if newest is not None:
+        parts = [*newest.by_group.items(), ("all prompts", newest.metrics)]
+        rows = [[part, *_values(values, names)] for part, values in parts]
+        yield {"caption": f"By value of evaluation.group_by, at step {newest.step}", "head": head, "rows": rows}
+
+
+def _evaluation_names(run: RunHistory) -> list[str]:
+    names = list(dict.fromkeys(name for each in run.evaluations for name in each.metrics))
+    first = [name for name in ("reward", "reward_stderr", "num_prompts") if name in names]
+    return [*first, *(name for name in names if name not in first and name not in _LESS_IMPORTANT)] or ["reward"]
+
+
+def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    """The value of each name; "" where there is none."""
+    return [format_number(metrics[name]) if name in metrics else "" for name in names]
 
 
 # -- curves
@@ -116,14 +145,14 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
     Args:
         axis: step, time or tokens.
     """
-    runs = [on_axis(source.run_and_verdict()[0], axis) for source in sources]
+    runs = {source.name: on_axis(source.run_and_verdict()[0], axis) for source in sources}
     chapters = [(each.title, draw_all(each.plots, runs)) for each in CHAPTERS]
     drawn = {name for _, plots in chapters for plot in plots for name in plot.metrics}
-    names = {name for run in runs for name in run.names("")} - drawn - {"step"}
+    names = {name for run in runs.values() for name in run.names("")} - drawn - {"step"}
     others = draw_all(map(_plain, sorted(names)), runs)
     return {
         "axis": AXES[axis][1] if axis in AXES else "step",
-        "metrics": len(runs[0].metrics),
+        "metrics": len(runs[sources[0].name].metrics),
         "chapters": [{"title": title, "plots": list(map(_plot, plots))} for title, plots in chapters if plots],
         "others": list(map(_plot, others)),
     }
@@ -141,7 +170,7 @@ def _plot(drawing: Drawing) -> dict[str, Any]:
     return {"name": drawing.name, "metrics": known, "options": drawing.data}
 
 
-def on_axis(run: RunData, axis: str) -> RunData:
+def on_axis(run: RunHistory, axis: str) -> RunHistory:
     """The run with seconds or tokens instead of steps.
 
     step_time 2, 3, 2 -> the points of steps 1, 2, 3 stand at 2, 5 and 7 seconds, and the evaluation of step 0 at 0.
@@ -166,7 +195,7 @@ def on_axis(run: RunData, axis: str) -> RunData:
 def settings(sources: Sequence[Source]) -> dict[str, Any]:
     """What may be shown of the first run's configuration, and in what those of the others differ from it."""
     configs = [source.run_and_verdict()[0].config for source in sources]
-    different = changed_settings(configs)
+    different = [each for each in differences(configs) if each.path not in ("run.name", "run.dir")]  # these always do
     return {
         "settings": list(flat(configs[0]).items()),
         "runs": [source.name for source in sources],

@@ -7,15 +7,14 @@ run is cut into few enough points to open fast, without losing peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.findings import MetricRow
+from grpo_async.findings import MetricRow, RunHistory
 from grpo_async.tracking.catalog import Reduction, describe
 from grpo_async.utils.safe_text import visible
 from grpo_async.viewer.web.layout import Line, Plot
-from grpo_async.viewer.web.run_data import RunData
 
 MAX_POINTS = 500
 """Maximum number of points of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's
@@ -101,14 +100,14 @@ def _limited(
 # -- plots of metrics
 
 
-def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
-    """The plot of these runs; None where no run has its metrics."""
+def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> Drawing | None:
+    """The plot of these runs, by their labels; None where no run has its metrics."""
     if plot.single_run and len(runs) > 1:
         return None
     series: list[dict[str, Any]] = []
     metrics: list[str] = []
     left_out: set[str] = set()
-    for run_index, run in enumerate(runs):
+    for run_index, (label, run) in enumerate(runs.items()):
         rows = _rows_of(plot, run)
         lines = [line for line in _lines_of(plot, rows) if len(runs) == 1 or not line.single_run]
         if plot.of_evaluations:  # there may be many values of `evaluation.group_by`
@@ -119,7 +118,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
             if drawn_line is None:
                 continue
             if len(runs) > 1:
-                drawn_line["label"] = run.label if len(lines) == 1 else f"{run.label}: {line.label}"
+                drawn_line["label"] = label if len(lines) == 1 else f"{label}: {line.label}"
             drawn_line["color"] = (run_index if len(runs) > 1 else number) % MAX_SERIES + 1
             drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.single_run else number // MAX_SERIES)
             if plot.of_evaluations:
@@ -139,12 +138,12 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
     return Drawing(name=plot.name, data=data, metrics=list(dict.fromkeys(metrics)))
 
 
-def draw_all(plots: Iterable[Plot], runs: Sequence[RunData]) -> list[Drawing]:
+def draw_all(plots: Iterable[Plot], runs: Mapping[str, RunHistory]) -> list[Drawing]:
     """Draw the plots that have metrics."""
     return [drawing for plot in plots if (drawing := draw(plot, runs)) is not None]
 
 
-def _rows_of(plot: Plot, run: RunData) -> Sequence[MetricRow]:
+def _rows_of(plot: Plot, run: RunHistory) -> Sequence[MetricRow]:
     """Rows of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME`, and as
     `eval/reward/VALUE` the reward of a value of `evaluation.group_by`."""
     if not plot.of_evaluations:

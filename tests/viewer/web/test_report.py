@@ -53,7 +53,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     top = found["run"]
     assert top["outcome"] == "The run finished after 20 of 20 steps, 2:05 of training."
     assert ["held-out reward", "0.1 → 0.9", "always the most frequent answer: 0.2"] in top["statistics"]
-    assert ["stored rollouts", "4", "in 2 groups"] in top["statistics"]
+    assert found["rollouts"]["counts"] == {"rollouts": 4, "groups": 2}
     assert "from 0.1 to 0.9: +0.800" in top["verdict"]["text"]
     (table,) = top["evaluations"]
     assert [row[0] for row in table["rows"]] == ["step 0, before training", "step 20"]
@@ -119,10 +119,11 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     with block.open("a") as file:
         file.write('{"schema": 3, "seq"')
     os.utime(block, (1.0, 1.0))  # what was written just now may still be going on
-    top = _answers(run)["run"]
+    found = _answers(run)
+    top = found["run"]
     assert "The run was killed after 8 of 8 steps" in top["outcome"]
     assert any("torn" in each for each in top["problems"])
-    assert ["stored rollouts", "2", "in 1 group"] in top["statistics"]
+    assert found["rollouts"]["counts"] == {"rollouts": 2, "groups": 1}
 
 
 def test_a_run_that_was_stopped_after_its_last_step_says_what_is_left(tmp_path: Path) -> None:
