@@ -65,9 +65,6 @@ def load_rows(source: Source, *, count_tokens: CountTokens | None = None, needs_
         count_tokens: number of prompt tokens of a Prompt, chat template included; needed for `max_prompt_tokens`.
         needs_prompt: False, where the run has environments: a row without `prompt` gets an empty user message, as in TRL, and
             the environment's `reset` gives the text.
-
-    Raises:
-        ConfigError: the source cannot be read, a row cannot be used as a prompt, or no row is left.
     """
     rows = _read(source, needs_prompt)
     if not rows:

@@ -117,7 +117,7 @@ def test_what_is_found_and_how_bad_it_is(
     found = {finding.key: finding for finding in findings}.get(key)
     assert (found and found.severity) == severity
     assert found is None or words in f"{found.title} {found.text}"
-    plots = {plot.name for chapter in CHAPTERS for plot in chapter.plots}
+    plots = {plot.name for chapter in CHAPTERS.values() for plot in chapter}
     for finding in findings:
         parse_query(finding.query or "")
         assert finding.plot is None or finding.plot in plots

@@ -19,7 +19,7 @@ from grpo_async.utils.text import format_number
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.headline import headline
 from grpo_async.viewer.web.layout import CHAPTERS, Line, Plot
-from grpo_async.viewer.web.plots import Drawing, curve, draw, draw_all
+from grpo_async.viewer.web.plots import curve, draw, draw_all
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
 _CARD_POINTS = 80  # of the small curve
@@ -71,7 +71,7 @@ def page(source: Source) -> dict[str, Any]:
         problems += source.table().notes
     except RunError as error:  # all else is there
         problems.append(str(error))
-    plots = {plot.name: plot for chapter in CHAPTERS for plot in chapter.plots}
+    plots = {plot.name: plot for chapter in CHAPTERS.values() for plot in chapter}
     found = find(run)
     wanted = {*_MAIN_PLOTS, *(each.plot for each in found)}
     drawn = {name: draw(plot, {source.name: run}) for name, plot in plots.items() if name in wanted}
@@ -88,7 +88,7 @@ def page(source: Source) -> dict[str, Any]:
     return {
         **card(source),
         "statistics": headline(run)["statistics"],
-        "plots": [_plot(drawing) for name in _MAIN_PLOTS if (drawing := drawn[name])][:_MAX_MAIN_PLOTS],
+        "plots": [drawing for name in _MAIN_PLOTS if (drawing := drawn[name])][:_MAX_MAIN_PLOTS],
         "findings": findings,
         "evaluations": list(_evaluation_tables(run)),
         "error": run.error,
@@ -146,15 +146,17 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
         axis: step, time or tokens.
     """
     runs = {source.name: on_axis(source.run_and_verdict()[0], axis) for source in sources}
-    chapters = [(each.title, draw_all(each.plots, runs)) for each in CHAPTERS]
-    drawn = {name for _, plots in chapters for plot in plots for name in plot.metrics}
+    chapters: list[dict[str, Any]] = [
+        {"title": title, "plots": draw_all(plots, runs)} for title, plots in CHAPTERS.items()
+    ]
+    drawn = {name for chapter in chapters for plot in chapter["plots"] for name in plot["metrics"]}
     names = {name for run in runs.values() for name in run.names("")} - drawn - {"step"}
     others = draw_all(map(_plain, sorted(names)), runs)
     return {
         "axis": AXES[axis][1] if axis in AXES else "step",
         "metrics": len(runs[sources[0].name].metrics),
-        "chapters": [{"title": title, "plots": list(map(_plot, plots))} for title, plots in chapters if plots],
-        "others": list(map(_plot, others)),
+        "chapters": [chapter for chapter in chapters if chapter["plots"]],
+        "others": others,
     }
 
 
@@ -163,11 +165,6 @@ def _plain(name: str) -> Plot:
     unit = f"{info.help} ({info.unit})" if info.unit and info.unit not in _FORMATS else info.help
     form = _FORMATS.get(info.unit, "number")
     return Plot(name, name, unit, (Line(name, name),), format=form, include=())
-
-
-def _plot(drawing: Drawing) -> dict[str, Any]:
-    known = {name: describe(name).help for name in drawing.metrics if describe(name).is_known}
-    return {"name": drawing.name, "metrics": known, "options": drawing.data}
 
 
 def on_axis(run: RunHistory, axis: str) -> RunHistory:

@@ -24,15 +24,6 @@ MAX_SERIES = 8
 """Colors that can be told apart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """A plot with its data. `data` is for charts.js; `metrics` are the metrics that it shows."""
-
-    name: str
-    data: dict[str, Any]
-    metrics: Sequence[str] = ()
-
-
 # -- curves
 
 
@@ -100,8 +91,9 @@ def _limited(
 # -- plots of metrics
 
 
-def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> Drawing | None:
-    """The plot of these runs, by their labels; None where no run has its metrics."""
+def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> dict[str, Any] | None:
+    """The plot of these runs, by their labels: `metrics` that it shows, with what they are, and `options` for charts.js; None
+    where no run has its metrics."""
     if plot.single_run and len(runs) > 1:
         return None
     series: list[dict[str, Any]] = []
@@ -127,7 +119,7 @@ def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> Drawing | None:
             metrics.append(line.metric)
     if not series:
         return None
-    data = {
+    options = {
         "title": visible(plot.title),
         "unit": plot.unit + (f"; {len(left_out)} more are not drawn" if left_out else ""),
         "format": plot.format,
@@ -135,10 +127,11 @@ def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> Drawing | None:
         "log": plot.log,
         **_shared_x(series),
     }
-    return Drawing(name=plot.name, data=data, metrics=list(dict.fromkeys(metrics)))
+    known = {name: describe(name).help for name in metrics if describe(name).is_known}
+    return {"name": plot.name, "metrics": known, "options": options}
 
 
-def draw_all(plots: Iterable[Plot], runs: Mapping[str, RunHistory]) -> list[Drawing]:
+def draw_all(plots: Iterable[Plot], runs: Mapping[str, RunHistory]) -> list[dict[str, Any]]:
     """Draw the plots that have metrics."""
     return [drawing for plot in plots if (drawing := draw(plot, runs)) is not None]
 
@@ -171,8 +164,7 @@ def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:
     ]
     if len(found) < plot.least_found:
         return list(plot.lines)
-    rank = {label: index for index, label in enumerate(plot.order)}
-    return [*plot.lines, *sorted(found, key=lambda line: rank.get(line.label, len(rank)))]
+    return [*plot.lines, *found]
 
 
 def _series(line: Line, rows: Sequence[MetricRow]) -> dict[str, Any] | None:

@@ -31,13 +31,13 @@ def _rows(name: str, *values: float | None) -> list[dict[str, float]]:
 
 
 def _plot(name: str) -> Plot:
-    return next(plot for chapter in CHAPTERS for plot in chapter.plots if plot.name == name)
+    return next(plot for chapter in CHAPTERS.values() for plot in chapter if plot.name == name)
 
 
 def _draw(name: str, *runs: RunHistory) -> dict[str, Any]:
     """The runs are called a, b, ..."""
     (drawing,) = draw_all([_plot(name)], dict(zip("ab", runs, strict=False)))
-    return drawing.data
+    return drawing["options"]
 
 
 def test_a_short_curve_has_every_step_and_a_long_one_keeps_its_extremes() -> None:
