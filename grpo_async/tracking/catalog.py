@@ -8,47 +8,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-
-class Reduction(StrEnum):
-    """How the values of several steps become one."""
-
-    MEAN = "mean"
-    MIN = "min"
-    MAX = "max"
-    SUM = "sum"  # a count or an amount of each step
-    LAST = "last"  # a running total, or a state
-
-    def __call__(self, values: Sequence[float]) -> float:
-        """[1.0, 3.0] -> mean 2.0, min 1.0, max 3.0, sum 4.0, last 3.0."""
-        if not values:
-            raise ValueError(f"there is no value to take the {self.value} of")
-        return _REDUCE[self](values)
-
-
-_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
+REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "mean": fmean,
     "min": min,
     "max": max,
-    "sum": sum,
-    "last": lambda values: values[-1],
+    "sum": sum,  # of a count or an amount of each step
+    "last": lambda values: values[-1],  # of a running total, or a state
 }
+"""How the values of several steps become one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """One metric. `unit` is "" for pure numbers, "fraction" for 0 to 1."""
+    """One metric. `unit` is "" for pure numbers, "fraction" for 0 to 1; `reduction` is one of REDUCTIONS."""
 
     name: str
     help: str
     unit: str = ""
-    reduction: Reduction = Reduction.MEAN
+    reduction: str = "mean"
     is_known: bool = True
 
 
@@ -68,8 +51,8 @@ def _compiled() -> list[tuple[re.Pattern[str], MetricInfo]]:
 
 
 CATALOG = tuple(
-    MetricInfo(name, text, *(Reduction(each) if each in list(Reduction) else each for each in more))
-    for name, (text, *more) in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items()
+    MetricInfo(name, *described)
+    for name, described in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items()
 )
 """Every metric of this version: catalog.json has a help text for each, its unit and how it is reduced, unless that is a mean. A
 test runs a training and fails when one of its metrics is not here."""

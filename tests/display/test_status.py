@@ -201,14 +201,6 @@ def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunD
     assert "\x1b" not in text
 
 
-def test_nothing_is_said_of_the_number_of_steps_before_it_is_known(run_dir: RunDir) -> None:
-    """A run that was resumed at step 5, with `training.epochs`: the trainer counts the rows."""
-    content = StatusContent(run_dir, Progress(max_steps=0, step=5), run_name="x", about={}).content()
-    assert (content["step"], content["max_steps"]) == (5, None)
-    run_dir.status.write_text(json.dumps(content))
-    assert re.search(r"^ *step +5 *$", _table(run_dir), re.MULTILINE)
-
-
 def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None:
     with _Run(run_dir) as status:
         _fill(status)

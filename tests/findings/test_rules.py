@@ -11,7 +11,7 @@ import pytest
 from grpo_async.config.keys import ROOT
 from grpo_async.findings import Finding, RunHistory, Severity, find
 from grpo_async.store.query import parse_query
-from grpo_async.viewer.web.layout import CHAPTERS
+from grpo_async.viewer.web.plots import CHAPTERS
 from tests.viewer.support import steps, wiggle
 
 ERROR, WARNING, NOTE = Severity

@@ -1,4 +1,4 @@
-"""The data of the plots, as charts.js takes it. Pure. `layout` lists the plots.
+"""The data of the plots, as charts.js takes it. Pure. layout.json lists the plots.
 
 With one run each metric of a plot has its color; with several runs each run has its color, and metrics differ by dashes. A long
 run is cut into few enough points to open fast, without losing peaks.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from grpo_async.findings import MetricRow, RunHistory
-from grpo_async.tracking.catalog import Reduction, describe
+from grpo_async.tracking.catalog import REDUCTIONS, describe
 from grpo_async.utils.safe_text import visible
-from grpo_async.viewer.web.layout import Line, Plot
 
 MAX_POINTS = 500
 """Maximum number of points of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's
@@ -22,6 +24,46 @@ reduction."""
 
 MAX_SERIES = 8
 """Colors that can be told apart."""
+
+
+# -- which plots there are
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric of a plot. `around`: a metric that is drawn as a band of its width around this one (a standard deviation);
+    `between`: two metrics that bound the band. `single_run`: shown where there is one run only, so that several
+    stay readable."""
+
+    metric: str
+    label: str
+    around: str | None = None
+    between: tuple[str, str] | None = None
+    single_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One plot. `pattern`: a prefix and a suffix; every metric that has both is a line, too. `include`: values that the axis
+    always shows."""
+
+    name: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...] = ()
+    pattern: tuple[str, str] | None = None
+    format: str = "number"
+    include: tuple[float, ...] = (0.0,)
+    log: bool = False
+    leave_out: tuple[str, ...] = ()
+    least_found: int = 1  # with fewer metrics of the pattern the plot would only repeat another
+    of_evaluations: bool = False  # points of the evaluations instead of the steps
+    single_run: bool = False  # as for a line
+
+
+_LAYOUT = Path(__file__).with_name("layout.json")
+CHAPTERS = TypeAdapter(dict[str, tuple[Plot, ...]]).validate_json(_LAYOUT.read_text(encoding="utf-8"))
+"""Plots by the title of their chapter."""
 
 
 # -- curves
@@ -49,9 +91,8 @@ def curve(rows: Sequence[MetricRow], name: str, *, max_points: int = MAX_POINTS)
     size = math.ceil(len(rows) / max_points)
     if size <= 1:
         return Curve(steps=[row["step"] for row in rows], values=[_rounded(row.get(name)) for row in rows])
-    reduction = describe(name).reduction
-    if reduction is Reduction.SUM:  # of a step: the mean of the piece, so that the axis stays that of a step
-        reduction = Reduction.MEAN
+    how = describe(name).reduction
+    reduction = REDUCTIONS["mean" if how == "sum" else how]  # of a sum the mean, so that the axis stays that of a step
     pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
     known = [[row[name] for row in piece if name in row] for piece in pieces]
     return Curve(

@@ -17,7 +17,7 @@ from grpo_async.store.query import EVERYTHING, Query
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import WILDCARDS, host_in_url, is_loopback
 from grpo_async.viewer.web import DEFAULT_HOST, DEFAULT_PORT
-from grpo_async.viewer.web.api import InitialView, build_app
+from grpo_async.viewer.web.api import build_app
 from grpo_async.viewer.web.sources import RunRegistry
 
 _GRACE_S = 2  # for answers that are being sent when it ends
@@ -53,7 +53,7 @@ def serve(
     token = secrets.token_urlsafe(32)
     registry = RunRegistry(runs, folder)
     view = "groups" if query.text or sort else "run" if len(runs) == 1 else "home"
-    opening = InitialView(view=view, query=query.text, sort=sort)
+    opening = {"view": view, "query": query.text, "sort": sort}
     address = f"http://{host_in_url(WILDCARDS.get(bound_host, host))}:{bound_port}/"
     if not is_loopback(host):
         _say(

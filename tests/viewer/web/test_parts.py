@@ -18,9 +18,8 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.runs import labels_of
-from grpo_async.viewer.web.layout import CHAPTERS, Plot
 from grpo_async.viewer.web.overview import on_axis
-from grpo_async.viewer.web.plots import Curve, curve, draw_all
+from grpo_async.viewer.web.plots import CHAPTERS, Curve, Plot, curve, draw_all
 from tests.viewer.support import steps
 
 
@@ -84,7 +83,7 @@ def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is
         {"step": 1.0, **{f"sync/phase/{phase}_s": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}
     ]
     labels = [each["label"] for each in _draw("push", RunHistory(metrics=rows))["series"]]
-    assert labels == ["pause", "transfer", "resume"]
+    assert labels == ["pause", "resume", "transfer"]
     assert draw_all([_plot("kl"), _plot("held-out")], {"a": RunHistory(metrics=steps(3))}) == []
 
 
