@@ -7,7 +7,7 @@ run is cut into few enough points to open fast, without losing peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,11 @@ MAX_SERIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One metric of a plot. `around`: a metric that is drawn as a band of its width around this one (a standard deviation);
-    `between`: two metrics that bound the band. `single_run`: shown where there is one run only, so that several
-    stay readable."""
+    """One metric of a plot. `between`: two metrics that bound its band. `single_run`: shown where there is one run only, so that
+    several stay readable."""
 
     metric: str
     label: str
-    around: str | None = None
     between: tuple[str, str] | None = None
     single_run: bool = False
 
@@ -110,23 +108,10 @@ def _rounded(value: float | None) -> float | None:
 
 def _band(line: Line, middle: Curve, rows: Sequence[MetricRow]) -> list[Sequence[float | None]] | None:
     """The lower and the upper bound of a line's band; None: it has none."""
-    width = curve(rows, line.around) if line.around else None
-    if width is not None:  # mean 0.5, width 0.7, lowest 0, highest 1 -> 0 to 1: a band ends where no value can be
-        least, most = curve(rows, f"{line.metric}_min"), curve(rows, f"{line.metric}_max")
-        low = [None if m is None or w is None else m - w for m, w in zip(middle.values, width.values, strict=True)]
-        high = [None if m is None or w is None else m + w for m, w in zip(middle.values, width.values, strict=True)]
-        return [_limited(low, least, max), _limited(high, most, min)]
     bounds = [found for bound in line.between or () if (found := curve(rows, bound)) is not None]
     if len(bounds) == 2:
         return [bound.values for bound in bounds]
     return [middle.low, middle.high] if middle.low and not line.single_run else None
-
-
-def _limited(
-    values: Sequence[float | None], limit: Curve | None, choose: Callable[[float, float], float]
-) -> list[float | None]:
-    limits = values if limit is None else limit.values
-    return [_rounded(a if a is None or b is None else choose(a, b)) for a, b in zip(values, limits, strict=True)]
 
 
 # -- plots of metrics
@@ -178,19 +163,27 @@ def draw_all(plots: Iterable[Plot], runs: Mapping[str, RunHistory]) -> list[dict
 
 
 def _rows_of(plot: Plot, run: RunHistory) -> Sequence[MetricRow]:
-    """Rows of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME`, and as
-    `eval/reward/VALUE` the reward of a value of `evaluation.group_by`."""
+    """Rows of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME`, as
+    `eval/reward/VALUE` the reward of a value of `evaluation.group_by`, and the reward minus and plus its standard error."""
     if not plot.of_evaluations:
         return run.metrics
     return [
         {
             "step": float(each.step),
             **{f"eval/{name}": value for name, value in each.metrics.items()},
+            **_bounds(each.metrics),
             **{f"eval/reward/{group}": found["reward"] for group, found in each.by_group.items() if "reward" in found},
         }
         for each in run.evaluations
         if each.metrics
     ]
+
+
+def _bounds(metrics: Mapping[str, float]) -> dict[str, float]:
+    if not {"reward", "reward_stderr"} <= metrics.keys():
+        return {}
+    signs = {"low": -1.0, "high": 1.0}
+    return {f"eval/reward_{name}": metrics["reward"] + sign * metrics["reward_stderr"] for name, sign in signs.items()}
 
 
 def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:

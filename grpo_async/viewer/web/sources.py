@@ -6,7 +6,6 @@ interrupted.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_async.config.public import shown_config
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import ConfigError
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
@@ -173,12 +172,6 @@ class RunRegistry:
         if isinstance(result, Exception):
             raise result
         return result
-
-    def warm(self) -> None:
-        """Open the first run's table. An error is left to the first request, which meets it again."""
-        with contextlib.suppress(GrpoAsyncError):
-            if self.folder is None:
-                self.source("").table()
 
     def close(self) -> None:
         for source in self._sources.values():

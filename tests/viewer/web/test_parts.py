@@ -65,11 +65,13 @@ def test_a_long_curve_is_reduced_as_its_metric_asks(name: str, values: list[floa
     assert list(found.values) == values
 
 
-def test_the_band_of_a_reward_ends_at_its_lowest_and_highest() -> None:
-    rows = [{"step": 1.0, "reward": 0.5, "reward_std": 0.7, "reward_min": 0.0, "reward_max": 1.0}]
+def test_a_reward_has_a_band_of_its_quantiles_and_a_held_out_one_of_its_standard_error() -> None:
+    rows = [{"step": 1.0, "reward": 0.5, "reward_min": 0.0, "reward_p10": 0.125, "reward_p90": 0.75, "reward_max": 1.0}]
     series = _draw("reward", RunHistory(metrics=rows))["series"]
     assert [each["label"] for each in series] == ["mean", "lowest", "highest"]
-    assert series[0]["band"] == [[0.0], [1.0]]  # 0.5 - 0.7 and 0.5 + 0.7, cut
+    assert series[0]["band"] == [[0.125], [0.75]]
+    evaluation = EvaluationRecord(step=5, metrics={"reward": 0.5, "reward_stderr": 0.125})
+    assert _draw("held-out", RunHistory(evaluations=[evaluation]))["series"][0]["band"] == [[0.375], [0.625]]
 
 
 def test_several_runs_have_a_color_each_and_only_the_main_lines() -> None:
