@@ -6,19 +6,20 @@ read is left out, and named in `problems`.
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from grpo_async.config.loader import read_values
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
-from grpo_async.utils.files import GrowingFile, numbers, parse_object, read_object, read_objects
+from grpo_async.utils.files import numbers, parse_object, read_object, read_objects
 from grpo_async.utils.run_state import FINISHED, state_of
 
 MetricRow = Mapping[str, float]
@@ -193,13 +194,19 @@ def _add(rows: dict[int, MetricRow], line: object, known: dict[tuple[str, ...], 
 
 
 class MetricsReader:
-    """metrics.jsonl, also while it grows. Safe in several threads."""
+    """metrics.jsonl, also while it grows. Safe in several threads.
+
+    A last line without a line feed waits until it has one. A file that became shorter, that was put
+    in the place of another (as when a resume cuts it) or that is gone is another file.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
         self._rows: dict[int, MetricRow] = {}
         self._known: dict[tuple[str, ...], dict[str, int]] = {}
-        self._file = GrowingFile(path, self._rows.clear)
+        self._identity: tuple[int, int] | None = None
+        self._read_until = 0
         self.problem: str | None = None
         """Why the last look failed; None: it did not."""
 
@@ -209,8 +216,26 @@ class MetricsReader:
         with self._lock:
             self.problem = None
             try:
-                for _, line in self._file.new_lines():
-                    _add(self._rows, parse_object(line), self._known)
+                with self._path.open("rb") as file:
+                    self._read_on(file)
+            except FileNotFoundError:
+                self._start_over(None)
             except OSError as error:  # a network file system that fails for a while
                 self.problem = f"metrics.jsonl cannot be read: {error}"
             return dict(self._rows)
+
+    def _read_on(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        identity = (status.st_dev, status.st_ino)
+        if identity != self._identity or status.st_size < self._read_until:
+            self._start_over(identity)
+        file.seek(self._read_until)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            self._read_until += len(line)
+            _add(self._rows, parse_object(line), self._known)
+
+    def _start_over(self, identity: tuple[int, int] | None) -> None:
+        self._rows.clear()
+        self._identity, self._read_until = identity, 0

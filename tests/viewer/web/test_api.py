@@ -26,7 +26,6 @@ from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.store.blocks import Blocks
-from grpo_async.utils.files import GrowingFile
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
@@ -238,17 +237,16 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert drawn(inspector) == {}
 
 
-def test_a_look_at_the_metrics_that_fails_is_told_and_not_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RunDir(small).metrics.write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
-
-    def fail(_: GrowingFile) -> Iterator[tuple[int, bytes]]:
-        raise OSError(116, "Stale file handle")
-
+def test_a_look_at_the_metrics_that_fails_is_told_and_not_kept(small: Path) -> None:
+    metrics, aside = RunDir(small).metrics, small / "aside"
+    metrics.write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
     with serving(small) as inspector:
-        with monkeypatch.context() as patch:
-            patch.setattr(GrowingFile, "new_lines", fail)
-            failed = inspector.json("api/run")
-        assert "metrics.jsonl cannot be read: [Errno 116] Stale file handle" in failed["problems"]
+        metrics.rename(aside)
+        metrics.mkdir()
+        failed = inspector.json("api/run")
+        assert any("metrics.jsonl cannot be read: [Errno 21]" in each for each in failed["problems"])
+        metrics.rmdir()
+        aside.rename(metrics)
         assert inspector.json("api/run")["metrics"] == failed["metrics"] + 1
 
 
