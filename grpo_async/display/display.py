@@ -161,11 +161,11 @@ class _Periodic(View):
         raise NotImplementedError
 
     def _keep_acting(self) -> None:
-        while not self._ended.is_set():  # leaving the context ends it; a daemon thread
+        while not self._ended.wait(_MIN_INTERVAL_S):  # leaving the context ends it; a daemon thread
             self._changed.wait(_INTERVAL_S)
             self._changed.clear()
-            self._act()
-            self._ended.wait(_MIN_INTERVAL_S)
+            if not self._ended.is_set():
+                self._act()
 
 
 class StatusFile(_Periodic):
