@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 import signal
 import subprocess
 import sys
@@ -323,18 +321,6 @@ def test_a_report_is_a_file_to_keep_which_nothing_opens_with_the_rights_of_the_p
         assert "script-src 'self'" in found.headers["content-security-policy"]
         assert inspector.get("api/report", headers={}).status_code == 401
     assert not run.report.exists()  # nothing is written to a run
-
-
-def test_the_timeline_of_a_run_is_a_trace_for_perfetto(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(8))
-    with serving(run.root) as inspector:
-        assert "events.jsonl" in inspector.get("api/trace").json()["error"]  # there is none yet
-        run.events.write_text('{"name":"forward","thread":"MainThread","start":1.0,"end":2.5,"details":{}}\n')
-        trace = json.loads(gzip.decompress(inspector.get("api/trace").content))
-        (span,) = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
-        assert (span["name"], span["dur"]) == ("forward", 1_500_000)  # microseconds
-        assert inspector.get("api/trace", headers={}).status_code == 401
-    assert not run.trace.exists()
 
 
 # -- threads
