@@ -46,7 +46,7 @@ class RunDir:
     trace = _Entry("trace.json.gz")
     """The timeline for Perfetto, written by `grpo-async trace`."""
     status = _Entry("status.json")
-    """The state of the run, written again on every event and every other second."""
+    """The state of the run, written again on every event and every second."""
     report = _Entry("report.html")
     """Plots and tables in one offline page, written at the end."""
     trackers = _Entry("trackers")

@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: every key of the configuration, every metric, command and event, every column of the store.
+"""Writes docs/reference/ from the code: every key of the configuration, every metric and command, every column of the store.
 
 python -m scripts.reference
 """
@@ -18,7 +18,6 @@ from grpo_async.config.keys import all_keys
 from grpo_async.config.names import OTHER_NAMES
 from grpo_async.store.schema import COLUMNS
 from grpo_async.tracking.catalog import CATALOG
-from grpo_async.tracking.events import EVENTS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _MADE = "<!-- made by `python -m scripts.reference` -->"
@@ -30,7 +29,6 @@ def pages() -> dict[str, str]:
         "config.md": _config(),
         "metrics.md": _metrics(),
         "commands.md": _commands(),
-        "events.md": _events(),
         "columns.md": _columns(),
     }
 
@@ -67,26 +65,9 @@ def _metrics() -> str:
         "",
     ]
     rows = [
-        (f"`{each.name}`", f"{each.help} ({each.unit})" if each.unit else each.help, each.reduction, each.better or "")
-        for each in CATALOG
+        (f"`{each.name}`", f"{each.help} ({each.unit})" if each.unit else each.help, each.reduction) for each in CATALOG
     ]
-    return _page(lines + _table(("metric", "meaning", "over steps", "better"), rows))
-
-
-def _events() -> str:
-    lines = [
-        "# Events",
-        "",
-        "`events.jsonl` has one line for each span that is over; `grpo-async trace` makes a file of them for ui.perfetto.dev.",
-        "`start` and `end` are unix seconds, equal for an instant; `thread`, or `task` of a coroutine, says where it ran. What",
-        "`--json-logs` prints is described with [the command](commands.md#grpo-async-train).",
-        "",
-        "```json",
-        '{"name": "forward", "start": 1700000000.25, "end": 1700000000.5, "thread": "MainThread", "details": {"micro_batch": 0}}',
-        "```",
-        "",
-    ]
-    return _page(lines + _table(("span", "what it is"), [(f"`{name}`", text) for name, text in EVENTS.items()]))
+    return _page(lines + _table(("metric", "meaning", "over steps"), rows))
 
 
 def _columns() -> str:

@@ -12,10 +12,8 @@ else (^ is not a power).
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from grpo_async.quickstart.prepare import prepare
 from grpo_async.quickstart.tasks import Demonstration, Task, WarmupRecipe
@@ -40,30 +38,14 @@ class Formula:
         return [f"assert f({x}) == {self.value(x)}" for x in TESTED_AT]
 
 
-class CodeTask(Task[Formula]):
-    name = "code"
-    recipe = WarmupRecipe(num_steps=400, batch_size=12)
-
-    def all_items(self) -> Iterator[Formula]:
-        """680 of them."""
-        for constant in range(1, MAX_CONSTANT + 1):
-            for sign in "+-":
-                yield Formula(f"x^2 {sign} {constant}", f"x ** 2 {sign} {constant}")
-                for factor in range(2, MAX_FACTOR + 1):
-                    yield Formula(f"{factor} x {sign} {constant}", f"{factor} * x {sign} {constant}")
-                    yield Formula(f"{factor} (x {sign} {constant})", f"{factor} * (x {sign} {constant})")
-
-    def key(self, item: Formula) -> str:
-        return item.written
-
-    def row(self, item: Formula) -> dict[str, Any]:
-        return {"prompt": [{"role": "user", "content": _prompt(item)}], "tests": item.tests}
-
-    def good(self, item: Formula, rng: random.Random) -> Demonstration:
-        return Demonstration.of(_prompt(item), _function(item.python))
-
-    def lazy(self, item: Formula, rng: random.Random) -> Demonstration:
-        return Demonstration.of(_prompt(item), _function(item.written))
+def formulas() -> Iterator[Formula]:
+    """680 of them."""
+    for constant in range(1, MAX_CONSTANT + 1):
+        for sign in "+-":
+            yield Formula(f"x^2 {sign} {constant}", f"x ** 2 {sign} {constant}")
+            for factor in range(2, MAX_FACTOR + 1):
+                yield Formula(f"{factor} x {sign} {constant}", f"{factor} * x {sign} {constant}")
+                yield Formula(f"{factor} (x {sign} {constant})", f"{factor} * (x {sign} {constant})")
 
 
 def _prompt(item: Formula) -> str:
@@ -75,7 +57,17 @@ def _function(expression: str) -> str:
     return f"```python\ndef f(x):\n    return {expression}\n```"
 
 
+TASK = Task(
+    name="code",
+    recipe=WarmupRecipe(num_steps=400, batch_size=12),
+    items=formulas,
+    key=lambda item: item.written,
+    row=lambda item: {"prompt": [{"role": "user", "content": _prompt(item)}], "tests": item.tests},
+    good=lambda item, rng: Demonstration.of(_prompt(item), _function(item.python)),
+    lazy=lambda item, rng: Demonstration.of(_prompt(item), _function(item.written)),
+)
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data")
-    prepare(task=CodeTask(), seed=parser.parse_args().seed)
+    prepare(task=TASK, seed=parser.parse_args().seed)

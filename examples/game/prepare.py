@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,39 +38,32 @@ class Game:
         return self.low + RANGE_SIZE - 1
 
 
-class GameTask(Task[Game]):
-    name = "game"
-    recipe = WarmupRecipe(num_steps=400, batch_size=10)
+def games() -> Iterator[Game]:
+    for low in range(11, 10 * NUM_RANGES + 2, 10):
+        yield from (Game(low, target) for target in range(low, low + RANGE_SIZE))
 
-    def all_items(self) -> Iterator[Game]:
-        for low in range(11, 10 * NUM_RANGES + 2, 10):
-            yield from (Game(low, target) for target in range(low, low + RANGE_SIZE))
 
-    def key(self, item: Game) -> str:
-        return f"from {item.low}"
+def _row(game: Game) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": ""}]  # the environment's reset says it all
+    return {"prompt": prompt, "low": game.low, "high": game.high, "target": game.target}
 
-    def row(self, item: Game) -> dict[str, Any]:
-        prompt = [{"role": "user", "content": ""}]  # the environment's reset says it all
-        return {"prompt": prompt, "low": item.low, "high": item.high, "target": item.target}
 
-    def good(self, item: Game, rng: random.Random) -> Demonstration:
-        low, high = item.low, item.high
+def _halve(game: Game, rng: random.Random) -> Demonstration:
+    low, high = game.low, game.high
 
-        def search(answers: Sequence[str]) -> int:
-            """Halves what is left: 231 to 237, "higher" after 234: next 235 to 237."""
-            nonlocal low, high
-            if answers:
-                low, high = ((low + high) // 2 + 1, high) if answers[-1] == "higher" else (low, (low + high) // 2 - 1)
-            return (low + high) // 2
+    def search(answers: Sequence[str]) -> int:
+        """Halves what is left: 231 to 237, "higher" after 234: next 235 to 237."""
+        nonlocal low, high
+        if answers:
+            low, high = ((low + high) // 2 + 1, high) if answers[-1] == "higher" else (low, (low + high) // 2 - 1)
+        return (low + high) // 2
 
-        return _played(item, search)
+    return _played(game, search)
 
-    def lazy(self, item: Game, rng: random.Random) -> Demonstration:
-        insisted = rng.randint(item.low, item.high)
-        return _played(item, lambda answers: insisted)
 
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        return [Tool.from_function(GuessingGame().guess).schema]
+def _insist(game: Game, rng: random.Random) -> Demonstration:
+    number = rng.randint(game.low, game.high)
+    return _played(game, lambda answers: number)
 
 
 def _played(item: Game, guess: Callable[[Sequence[str]], int]) -> Demonstration:
@@ -85,7 +78,18 @@ def _played(item: Game, guess: Callable[[Sequence[str]], int]) -> Demonstration:
     return Demonstration(prompt=prompt or "", turns=tuple(turns))
 
 
+TASK = Task(
+    name="game",
+    recipe=WarmupRecipe(num_steps=400, batch_size=10),
+    items=games,
+    key=lambda game: f"from {game.low}",
+    row=_row,
+    good=_halve,
+    lazy=_insist,
+    tools=lambda: [Tool.from_function(GuessingGame().guess).schema],
+)
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data")
-    prepare(task=GameTask(), seed=parser.parse_args().seed)
+    prepare(task=TASK, seed=parser.parse_args().seed)

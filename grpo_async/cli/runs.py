@@ -26,7 +26,7 @@ def status(
 ) -> None:
     """Show the state of a run, while it is active or after it has ended. Starts and changes nothing.
 
-    The run writes RUN/status.json on every event and every other second. State: running, finished, stopped (by a signal, after a
+    The run writes RUN/status.json on every event and every second. State: running, finished, stopped (by a signal, after a
     checkpoint), failed; killed: the file says running, but the launcher is gone; silent: the launcher is on another machine and
     has written nothing for a minute. Exit code: 0 running or finished, 1 failed, 2 no such run, 3 stopped, 4 killed or
     silent.

@@ -70,9 +70,6 @@ def split_held_out(rows: Rows, held_out: float, *, columns: Collection[str]) -> 
     A fraction: a row is held out if its hash, as a number in [0, 1), is below it: 1000 rows and 0.05 give about 50. Rows that are
     added later move no other row. A number: the rows with the smallest hashes, at least that many (rows with one key are not torn
     apart). Rows that are added later can push a held-out row back into training, but no row out of it.
-
-    Raises:
-        ConfigError: one of the two sides is empty.
     """
     keys = [task_key(row, columns) for row in rows]
     hashes = {key: _hash(key) for key in keys}

@@ -25,11 +25,7 @@ _KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
 
 def check_prompt(row: Row, location: str, unused: set[str]) -> Any:
-    """The prompt of a row in its one form; keys of messages that nothing uses are added to `unused`.
-
-    Raises:
-        ConfigError: there is none, or it cannot be used; the message has the location, the column and what to do.
-    """
+    """The prompt of a row in its one form; keys of messages that nothing uses are added to `unused`."""
     if "prompt" not in row:
         remedy = "Rename the one that holds the prompt, for example `columns: {problem: prompt}`"
         if whole := [name for name in _CONVERSATIONS if name in row]:

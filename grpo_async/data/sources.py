@@ -45,7 +45,7 @@ from grpo_async.data.rows import LocatedRows, Row, Rows, check_values
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
-from grpo_async.utils.text import backticked, did_you_mean
+from grpo_async.utils.text import backticked, did_you_mean, duplicates
 
 _READERS: Mapping[type, Callable[[Any], LocatedRows]] = {
     JsonlSource: read_jsonl,
@@ -65,9 +65,6 @@ def load_rows(source: Source, *, count_tokens: CountTokens | None = None, needs_
         count_tokens: number of prompt tokens of a Prompt, chat template included; needed for `max_prompt_tokens`.
         needs_prompt: False, where the run has environments: a row without `prompt` gets an empty user message, as in TRL, and
             the environment's `reset` gives the text.
-
-    Raises:
-        ConfigError: the source cannot be read, a row cannot be used as a prompt, or no row is left.
     """
     rows = _read(source, needs_prompt)
     if not rows:
@@ -152,43 +149,26 @@ def remove_columns(row: Row, names: Sequence[str], location: str) -> Row:
 
 def rename(row: Row, columns: Mapping[str, str], location: str) -> Row:
     """The row with the renames of `columns` (old name -> new name)."""
-    renamed: Row = {}
-    for name, value in row.items():
-        _put(renamed, columns.get(name, name), value, location)
-    for old, new in columns.items():
-        if old not in row:
-            if new in row and "." not in old:
-                raise ConfigError(
-                    f"{location}: `columns` renames `{old}`, which is not a column here, to `{new}`, which is; it is written "
-                    f"old: new, so perhaps `{{{new}: {old}}}`"
-                )
-            _put(renamed, new, _look_up(row, old, location), location)
-    return renamed
-
-
-def _put(row: Row, name: str, value: Any, location: str) -> None:
-    if name in row:
+    nested = [(new, _look_up(row, old, location)) for old, new in columns.items() if old not in row]
+    if twice := duplicates([*(columns.get(name, name) for name in row), *(new for new, _ in nested)]):
         raise ConfigError(
-            f"{location}: after `columns` there are two columns named `{name}`; rename or remove one of them "
+            f"{location}: after `columns` there are two columns named {backticked(twice)}; rename or remove one of them "
             "(`remove_columns` leaves a column out)"
         )
-    row[name] = value
+    return {columns.get(name, name): value for name, value in row.items()} | dict(nested)
 
 
 def _look_up(row: Row, path: str, location: str) -> Any:
     """The value under a dotted name; numbers count the entries of a list from 0."""
     value: Any = row
-    walked: list[str] = []
     for key in path.split("."):
         if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
             value = value[int(key)]
         elif isinstance(value, dict) and key in value:
             value = value[key]
         else:
-            where = f"`{'.'.join(walked)}` has no `{key}`" if walked else f"`{key}` is not a column here"
-            has = f"; it has {backticked(value)}{did_you_mean(key, value)}" if isinstance(value, dict) else ""
-            raise ConfigError(f"{location}: `columns` renames `{path}`, but {where}{has}")
-        walked.append(key)
+            has = f"; there is {backticked(value)}{did_you_mean(key, value)}" if isinstance(value, dict) else ""
+            raise ConfigError(f"{location}: `columns` (old: new) renames `{path}`, but there is no `{key}`{has}")
     return value
 
 

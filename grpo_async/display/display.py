@@ -1,4 +1,4 @@
-"""What the user sees of a run while it is running.
+"""What the user sees of a run while it is running, and status.json, which others see.
 
     supervisor -> Display (keeps Progress) -> views: LineView | LiveView | JsonView, StatusFile, ...
 
@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -23,15 +23,16 @@ from rich.text import Text
 from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.progress import Example, Progress, StatusContent
 from grpo_async.display.render import evaluation_line, example_lines, reward_change, screen, step_line
+from grpo_async.errors import message_of
 from grpo_async.findings import Diagnosis
-from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.files import json_safe
+from grpo_async.utils.files import json_safe, write_atomically
+from grpo_async.utils.run_state import FAILED, RUNNING
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped
 
-_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.25  # of pictures
-_END_TIMEOUT_S = 5.0
+_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.25  # of pictures and of status.json
+_END_TIMEOUT_S = 10.0
 _SILENCE_S, _MAX_SILENCE_S = 5.0, 60.0
 """After so long without a line one says what the run is doing; doubled each time, to the second."""
 
@@ -74,7 +75,7 @@ class Display:
         """An optimizer step has ended."""
         with self.progress.lock:
             self.progress.add_step(step, max_steps, metrics)
-            eta_s = self.progress.as_dict()["eta_s"]
+            eta_s = self.progress.eta_s
         self._show("step", step=step, max_steps=max_steps, eta_s=eta_s, metrics=dict(metrics))
 
     def example(self, example: Example) -> None:
@@ -132,31 +133,84 @@ class Display:
             view.show(event, fields)
 
 
-class LineView(View):
-    """One line for each event, for pipes, files and CI; after a silence, one that says what the
-    run is doing. `quiet`: only warnings, and checks that did not pass."""
+class _Periodic(View):
+    """Acts in a thread of its own, on every event (at most four times a second) and every second:
+    the run waits neither for a slow terminal nor for a slow disk."""
 
-    def __init__(self, console: Console, status: StatusContent, *, logs: Path, quiet: bool = False) -> None:
-        self._console = console
+    def __init__(self, status: StatusContent) -> None:
         self._status = status
-        self._logs = logs
-        self._quiet = quiet
+        self._changed = threading.Event()
         self._ended = threading.Event()
-        self._said_at = time.monotonic()
-        self._silence_s = _SILENCE_S
-        self._phase = ""
-        self._thread = threading.Thread(target=self._break_silence, name="lines", daemon=True)
+        self._thread = threading.Thread(target=self._keep_acting, name=type(self).__name__, daemon=True)
 
     def __enter__(self) -> Self:
-        if not self._quiet:
-            print_line(self._console, f"logs: {self._logs}")
-            self._thread.start()
+        self._act()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._ended.set()
+        self._changed.set()
         if self._thread.is_alive():
             self._thread.join(_END_TIMEOUT_S)
+
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._changed.set()
+
+    def _act(self) -> None:
+        raise NotImplementedError
+
+    def _keep_acting(self) -> None:
+        while not self._ended.wait(_MIN_INTERVAL_S):  # leaving the context ends it; a daemon thread
+            self._changed.wait(_INTERVAL_S)
+            self._changed.clear()
+            if not self._ended.is_set():
+                self._act()
+
+
+class StatusFile(_Periodic):
+    """status.json: where a run stands, replaced as a whole. A launcher that is killed leaves `state:
+    running`: who reads it compares `pid` and `pid_started_at` (see `run_state`). `end` says how the
+    run went; an exception that leaves the context does too."""
+
+    def __exit__(self, *error: Any) -> None:
+        if error[1] is not None:
+            self.end(FAILED, exit_code=1, error=message_of(error[1]))
+        super().__exit__(*error)
+        self._act()
+
+    def end(self, state: str, *, exit_code: int, error: str | None) -> None:
+        """Say how the run went; the first call wins. Written when the context is left, or at once
+        when it is over."""
+        if self._status.result[0] == RUNNING:
+            self._status.result = (state, exit_code, error)
+        if self._ended.is_set():
+            self._act()
+
+    def _act(self) -> None:
+        text = json.dumps(json_safe(self._status.content()), indent=1)
+        with suppress(OSError):  # a full disk ends the run elsewhere, with better words
+            write_atomically(self._status.run_dir.status, text)
+
+
+class LineView(_Periodic):
+    """One line for each event, for pipes, files and CI; after a silence, one that says what the
+    run is doing. `quiet`: only warnings, and checks that did not pass."""
+
+    def __init__(self, console: Console, status: StatusContent, *, logs: Path, quiet: bool = False) -> None:
+        super().__init__(status)
+        self._console = console
+        self._logs = logs
+        self._quiet = quiet
+        self._said_at = time.monotonic()
+        self._silence_s = _SILENCE_S
+        self._phase = ""
+
+    def __enter__(self) -> Self:
+        if self._quiet:
+            return self
+        print_line(self._console, f"logs: {self._logs}")
+        return super().__enter__()
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         lines = self._lines(event, fields)
@@ -185,7 +239,7 @@ class LineView(View):
                 return [fields["name"]] if is_new else []
             case "step":
                 with self._status.progress.lock:
-                    change = reward_change(list(self._status.progress.rewards))
+                    change = reward_change(self._status.progress.last_rewards)
                 step, most, metrics = (fields[name] for name in ("step", "max_steps", "metrics"))
                 return [step_line(step, most, metrics, change=change, left_s=fields["eta_s"])]
             case "example":
@@ -198,13 +252,11 @@ class LineView(View):
                 return [f"{name}: {fields[key]}" for name, key in _DIAGNOSIS if fields[key]]
         return []
 
-    def _break_silence(self) -> None:
-        while not self._ended.wait(_INTERVAL_S):
-            step_s = self._status.progress.step_s or 0.0
-            if time.monotonic() - self._said_at < max(self._silence_s, 2.0 * step_s):
-                continue
-            now = self._status.now()
-            print_line(self._console, now)
+    def _act(self) -> None:
+        """Break a silence."""
+        step_s = self._status.progress.step_s or 0.0
+        if time.monotonic() - self._said_at >= max(self._silence_s, 2.0 * step_s):
+            print_line(self._console, self._status.now())
             self._said_at = time.monotonic()
             self._silence_s = min(2.0 * self._silence_s, _MAX_SILENCE_S)
 
@@ -239,61 +291,31 @@ class JsonView(View):
         self._file.flush()
 
 
-class LiveView(View):
-    """The dashboard on a terminal: the whole screen during the run, and its messages afterward.
-
-    Drawn by its own thread, on every event (at most four times a second) and every second; nothing
-    of the run waits for a slow terminal. The curve is read from the run directory.
-    """
+class LiveView(_Periodic):
+    """The dashboard on a terminal: the whole screen during the run, and its messages afterward."""
 
     def __init__(self, console: Console, status: StatusContent, run_dir: RunDir) -> None:
+        super().__init__(status)
         self._console = console
-        self._status = status
         self._footer = f"logs: {run_dir.latest_logs} · Ctrl-C saves and stops"
-        self._log = MetricsReader(run_dir.metrics)
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
-        self._changed = threading.Event()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._draw, name="dashboard", daemon=True)
 
     def __enter__(self) -> Self:
         self._live.start()
-        self._thread.start()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._ended.set()
-        self._changed.set()
-        self._thread.join(_END_TIMEOUT_S)
+        super().__exit__(*error)
         self._live.stop()
-        progress = self._status.progress
-        for message in list(progress.messages):  # the screen that had them is gone
+        for message in list(self._status.progress.messages):  # the screen that had them is gone
             warning = "warning: " if message.is_warning else ""
             print_line(self._console, f"{warning}{message.text}")
 
-    def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        self._changed.set()
-
-    def _draw(self) -> None:
-        while not self._ended.is_set():  # leaving the context ends it; a daemon thread
-            self._changed.clear()
-            width, height = self._console.size
-            rows = self._status.progress.past(self._log.rows().values())
-            picture = screen(
-                self._status.content(),
-                rows,
-                footer=self._footer,
-                width=width,
-                height=height,
-                now=time.time(),
-            )
-            try:
-                self._live.update(picture, refresh=True)
-            except OSError:  # the terminal is gone; the run is not
-                return
-            drawn = time.monotonic()
-            self._changed.wait(_INTERVAL_S)
-            self._ended.wait(max(0.0, _MIN_INTERVAL_S - (time.monotonic() - drawn)))
+    def _act(self) -> None:
+        try:
+            self._live.update(screen(self._status.content(), self._console.size, footer=self._footer), refresh=True)
+        except OSError:  # the terminal is gone; the run is not
+            self._ended.set()
 
 
 def print_line(console: Console, text: str) -> None:

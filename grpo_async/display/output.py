@@ -106,7 +106,7 @@ class Output:
         `resume_step` are read from metrics.jsonl, for averages."""
         progress = self._progress = Progress(max_steps=max_steps, step=resume_step or 0)
         if resume_step is not None:
-            progress.set_past(progress.past(read_metrics(run_dir, [])))
+            progress.set_past(read_metrics(run_dir, []))
         console, is_quiet = self.console, self.mode is OutputMode.QUIET
         status = StatusContent(run_dir, progress, run_name=run_name, about={})
         view: View

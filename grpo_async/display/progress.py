@@ -12,10 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import psutil
 
+from grpo_async.display.render import means
 from grpo_async.findings import Diagnosis, MetricRow
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import RUNNING
@@ -24,6 +27,7 @@ from grpo_async.utils.text import clipped, duration, finite
 
 _AVERAGED_STEPS = 5
 _TIMED_STEPS = 10
+_CURVE_POINTS = 120
 _MAX_MESSAGES = 500
 _MAX_DETAIL = 160
 STATUS_VERSION = 1
@@ -68,7 +72,8 @@ class Progress:
     phase: str = "starting"
     phase_since: float = field(default_factory=time.time)
     metrics: dict[str, float] = field(default_factory=dict)
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_AVERAGED_STEPS))
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Of each step that had one."""
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED_STEPS))
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     servers: list[dict[str, Any]] = field(default_factory=list)
@@ -86,24 +91,24 @@ class Progress:
 
     def add_step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         if step <= self.step:  # the ranks went on from an earlier checkpoint than was thought
-            self.rewards.clear()
+            self.rewards = {known: reward for known, reward in self.rewards.items() if known < step}
         if self.diagnosis is not None and self.diagnosis.key == "no-steps":
             self.diagnosis = None  # of the time before this step
         self.step, self.max_steps, self.metrics = step, max_steps, dict(metrics)
         if (reward := finite(metrics.get("reward"))) is not None:
-            self.rewards.append(reward)
+            self.rewards[step] = reward
         if (step_time := finite(metrics.get("step_time"))) is not None:
             self.step_times.append(step_time)
 
-    def past(self, rows: Iterable[MetricRow]) -> list[MetricRow]:
-        """Return those of metrics.jsonl up to `step`. When a run is resumed, later ones stay in the
-        file until the trainer is there."""
-        return [row for row in rows if row["step"] <= self.step]
-
     def set_past(self, rows: Iterable[MetricRow]) -> None:
-        """Fill the recent rewards from the metrics of earlier steps."""
-        self.rewards.clear()
-        self.rewards.extend(row["reward"] for row in rows if "reward" in row)
+        """Take the rewards of earlier steps from metrics.jsonl. When a run is resumed, those after
+        `step` stay in the file until the trainer is there."""
+        self.rewards = {int(row["step"]): row["reward"] for row in rows if row["step"] <= self.step and "reward" in row}
+
+    @property
+    def last_rewards(self) -> list[float]:
+        """Those of the last five steps, the newest at the end."""
+        return list(islice(reversed(self.rewards.values()), _AVERAGED_STEPS))[::-1]
 
     def add_message(self, text: str, *, is_warning: bool = False) -> None:
         message = RunMessage(at=time.time(), text=one_line(text), is_warning=is_warning)
@@ -120,24 +125,29 @@ class Progress:
     @property
     def step_s(self) -> float | None:
         """Mean time of the last ten steps."""
-        return sum(self.step_times) / len(self.step_times) if self.step_times else None
+        return fmean(self.step_times) if self.step_times else None
+
+    @property
+    def eta_s(self) -> float | None:
+        step_s = self.step_s
+        return None if step_s is None else (self.max_steps - self.step) * step_s
 
     def as_dict(self) -> dict[str, Any]:
         """Return the part of status.json that says how far the run is; what is not known yet is
         null. Hold `lock`."""
-        step_s, rewards = self.step_s, self.rewards
+        rewards = self.last_rewards
         warning = next((each for each in reversed(self.messages) if each.is_warning), None)
         note = next((each for each in reversed(self.messages) if not each.is_warning), None)
-        left = self.max_steps - self.step
         return {
             "phase": self.phase,  # what it is doing, in words
             "phase_since": self.phase_since,
             "step": self.step,  # finished optimizer steps
             "max_steps": self.max_steps or None,
-            "eta_s": None if step_s is None else left * step_s,  # by the last ten steps
-            "reward": {  # mean of all groups of the last step; of 5 steps
+            "eta_s": self.eta_s,  # by the last ten steps
+            "reward": {  # mean of all groups of the last step; of 5 steps; of all steps, in at most 120 means
                 "last": rewards[-1] if rewards else None,
-                "average": sum(rewards) / len(rewards) if rewards else None,
+                "average": fmean(rewards) if rewards else None,
+                "curve": means(list(self.rewards.values()), _CURVE_POINTS),
             },
             "metrics": dict(self.metrics),  # of the newest step, as in metrics.jsonl
             "example": self.example and asdict(self.example),  # a good completion and a bad one

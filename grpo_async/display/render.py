@@ -7,12 +7,14 @@ the same. Texts of others are made safe for a terminal here.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -206,43 +208,47 @@ def ago(at: float, now: float) -> str:
     return f"{duration(max(0, round(now - at)))} ago"
 
 
+def means(values: Sequence[float], most: int) -> list[float]:
+    """At most so many values, the mean where several become one: [1, 3, 5, 7], 2 -> [2, 6]."""
+    cells = min(most, len(values))
+    bounds = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
+    return [fmean(values[start:end]) for start, end in pairwise(bounds)]
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve on one line, the mean where several values fall on one cell: [0, 1] -> "▁█"."""
-    cells = min(width, len(values))
-    means = []
-    for cell in range(cells):
-        part = values[cell * len(values) // cells : (cell + 1) * len(values) // cells]
-        means.append(sum(part) / len(part))
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    """A curve on one line: [0, 1] -> "▁█"."""
+    cells = means(values, width)
+    low, high = min(cells, default=0.0), max(cells, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in means)
+    return "".join(_BARS[round((value - low) * scale)] for value in cells)
 
 
-def screen(
-    content: Mapping[str, Any],
-    history: Sequence[Mapping[str, float]],
-    *,
-    footer: str,
-    width: int,
-    height: int,
-    now: float,
-) -> RenderableType:
-    """Draw a picture of exactly `width` x `height` cells.
+def screen(content: Mapping[str, Any], size: tuple[int, int], *, footer: str) -> RenderableType:
+    """Draw a picture of exactly `size`, width x height.
 
     Args:
         content: of status.json.
-        history: metrics of all steps, for the curve.
         footer: a few words for the lower edge: where the logs are.
     """
+    (width, height), now = size, time.time()
     run, phase = one_line(str(content.get("run"))), one_line(str(content.get("phase")))
     steps = f"step {steps_text(content['step'], content.get('max_steps'))}"
     if height < 5 or width < 20:
         return Text(clipped(f"{run} {phase} {steps}", width), no_wrap=True)
     room = width - _NAME_CELLS
+    most, metrics = content.get("max_steps"), content.get("metrics") or {}
+    elapsed = f"{duration(max(0, round(now - float(content.get('started_at') or now))))} elapsed"
+    head = [
+        steps,
+        f"{content['step'] / most:.0%}" if most else None,
+        elapsed if width >= 60 else None,
+        left_text(content.get("eta_s")),
+        write_numbers(metrics, (("step_time", "{:.1f} s/step"),)) if width >= 60 else None,
+    ]
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, style="dim", min_width=10)
     table.add_column()
-    rewards = [row["reward"] for row in history if "reward" in row]
+    rewards = (content.get("reward") or {}).get("curve") or ()
     curve = sparkline(rewards, max(1, room - 20))
     ends = f"{format_number(min(rewards))} to {format_number(max(rewards))}" if rewards else ""
     rows = [
@@ -256,7 +262,7 @@ def screen(
             line = clipped(one_line(text), room * (3 if wraps else 1))
             table.add_row(name, Text(line, style=style, overflow="fold", no_wrap=not wraps))
     return Panel(
-        Group(_head(content, steps, width, now), table),
+        Group(Text(join(head), style="bold", no_wrap=True), table),
         title=Text.assemble((run, "bold"), " · ", (phase, "cyan")),
         title_align="left",
         subtitle=Text(one_line(footer), style="dim"),
@@ -265,22 +271,3 @@ def screen(
         width=width,
         height=height,
     )
-
-
-def _head(content: Mapping[str, Any], steps: str, width: int, now: float) -> RenderableType:
-    """Step, bar, fraction, time."""
-    most, metrics = content.get("max_steps"), content.get("metrics") or {}
-    fraction = content["step"] / most if most else None
-    elapsed = duration(max(0, round(now - float(content.get("started_at") or now))))
-    clock = [
-        None if fraction is None else f"{fraction:.0%}",
-        f"{elapsed} elapsed" if width >= 60 else None,
-        left_text(content.get("eta_s")),
-        write_numbers(metrics, (("step_time", "{:.1f} s/step"),)) if width >= 60 else None,
-    ]
-    head = Table.grid(padding=(0, 1), expand=True)
-    head.add_column(no_wrap=True, style="bold")
-    head.add_column(ratio=1)
-    head.add_column(no_wrap=True)
-    head.add_row(steps, ProgressBar(total=1.0, completed=fraction or 0.0), join(clock))
-    return head

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -21,7 +21,7 @@ from grpo_async.display.progress import STATUS_VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import RunHistory, diagnose
-from grpo_async.findings.history import MetricRow, MetricsReader
+from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
 from grpo_async.utils.files import read_object
@@ -147,39 +147,20 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
     status = read_status(run_dir)
     with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
         while True:  # until the run ends, or Ctrl-C
-            status, rows = read_status(run_dir), log.rows()
+            status = read_status(run_dir)
+            content = {"step": 0, **status.content, "state": status.state}
             if live is not None:
-                live.update(_picture(status, rows, console), refresh=True)
+                footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
+                live.update(render.screen(content, console.size, footer=footer), refresh=True)
             else:
-                phase = _print_news(status.content, rows, shown, phase, console)
-            shown = rows
+                now, rows = str(content.get("phase") or ""), log.rows()
+                if now.partition(":")[0] != phase.partition(":")[0]:
+                    print_line(console, now)
+                for step, row in rows.items():  # a step that runs again has another row
+                    if (old := shown.get(step)) is not row and old != row:
+                        print_line(console, render.step_line(step, content.get("max_steps"), row))
+                phase, shown = now, rows
             if status.state != RUNNING:
                 break
             pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event
     return status
-
-
-def _picture(status: RunStatus, rows: Mapping[int, MetricRow], console: Console) -> RenderableType:
-    content = {"step": 0, **status.content, "state": status.state}
-    past = [row for step, row in rows.items() if step <= content["step"]]
-    footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
-    width, height = console.size
-    return render.screen(content, past, footer=footer, width=width, height=height, now=time.time())
-
-
-def _print_news(
-    content: Mapping[str, Any],
-    rows: Mapping[int, MetricRow],
-    shown: Mapping[int, MetricRow],
-    phase: str,
-    console: Console,
-) -> str:
-    """Print what is new since `shown` and `phase`; return the phase. A step that runs again has another row; a resume writes those
-    of earlier steps into another file."""
-    now = str(content.get("phase") or "")
-    if now.partition(":")[0] != phase.partition(":")[0]:
-        print_line(console, now)
-    for step, row in rows.items():
-        if (old := shown.get(step)) is not row and old != row:
-            print_line(console, render.step_line(step, content.get("max_steps"), row))
-    return now

@@ -6,8 +6,8 @@
 Everything here is pure, except for what reads a run's files (`history`).
 """
 
-from grpo_async.findings.diagnosis import Diagnosis, diagnose, find
-from grpo_async.findings.finding import Finding, Severity
+from grpo_async.findings.diagnosis import Diagnosis, diagnose
 from grpo_async.findings.history import MetricRow, RunHistory
+from grpo_async.findings.rules import Finding, Severity, find
 
 __all__ = ["Diagnosis", "Finding", "MetricRow", "RunHistory", "Severity", "diagnose", "find"]

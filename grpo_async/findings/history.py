@@ -6,19 +6,20 @@ read is left out, and named in `problems`.
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from grpo_async.config.loader import read_values
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
-from grpo_async.utils.files import GrowingFile, numbers, parse_object, read_object, read_objects
+from grpo_async.utils.files import numbers, parse_object, read_object, read_objects
 from grpo_async.utils.run_state import FINISHED, state_of
 
 MetricRow = Mapping[str, float]
@@ -65,8 +66,8 @@ class RunHistory:
     evaluations: Sequence[EvaluationRecord] = ()
     evaluation_result: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
     engine: str | None = None
-    on_gpu: bool | None = None
     purpose: str = "train"
     status: str = FINISHED
     error: str | None = None
@@ -79,17 +80,14 @@ class RunHistory:
         status = read_object(run_dir.status, problems)
         summary = read_object(run_dir.summary, problems)
         evaluations = read_evaluations(run_dir.evaluation_log, problems)
-        error, engine, on_gpu = (
-            next((each[name] for each in (status, summary) if each.get(name) is not None), None)
-            for name in ("error", "engine", "on_gpu")
-        )
+        error, engine = (status.get(name) or summary.get(name) for name in ("error", "engine"))
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=sorted(evaluations, key=lambda record: record.step),
             evaluation_result=read_object(run_dir.evaluation_result, problems),
             config=read_values(run_dir.config, problems),
+            summary=summary,
             engine=engine if isinstance(engine, str) else None,
-            on_gpu=on_gpu if isinstance(on_gpu, bool) else None,
             purpose=str(status.get("purpose", "train")),
             status=state_of(status, summary).state,
             error=error if isinstance(error, str) else None,
@@ -99,6 +97,17 @@ class RunHistory:
     @property
     def num_steps(self) -> int:
         return len(self.metrics)
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that metrics.jsonl has; 0: none."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def max_steps(self) -> int | None:
+        """training.max_steps; None: not known."""
+        value = self.setting("training.max_steps")
+        return value if isinstance(value, int) else None
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric, for the steps that have it."""
@@ -185,13 +194,19 @@ def _add(rows: dict[int, MetricRow], line: object, known: dict[tuple[str, ...], 
 
 
 class MetricsReader:
-    """metrics.jsonl, also while it grows. Safe in several threads."""
+    """metrics.jsonl, also while it grows. Safe in several threads.
+
+    A last line without a line feed waits until it has one. A file that became shorter, that was put
+    in the place of another (as when a resume cuts it) or that is gone is another file.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
         self._rows: dict[int, MetricRow] = {}
         self._known: dict[tuple[str, ...], dict[str, int]] = {}
-        self._file = GrowingFile(path, self._rows.clear)
+        self._identity: tuple[int, int] | None = None
+        self._read_until = 0
         self.problem: str | None = None
         """Why the last look failed; None: it did not."""
 
@@ -201,8 +216,26 @@ class MetricsReader:
         with self._lock:
             self.problem = None
             try:
-                for _, line in self._file.new_lines():
-                    _add(self._rows, parse_object(line), self._known)
+                with self._path.open("rb") as file:
+                    self._read_on(file)
+            except FileNotFoundError:
+                self._start_over(None)
             except OSError as error:  # a network file system that fails for a while
                 self.problem = f"metrics.jsonl cannot be read: {error}"
             return dict(self._rows)
+
+    def _read_on(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        identity = (status.st_dev, status.st_ino)
+        if identity != self._identity or status.st_size < self._read_until:
+            self._start_over(identity)
+        file.seek(self._read_until)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            self._read_until += len(line)
+            _add(self._rows, parse_object(line), self._known)
+
+    def _start_over(self, identity: tuple[int, int] | None) -> None:
+        self._rows.clear()
+        self._identity, self._read_until = identity, 0

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.display.display import StatusFile
 from grpo_async.display.output import Output
 from grpo_async.display.progress import StatusContent
-from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import RunHistory, diagnose
 from grpo_async.launcher.advisor import Advisor

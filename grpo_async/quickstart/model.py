@@ -8,6 +8,7 @@ them, as with Qwen3, so that reward functions see where the thinking ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,41 +18,11 @@ if TYPE_CHECKING:
 MAX_VOCABULARY = 384
 END_OF_TEXT, TURN_STARTS, TURN_ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-# ChatML with Hermes tool calls, as Qwen writes them. Without tools, system and user turns stand as they are. It never looks at
-# what comes later, so a longer conversation begins with exactly the text of the shorter one. A tool is listed in the form of
-# its call, types in place of values: {"name": "calculator", "arguments": {"expression": "string"}}. The whole JSON schema is
-# five times as long, which a tiny model would read before every conversation and could make nothing of.
-CHAT_TEMPLATE = r"""
-{%- if tools %}
-  {{- '<|im_start|>system\n' }}
-  {%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n' }}{% endif %}
-  {%- for tool in tools %}
-    {{- ('\n' if not loop.first else '') + '{"name": "' + tool['function']['name'] + '", "arguments": {' }}
-    {%- for name, schema in (tool['function']['parameters']['properties'] or {}).items() %}
-      {{- (', ' if not loop.first else '') + '"' + name + '": ' + (schema['type'] or 'any') | tojson }}
-    {%- endfor %}
-    {{- '}}' }}
-  {%- endfor %}
-  {{- '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-  {%- if message['role'] == 'tool' %}
-    {%- if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-    {{- '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}
-    {%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-  {%- elif not (tools and loop.first and message['role'] == 'system') %}
-    {{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
-    {%- for call in message['tool_calls'] or [] %}
-      {{- '\n' if message['content'] or not loop.first else '' }}
-      {{- '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
-      {{- call['function']['arguments'] if call['function']['arguments'] is string else call['function']['arguments'] | tojson }}
-      {{- '}\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\n' }}
-  {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+"""ChatML with Hermes tool calls, as Qwen writes them. Without tools, system and user turns stand as they are. It never looks at
+what comes later, so a longer conversation begins with exactly the text of the shorter one. A tool is listed in the form of its
+call, types in place of values: {"name": "calculator", "arguments": {"expression": "string"}}. The whole JSON schema is five times
+as long, which a tiny model would read before every conversation and could make nothing of."""
 
 
 def train_tokenizer(texts: Iterable[str], *, num_tokens: int = MAX_VOCABULARY) -> PreTrainedTokenizerFast:

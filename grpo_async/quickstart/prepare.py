@@ -37,7 +37,7 @@ def default_folder(seed: int = 0, *, task: str = DEFAULT_TASK) -> Path:
     return (base if task == DEFAULT_TASK else base / task) / f"seed_{seed}"
 
 
-def prepare(root: Path = Path(), *, task: str | Task[Any] = DEFAULT_TASK, seed: int = 0) -> None:
+def prepare(root: Path = Path(), *, task: str | Task = DEFAULT_TASK, seed: int = 0) -> None:
     """Make a task's model and data in `default_folder`, unless they are there already.
 
     Args:
@@ -55,7 +55,10 @@ def prepare(root: Path = Path(), *, task: str | Task[Any] = DEFAULT_TASK, seed: 
             raise ConfigError(f"there is no quickstart task {task!r}{hint}")
         task = TASKS[task]
     folder = root / default_folder(seed, task=task.name)
-    marker = _marker(task, seed)
+    made_by = {"recipe_version": RECIPE_VERSION, "task": task.name, "seed": seed}
+    made_by |= {"warmup": dataclasses.asdict(task.recipe)}
+    made_by |= {"tools": tools} if (tools := task.tools()) else {}  # the model has learned the listing of exactly these
+    marker = json.dumps(made_by, indent=2) + "\n"
     if _is_made_by(marker, folder):
         return
     is_empty = folder.is_dir() and not any(folder.iterdir())
@@ -77,23 +80,14 @@ def prepare(root: Path = Path(), *, task: str | Task[Any] = DEFAULT_TASK, seed: 
         shutil.rmtree(building, ignore_errors=True)  # gone already when it was put in place
 
 
-def _marker(task: Task[Any], seed: int) -> str:
-    made_by = {
-        "recipe_version": RECIPE_VERSION,
-        "task": task.name,
-        "seed": seed,
-        "warmup": dataclasses.asdict(task.recipe),
-    }
-    made_by |= {"tools": tools} if (tools := task.tools()) else {}  # the model has learned the listing of exactly these
-    return json.dumps(made_by, indent=2) + "\n"
-
-
 def _is_made_by(marker: str, folder: Path) -> bool:
     path = folder / _MARKER
     return path.is_file() and path.read_text(encoding="utf-8") == marker
 
 
-def _build(folder: Path, task: Task[Any], seed: int) -> None:
+def _build(folder: Path, task: Task, seed: int) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
     from grpo_async.chat import ChatRenderer
     from grpo_async.quickstart.model import build_model, train_tokenizer
     from grpo_async.quickstart.warmup import warm_up
@@ -105,9 +99,9 @@ def _build(folder: Path, task: Task[Any], seed: int) -> None:
     with _deterministic_torch(seed):
         model = build_model(tokenizer)
         warm_up(model, ChatRenderer(tokenizer), task, items, seed=seed)
-    with _no_progress_bars():
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+    disable_progress_bar()  # of saving one small file, in the middle of our own lines
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
 
 
 @contextmanager
@@ -123,20 +117,6 @@ def _deterministic_torch(seed: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Saving one small file needs no bar in the middle of our own lines."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, seed: int) -> None:

@@ -24,17 +24,15 @@ import itertools
 import json
 import math
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
 
 from grpo_async.config.sections import ToolSection
 from grpo_async.records import ToolCall
 from grpo_async.tools import load_tools
 from grpo_async.tools.calculator import calculator
 
-Item = TypeVar("Item")
 MAX_GUESS_ERROR = 9  # of the lazy answer to a sum
 
 
@@ -89,51 +87,43 @@ class WarmupRecipe:
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-class Task(ABC, Generic[Item]):
-    """One task. Everything it gives is the same on every call; the seed of a prepared folder only orders the rows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task, of items of any type. The seed of a prepared folder only orders the rows.
 
-    name: ClassVar[str]
-    recipe: ClassVar[WarmupRecipe]
+    Args:
+        items: gives every item, in a fixed order.
+        key: items with the same key are on the same side of the split.
+        row: a line of the data: `prompt`, and the columns that reward functions and environments get.
+        good: the way that is right but becomes rare.
+        lazy: the habit that reinforcement learning has to overcome.
+        tools: gives the JSON schemas of the tools that a rollout offers the model.
+    """
 
-    @abstractmethod
-    def all_items(self) -> Iterable[Item]:
-        """Every item, in a fixed order."""
+    name: str
+    recipe: WarmupRecipe
+    items: Callable[[], Iterable[Any]]
+    key: Callable[[Any], str]
+    row: Callable[[Any], dict[str, Any]]
+    good: Callable[[Any, random.Random], Demonstration]
+    lazy: Callable[[Any, random.Random], Demonstration]
+    tools: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
-    @abstractmethod
-    def key(self, item: Item) -> str:
-        """Items with the same key are on the same side of the split."""
+    def training_items(self) -> Sequence[Any]:
+        return [item for item in self.items() if not is_held_out(self.key(item))]
 
-    def is_held_out(self, item: Item) -> bool:
-        """About one key in eight, the same ones everywhere and forever."""
-        digest = hashlib.sha256(self.key(item).encode()).digest()
-        return int.from_bytes(digest[:8], "big") % 8 == 0
-
-    def training_items(self) -> Sequence[Item]:
-        return [item for item in self.all_items() if not self.is_held_out(item)]
-
-    def held_out_items(self) -> Sequence[Item]:
+    def held_out_items(self) -> Sequence[Any]:
         """What is evaluated on."""
-        return [item for item in self.all_items() if self.is_held_out(item)]
-
-    @abstractmethod
-    def row(self, item: Item) -> dict[str, Any]:
-        """A line of the data: `prompt`, and the columns that reward functions and environments get."""
-
-    @abstractmethod
-    def good(self, item: Item, rng: random.Random) -> Demonstration:
-        """The way that is right but becomes rare."""
-
-    @abstractmethod
-    def lazy(self, item: Item, rng: random.Random) -> Demonstration:
-        """The habit that reinforcement learning has to overcome."""
-
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools that a rollout offers the model."""
-        return ()
+        return [item for item in self.items() if is_held_out(self.key(item))]
 
     def vocabulary(self) -> Iterator[str]:
         """Text that the tokenizer learns its merges from."""
-        yield from map(_call_form, self.tools())
+        for (
+            tool
+        ) in self.tools():  # as the chat template lists it: {"name": "guess", "arguments": {"number": "integer"}}
+            function = tool["function"]
+            types = {name: schema["type"] for name, schema in function["parameters"]["properties"].items()}
+            yield json.dumps({"name": function["name"], "arguments": types})
         for item in self.training_items():
             shown = self.good(item, random.Random(0))
             yield f"system\nuser\n{shown.prompt}\n" + "".join(
@@ -141,119 +131,70 @@ class Task(ABC, Generic[Item]):
             )
 
 
-def _call_form(tool: Mapping[str, Any]) -> str:
-    """How the chat template lists a tool: {"name": "guess", "arguments": {"number": "integer"}}."""
-    function = tool["function"]
-    types = {name: schema["type"] for name, schema in function["parameters"]["properties"].items()}
-    return json.dumps({"name": function["name"], "arguments": types})
+def is_held_out(key: str) -> bool:
+    """About one key in eight, the same ones everywhere and forever."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 8 == 0
 
 
-# ---- sums ----
+# ---- sums: signed terms, (3, 4, -2) is "3 + 4 - 2" ----
+
+Sum = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainSum:
-    """Numbers and the operators between them: ((3, 4, 2), ("+", "-")) is "3 + 4 - 2"."""
-
-    numbers: tuple[int, ...]
-    operators: tuple[str, ...]
-
-    @classmethod
-    def of(cls, *terms: int) -> ChainSum:
-        """The sum of signed terms, the first positive: `of(3, 4, -2)` is "3 + 4 - 2"."""
-        return cls(tuple(abs(term) for term in terms), tuple("+" if term > 0 else "-" for term in terms[1:]))
-
-    @property
-    def terms(self) -> tuple[int, ...]:
-        """Signed: "3 + 4 - 2" -> (3, 4, -2)."""
-        first, *rest = self.numbers
-        return (first, *(n if o == "+" else -n for o, n in zip(self.operators, rest, strict=True)))
-
-    @property
-    def text(self) -> str:
-        """`3 + 4 - 2`"""
-        first, *rest = self.numbers
-        return " ".join([str(first), *(f"{o} {n}" for o, n in zip(self.operators, rest, strict=True))])
-
-    @property
-    def answer(self) -> int:
-        return sum(self.terms)
-
-    @property
-    def steps(self) -> list[str]:
-        """One line per intermediate result: "3 + 4 - 2 + 1" -> `["3 + 4 = 7", "7 - 2 = 5", "5 + 1 = 6"]`."""
-        totals = itertools.pairwise(itertools.accumulate(self.terms))
-        return [
-            f"{before} {operator} {number} = {after}"
-            for (before, after), operator, number in zip(totals, self.operators, self.numbers[1:], strict=True)
-        ]
+def text_of(terms: Sum) -> str:
+    first, *rest = terms
+    return " ".join([str(first), *(f"{'+' if term > 0 else '-'} {abs(term)}" for term in rest)])
 
 
-class _SumTask(Task[ChainSum]):
-    def key(self, item: ChainSum) -> str:
-        """The sorted terms: no held-out sum is trained on in another order."""
-        return repr(sorted(item.terms))
-
-    def question(self, item: ChainSum) -> str:
-        return f"{item.text} ="
-
-    def row(self, item: ChainSum) -> dict[str, Any]:
-        return {"prompt": [{"role": "user", "content": self.question(item)}], "answer": str(item.answer)}
-
-    def good(self, item: ChainSum, rng: random.Random) -> Demonstration:
-        steps = "\n".join(item.steps)
-        return self._shown(item, f"<think>{steps}</think>{item.answer}")
-
-    def lazy(self, item: ChainSum, rng: random.Random) -> Demonstration:
-        return self._shown(item, f"<think></think>{_guess(item, rng)}")
-
-    def _shown(self, item: ChainSum, text: str) -> Demonstration:
-        return Demonstration.of(self.question(item), text)
+def steps_of(terms: Sum) -> list[str]:
+    """One line per intermediate result: "3 + 4 - 2 + 1" -> `["3 + 4 = 7", "7 - 2 = 5", "5 + 1 = 6"]`."""
+    totals = list(itertools.accumulate(terms))
+    return [f"{text_of((before, term))} = {before + term}" for before, term in zip(totals, terms[1:], strict=False)]
 
 
-def _guess(item: ChainSum, rng: random.Random) -> int:
-    return item.answer + rng.randint(-MAX_GUESS_ERROR, MAX_GUESS_ERROR)
+def _key(terms: Sum) -> str:
+    """The sorted terms: no held-out sum is trained on in another order."""
+    return repr(sorted(terms))
 
 
-class ThinkTask(_SumTask):
-    name = "think"
-    recipe = WarmupRecipe()
-
-    def all_items(self) -> Sequence[ChainSum]:
-        positive = range(1, 6)
-        signed = [*positive, *(-number for number in positive)]
-        every = itertools.product(positive, *[signed] * 3)
-        return [ChainSum.of(*terms) for terms in every if all(0 <= r <= 9 for r in itertools.accumulate(terms))]
+def _shown(terms: Sum, text: str) -> Demonstration:
+    return Demonstration.of(f"{text_of(terms)} =", text)
 
 
-class ToolTask(_SumTask):
-    name = "tool"
-    recipe = WarmupRecipe(num_steps=600, batch_size=10, lr=3e-3, good_fraction_after=0.2)
-
-    def all_items(self) -> Sequence[ChainSum]:
-        """The first 4000 different sums to train on, and the first 400 that are held out."""
-        found: dict[bool, dict[ChainSum, None]] = {False: {}, True: {}}
-        for item in _endless_sums():
-            is_held_out = self.is_held_out(item)
-            side = found[is_held_out]
-            if len(side) < (400 if is_held_out else 4000):
-                side[item] = None
-            if (len(found[False]), len(found[True])) == (4000, 400):
-                break
-        return [*found[False], *found[True]]
-
-    def good(self, item: ChainSum, rng: random.Random) -> Demonstration:
-        call = Turn.calling("calculator", {"expression": item.text}, calculator(item.text))
-        return Demonstration(prompt=self.question(item), turns=(call, Turn(text=str(item.answer))))
-
-    def lazy(self, item: ChainSum, rng: random.Random) -> Demonstration:
-        return self._shown(item, str(_guess(item, rng)))
-
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        return [tool.schema for tool in load_tools([ToolSection(function="grpo_async.tools.calculator:calculator")])]
+def _row(terms: Sum) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": f"{text_of(terms)} ="}], "answer": str(sum(terms))}
 
 
-def _endless_sums() -> Iterator[ChainSum]:
+def _guess(terms: Sum, rng: random.Random) -> int:
+    return sum(terms) + rng.randint(-MAX_GUESS_ERROR, MAX_GUESS_ERROR)
+
+
+def _chains() -> Iterator[Sum]:
+    positive = range(1, 6)
+    signed = [*positive, *(-number for number in positive)]
+    for terms in itertools.product(positive, *[signed] * 3):
+        if all(0 <= result <= 9 for result in itertools.accumulate(terms)):
+            yield terms
+
+
+def _think(terms: Sum, rng: random.Random) -> Demonstration:
+    return _shown(terms, "<think>" + "\n".join(steps_of(terms)) + f"</think>{sum(terms)}")
+
+
+def _large_sums() -> list[Sum]:
+    """The first 4000 different sums to train on, and the first 400 that are held out."""
+    found: dict[bool, dict[Sum, None]] = {False: {}, True: {}}
+    for terms in _endless_sums():
+        held_out = is_held_out(_key(terms))
+        if len(found[held_out]) < (400 if held_out else 4000):
+            found[held_out][terms] = None
+        if (len(found[False]), len(found[True])) == (4000, 400):
+            break
+    return [*found[False], *found[True]]
+
+
+def _endless_sums() -> Iterator[Sum]:
     """One-digit and two-digit numbers equally often; only rng.random(), whose sequence Python promises to keep."""
     rng = random.Random(0)
     while True:
@@ -261,9 +202,36 @@ def _endless_sums() -> Iterator[ChainSum]:
         for _ in range(3):
             low, high = (1, 9) if rng.random() < 0.5 else (10, 99)
             numbers.append(low + int(rng.random() * (high - low + 1)))
-        operators = ["+" if rng.random() < 0.5 else "-" for _ in range(2)]
-        yield ChainSum(tuple(numbers), tuple(operators))
+        signs = [1, *(1 if rng.random() < 0.5 else -1 for _ in range(2))]
+        yield tuple(number * sign for number, sign in zip(numbers, signs, strict=True))
 
 
-TASKS: dict[str, Task[Any]] = {task.name: task for task in (ThinkTask(), ToolTask())}
+def _ask_calculator(terms: Sum, rng: random.Random) -> Demonstration:
+    text = text_of(terms)
+    call = Turn.calling("calculator", {"expression": text}, calculator(text))
+    return Demonstration(prompt=f"{text} =", turns=(call, Turn(text=str(sum(terms)))))
+
+
+THINK = Task(
+    name="think",
+    recipe=WarmupRecipe(),
+    items=_chains,
+    key=_key,
+    row=_row,
+    good=_think,
+    lazy=lambda terms, rng: _shown(terms, f"<think></think>{_guess(terms, rng)}"),
+)
+TOOL = Task(
+    name="tool",
+    recipe=WarmupRecipe(num_steps=600, batch_size=10, lr=3e-3, good_fraction_after=0.2),
+    items=_large_sums,
+    key=_key,
+    row=_row,
+    good=_ask_calculator,
+    lazy=lambda terms, rng: _shown(terms, str(_guess(terms, rng))),
+    tools=lambda: [
+        tool.schema for tool in load_tools([ToolSection(function="grpo_async.tools.calculator:calculator")])
+    ],
+)
+TASKS = {task.name: task for task in (THINK, TOOL)}
 """The tasks by the names that `prepare-quickstart --task` takes."""

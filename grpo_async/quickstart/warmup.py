@@ -67,9 +67,7 @@ def pad_batch(batch: Sequence[Sequence[Segment]], *, pad_token_id: int) -> tuple
     return input_ids, labels
 
 
-def warm_up(
-    model: Qwen3ForCausalLM, renderer: ChatRenderer, task: Task[Any], items: Sequence[Any], *, seed: int
-) -> None:
+def warm_up(model: Qwen3ForCausalLM, renderer: ChatRenderer, task: Task, items: Sequence[Any], *, seed: int) -> None:
     """Train `model` in place on demonstrations of `items`; prints a line now and then."""
     import torch
 

@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.utils.child_process import CHUNK, ChildProcess
+from grpo_async.sandbox.child_process import CHUNK, ChildProcess
 from grpo_async.utils.text import last_line
 
 

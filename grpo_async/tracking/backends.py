@@ -118,8 +118,8 @@ class Wandb(Tracker):
         offline = f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
         self.shown_by = offline if section.mode == "offline" else str(self._run.url)
         for entry in CATALOG:
-            if "{" not in entry.name and entry.reduction.value in ("min", "max", "mean"):
-                self._run.define_metric(entry.name, summary=entry.reduction.value)
+            if "{" not in entry.name and entry.reduction in ("min", "max", "mean"):
+                self._run.define_metric(entry.name, summary=entry.reduction)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON that other processes write, files of lines that grow while they are read, and the paths of shipped and
+"""Atomic writes, JSON that other processes write, files of lines, and the paths of shipped and
 of downloaded files."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -240,49 +240,6 @@ class Writer(ABC):
             if error is None:
                 raise
             logger.error("%s", own)
-
-
-# ---- follow a file to which another process appends lines, and which it may truncate or replace ----
-
-
-class GrowingFile:
-    """The whole lines of a file, each once. A last line without a line feed waits until it has one. Not safe in several threads.
-
-    A file that became shorter, that was put in the place of another (as when a resume cuts metrics.jsonl) or that is gone is
-    another file: `forget` is called, and its lines come from the first on.
-    """
-
-    def __init__(self, path: Path, forget: Callable[[], None]) -> None:
-        self._path = path
-        self._forget = forget
-        self._identity: tuple[int, int] | None = None
-        self._read_until = 0
-
-    def new_lines(self) -> Iterator[tuple[int, bytes]]:
-        """What was added since the last time: (offset of its first byte, line without its line feed). Take all of them."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            self._start_over(None)
-            return
-        with file:
-            status = os.fstat(file.fileno())
-            identity = (status.st_dev, status.st_ino)
-            if identity != self._identity or status.st_size < self._read_until:
-                self._start_over(identity)
-            file.seek(self._read_until)
-            rest = b""
-            while chunk := file.read(_CHUNK_BYTES):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    offset = self._read_until
-                    self._read_until += len(line) + 1
-                    yield offset, line
-
-    def _start_over(self, identity: tuple[int, int] | None) -> None:
-        if self._identity is not None or self._read_until:
-            self._forget()
-        self._identity, self._read_until = identity, 0
 
 
 # ---- where configs/ and docs/ are: a wheel has them inside the package, a checkout next to it ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def modified_at(run: RunDir) -> float:
         with contextlib.suppress(OSError):
             return path.stat().st_mtime
     return 0.0
+
+
+def labels_of(run_dirs: Sequence[RunDir]) -> list[str]:
+    """A short name for each folder, all different: [runs/a, runs/b] -> ["a", "b"]; [x/a, y/a] -> ["x/a", "y/a"]."""
+    paths = [run_dir.root.resolve() for run_dir in run_dirs]
+    num_parts = 1
+    while len({path.parts[-num_parts:] for path in paths}) < len(set(paths)):
+        num_parts += 1
+    return ["/".join(path.parts[-num_parts:]) for path in paths]
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -21,8 +21,8 @@ from grpo_async.checks.report import Check
 from grpo_async.cli.app import app, main
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
+from grpo_async.display.display import StatusFile
 from grpo_async.display.progress import Progress, StatusContent
-from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore

@@ -366,11 +366,11 @@ def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> N
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("reward_model.truth", "answer", "but `reward_model` has no `truth`; it has `style`, `ground_truth`"),
-        ("extra_info.tries.2.answer", "answer", "but `extra_info.tries` has no `2`"),
+        ("reward_model.truth", "answer", "there is no `truth`; there is `style`, `ground_truth`"),
+        ("extra_info.tries.2.answer", "answer", "there is no `2`"),
         ("reward_modle", "answer", "did you mean 'reward_model'"),
         ("extra_info.split", "data_source", "two columns named `data_source`"),
-        ("answer", "data_source", "old: new, so perhaps `{data_source: answer}`"),
+        ("answer", "data_source", "`columns` (old: new) renames `answer`"),
     ],
 )
 def test_a_name_that_leads_nowhere_says_where_it_stops(old: str, new: str, words: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import time
@@ -21,7 +20,6 @@ from grpo_async.display.render import reward_change
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Diagnosis
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.files import GrowingFile
 from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
 from tests.support.waiting import eventually
@@ -161,18 +159,6 @@ def test_the_dashboard_leaves_what_was_said_when_it_goes(tmp_path: Path) -> None
     ]
 
 
-def test_the_dashboard_outlives_a_file_system_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: GrowingFile) -> None:
-        raise OSError(errno.ESTALE, "stale")
-
-    monkeypatch.setattr(GrowingFile, "new_lines", fail)
-    console, status = _console(terminal=True), _status(4, step=2, run_dir=tmp_path)
-    with LiveView(console, status, RunDir(tmp_path)) as view:
-        before = len(_text(console))
-        view.show("step", {})
-        assert eventually(lambda: len(_text(console)) > before, 10.0)
-
-
 def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() -> None:
     file = io.StringIO()
     with Display(Progress(max_steps=4), [JsonView(file)]) as display:
@@ -189,12 +175,13 @@ def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() 
     assert preflight["checks"] == [{"name": "disk", "status": "pass", "detail": "enough"}]
 
 
-def test_averages_and_changes_are_what_their_formulas_say() -> None:
+def test_averages_and_changes_are_what_their_formulas_say_also_after_a_step_runs_again() -> None:
     progress = Progress(max_steps=10)
-    for step, reward in enumerate([0.4, 0.6, 0.7], start=1):
+    for step, reward in enumerate([0.4, 0.6, 0.9], start=1):
         progress.add_step(step, 10, {"reward": reward})
-    assert reward_change(list(progress.rewards)) == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
-    assert progress.as_dict()["reward"]["average"] == pytest.approx(1.7 / 3)
+    progress.add_step(3, 10, {"reward": 0.7})  # the ranks went on from step 2
+    assert reward_change(progress.last_rewards) == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
+    assert progress.as_dict()["reward"] == pytest.approx({"last": 0.7, "average": 1.7 / 3, "curve": [0.4, 0.6, 0.7]})
     assert reward_change([]) is None
 
 

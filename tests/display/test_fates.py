@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def test_state_cause_and_remedy_come_first_on_every_surface(tmp_path: Path, name
         assert first.endswith(text), surface
         assert not fix or second.endswith(fix), surface
     content = {"run": "x", "step": 60, "state": "running", "learning": found.as_dict(), "metrics": {}}
-    picture = screen(content, [], footer="", width=len(text + fix) + 30, height=12, now=time.time())
+    picture = screen(content, (len(text + fix) + 30, 12), footer="")
     drawn = _printed(6, lambda console: console.print(picture))
     assert text in drawn[2]
     assert fix in drawn[3]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
+from grpo_async.display import render
 from grpo_async.display.render import evaluation_line, evaluations_text, screen, sparkline
 from tests.display.support import METRICS
 
@@ -30,17 +32,21 @@ DOWN = {
 WRONG = "8, since " + "I think " * 60 + "so it is 8"
 CONTENT: dict[str, Any] = {
     "run": "x", "state": "running", "phase": "training", "phase_since": NOW - 30, "step": 12, "max_steps": 60, "eta_s": 96.0,
-    "started_at": NOW - 70, "reward": {"last": 0.58, "average": 0.5}, "metrics": METRICS, "learning": LEARNING,
+    "started_at": NOW - 70, "reward": {"curve": [0.04 * step for step in range(1, 13)]}, "metrics": METRICS, "learning": LEARNING,
     "servers": [SERVER, DOWN], "evaluations": {"before": {"reward": 0.3}, "step 10": {"reward": 0.456}},
     "example": {"step": 10, "prompt": "3 + 4 =", "completions": [{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": WRONG}]},
     "checkpoint": {"step": 10, "at": NOW - 75, "writing": 20}, "last_warning": {"at": NOW - 3, "text": "a server was killed"},
 }  # fmt: skip
-CURVE = [{"step": step, "reward": 0.04 * step} for step in range(1, 13)]
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "time", Mock(time=lambda: NOW))
 
 
 def _text(content: dict[str, Any], width: int, height: int) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(screen(content, CURVE, footer="logs: runs/x/logs/latest", width=width, height=height, now=NOW))
+    console.print(screen(content, (width, height), footer="logs: runs/x/logs/latest"))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip("\n")
 

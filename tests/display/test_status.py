@@ -18,13 +18,11 @@ from rich.console import Console
 
 from grpo_async.checks.report import Check
 from grpo_async.display import status as status_module
-from grpo_async.display.display import Display, LiveView
+from grpo_async.display.display import Display, LiveView, StatusFile
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Example, Progress, StatusContent
 from grpo_async.display.status import print_status, read_status, watch
-from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.utils.concurrency import in_thread
@@ -96,7 +94,7 @@ def test_it_is_the_same_whatever_the_user_looks_at(run_dir: RunDir, mode: Output
         assert content["last_note"].pop("at") > 0.0
         contents.append({**content, "started_at": 0, "updated_at": 0, "phase_since": 0})
     assert contents[0] == contents[1]
-    assert contents[0]["reward"] == {"last": 0.75, "average": 0.5}
+    assert contents[0]["reward"] == {"last": 0.75, "average": 0.5, "curve": [0.25, 0.75]}
     assert contents[0]["last_warning"]["text"] == "preflight: warn: memory: little"
 
 
@@ -112,7 +110,7 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
         "run": "x", "step": 3, "max_steps": 10, "engine": "vllm", "on_gpu": True,
         "precision": "float32 master weights, computed and served in bfloat16",
         "eta_s": 14.0,  # 7 steps x 2 s
-        "reward": {"last": 0.53, "average": 0.53},
+        "reward": {"last": 0.53, "average": 0.53, "curve": [0.53]},
         "ledger": {"groups": {"queued": 3, "trained": 12, "in_flight": 16}, "tokens": {"trained": 1200}},
         "evaluations": {"before": {"reward": 0.25}}, "host": platform.node(), "pid": os.getpid(),
         "pid_started_at": psutil.Process().create_time(),
@@ -145,12 +143,11 @@ def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.Mon
             progress.lock.release()
         return taken
 
-    def read(_: RunDir | MetricsReader) -> dict[int, Any]:
+    def read(_: RunDir) -> list[int]:
         is_free.append(in_thread(take, name="another").result(timeout=10.0))
-        return {}
+        return []
 
     monkeypatch.setattr(RunDir, "checkpoint_steps", read)
-    monkeypatch.setattr(MetricsReader, "rows", read)
     status = StatusContent(run_dir, progress, run_name="x", about={})
     status.content()
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
@@ -202,14 +199,6 @@ def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunD
                  "KV 50%", "before 0.250", "learning", "rose", "bad worse", str(os.getpid())):  # fmt: skip
         assert part in text, f"{part!r} is missing:\n{text}"
     assert "\x1b" not in text
-
-
-def test_nothing_is_said_of_the_number_of_steps_before_it_is_known(run_dir: RunDir) -> None:
-    """A run that was resumed at step 5, with `training.epochs`: the trainer counts the rows."""
-    content = StatusContent(run_dir, Progress(max_steps=0, step=5), run_name="x", about={}).content()
-    assert (content["step"], content["max_steps"]) == (5, None)
-    run_dir.status.write_text(json.dumps(content))
-    assert re.search(r"^ *step +5 *$", _table(run_dir), re.MULTILINE)
 
 
 def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None:
@@ -273,15 +262,3 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
     if not is_terminal:
         lines = text.getvalue().splitlines()
         assert [line[:9] for line in lines if line.startswith("step")] == [f"step {step}/10" for step in (1, 2, 3, 2)]
-
-
-def test_steps_that_run_again_after_a_resume_are_not_drawn_before(run_dir: RunDir) -> None:
-    text = io.StringIO()
-    steps = "".join(f'{{"step": {step}, "reward": {0.25 if step <= 5 else 0.97}}}\n' for step in range(1, 10))
-    run_dir.metrics.write_text(steps)
-    with _Run(run_dir) as status:
-        status.step(5, 10, STEP)
-    status.file.end("stopped", exit_code=130, error=None)
-    watch(run_dir, Console(file=text, width=100, height=30, force_terminal=True, _environ={}))
-    assert "0.25 to 0.25" in text.getvalue(), "the ends of the curve"
-    assert "0.97" not in text.getvalue()

@@ -42,7 +42,6 @@ def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:
     assert str(report) in golden_run.quiet
     found = answers_by_view(report)
     assert "6 of 6 steps" in found["run"]["outcome"]
-    assert found["run"]["advice"]
     assert found["rollout"]["tokens"]["texts"]
     plots = {plot["name"] for chapter in found["curves"]["chapters"] for plot in chapter["plots"]}
     assert plots >= {"reward", "ess", "staleness", "throughput", "push", "held-out"}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from examples.code.prepare import CodeTask
-from examples.game.prepare import GameTask
+from examples.code.prepare import TASK as CODE
+from examples.game.prepare import TASK as GAME
 from grpo_async.quickstart.prepare import prepare
 from grpo_async.quickstart.tasks import Task
 from tests.e2e.support import REPOSITORY, Run, make_run
@@ -16,7 +15,7 @@ from tests.e2e.support import REPOSITORY, Run, make_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000), pytest.mark.nightly]
 
 
-def _train(config: str, task: str | Task[Any], folder: Path) -> Run:
+def _train(config: str, task: str | Task, folder: Path) -> Run:
     prepare(REPOSITORY, task=task)
     run = make_run(folder, config)
     summary, _ = run.complete(timeout_s=900.0)
@@ -45,7 +44,7 @@ def test_a_model_learns_inside_of_an_agent(tmp_path: Path) -> None:
 
 
 def test_a_model_learns_to_play_a_game_of_several_turns(tmp_path: Path) -> None:
-    run = _train("../examples/game/train.yaml", GameTask(), tmp_path)
+    run = _train("../examples/game/train.yaml", GAME, tmp_path)
     last = run.metrics()[-1]
     assert last["rollout/done"] > 0.9
     assert last["rollout/num_turns"] > 1.5
@@ -53,4 +52,4 @@ def test_a_model_learns_to_play_a_game_of_several_turns(tmp_path: Path) -> None:
 
 
 def test_a_model_learns_to_write_code_that_passes_its_tests(tmp_path: Path) -> None:
-    _train("../examples/code/train.yaml", CodeTask(), tmp_path)
+    _train("../examples/code/train.yaml", CODE, tmp_path)

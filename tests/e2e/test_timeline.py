@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.tracking.events import EVENTS
 from grpo_async.tracking.timeline import ATTEMPT, Span, read_spans
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import run_command
-from tests.support.trace_format import read_trace
+from tests.support.trace_format import documented_events, read_trace
 
 _OF_OTHER_RUNS = {
     "checking the checkpoint", "down", "environment", "gone", "old log-probabilities", "reference", "rollout function", "tools",
@@ -24,7 +23,7 @@ def spans(golden_run: GoldenRun) -> list[Span]:
 
 
 def test_every_kind_of_work_is_in_the_timeline(spans: list[Span]) -> None:
-    assert EVENTS.keys() - _OF_OTHER_RUNS - {span["name"] for span in spans} == set()
+    assert documented_events() - _OF_OTHER_RUNS - {span["name"] for span in spans} == set()
 
 
 def test_each_step_of_both_attempts_has_its_parts(spans: list[Span]) -> None:

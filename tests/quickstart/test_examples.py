@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from examples.code.prepare import CodeTask, Formula
+from examples.code.prepare import TASK as CODE
+from examples.code.prepare import Formula, formulas
 from examples.game.guessing_game import GuessingGame
-from examples.game.prepare import MAX_GUESSES, Game, GameTask
+from examples.game.prepare import MAX_GUESSES, Game
+from examples.game.prepare import TASK as GAME
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs import load_environments
 from grpo_async.quickstart.tasks import Demonstration, Task
 
 
-@pytest.mark.parametrize(("task", "num_items"), [(CodeTask(), 680), (GameTask(), 693)], ids=["code", "game"])
-def test_the_split_covers_every_item_once(task: Task[Any], num_items: int) -> None:
+@pytest.mark.parametrize(("task", "num_items"), [(CODE, 680), (GAME, 693)], ids=["code", "game"])
+def test_the_split_covers_every_item_once(task: Task, num_items: int) -> None:
     """20 constants x 2 signs x (8 factors x 2 forms + 1 square); 99 ranges x 7 numbers."""
     training, held_out = set(task.training_items()), set(task.held_out_items())
     assert not training & held_out
@@ -42,14 +44,14 @@ def _passes(text: str, tests: list[str]) -> bool:
 
 
 def test_every_translation_passes_its_tests_and_no_copy_does() -> None:
-    task, item = CodeTask(), Formula("3 (x + 2)", "3 * (x + 2)")
+    task, item = CODE, Formula("3 (x + 2)", "3 * (x + 2)")
     assert item.tests == ["assert f(0) == 6", "assert f(3) == 15", "assert f(10) == 36"]
     assert task.row(item) == {"prompt": [{"role": "user", "content": "f(x) = 3 (x + 2)"}], "tests": item.tests}
-    for item in CodeTask().all_items():
+    for item in formulas():
         assert _passes(task.good(item, random.Random(0)).turns[0].text, item.tests), item
         assert not _passes(task.lazy(item, random.Random(0)).turns[0].text, item.tests), item
     # 2 (x + 3) is 2 x + 6: 10 + 6 + 5 + 4 + 3 + 2 + 2 + 2 = 34 products of a factor (2 to 9) up to 20, with both signs 68
-    assert len({tuple(item.tests) for item in CodeTask().all_items()}) == 680 - 68  # another formula rarely passes
+    assert len({tuple(item.tests) for item in formulas()}) == 680 - 68  # another formula rarely passes
 
 
 def _guesses(shown: Demonstration) -> list[int]:
@@ -57,12 +59,12 @@ def _guesses(shown: Demonstration) -> list[int]:
 
 
 def test_searching_halves_what_is_left_and_finds_every_number_in_three_guesses() -> None:
-    shown = GameTask().good(Game(low=231, target=235), random.Random(0))
+    shown = GAME.good(Game(low=231, target=235), random.Random(0))
     assert shown.prompt == "Guess my number from 231 to 237."
     assert _guesses(shown) == [234, 236, 235]
     assert [turn.result for turn in shown.turns] == ["higher", "lower", None]  # the end is not answered
     for target in range(5, 12):
-        guesses = _guesses(GameTask().good(Game(low=5, target=target), random.Random(0)))
+        guesses = _guesses(GAME.good(Game(low=5, target=target), random.Random(0)))
         assert guesses[-1] == target
         assert len(guesses) <= MAX_GUESSES == 3
 
@@ -76,7 +78,7 @@ def test_the_environment_of_a_run_takes_the_rows_and_offers_the_tools_that_the_m
         finally:
             await environments.aclose()
 
-    task = GameTask()
+    task = GAME
     assert task.tools() == asyncio.run(schemas())
     row = task.row(Game(low=231, target=235))
     assert GuessingGame(max_guesses=3).reset(**row) == "Guess my number from 231 to 237."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ from grpo_async.quickstart.tasks import TASKS, WarmupRecipe
 @pytest.fixture(scope="module", autouse=True)
 def _short_warmup() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for task in TASKS.values():
-            patch.setattr(type(task), "recipe", WarmupRecipe(num_steps=2, batch_size=4))
+        for name, task in TASKS.items():
+            patch.setitem(TASKS, name, replace(task, recipe=WarmupRecipe(num_steps=2, batch_size=4)))
         yield
 
 
@@ -77,7 +78,8 @@ def test_another_recipe_makes_it_again(tmp_path: Path, monkeypatch: pytest.Monke
     folder.mkdir(parents=True)  # an empty one is nobody's
     prepare(tmp_path)
     weights = (folder / "model" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(type(TASKS["think"]), "recipe", WarmupRecipe(num_steps=3, batch_size=4))
+    recipe = WarmupRecipe(num_steps=3, batch_size=4)
+    monkeypatch.setitem(TASKS, "think", replace(TASKS["think"], recipe=recipe))
     prepare(tmp_path)
     assert (folder / "model" / "model.safetensors").read_bytes() != weights
     assert [path.name for path in folder.parent.iterdir()] == ["seed_0"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -133,7 +133,6 @@ def watched_page(
     *,
     origin: str | None = None,
     size: tuple[int, int] = SIZES["wide"],
-    color_scheme: Literal["light", "dark"] = "light",
 ) -> Iterator[WatchedPage]:
     """A page in a fresh context (own cookies, no cache), which is closed at the end.
 
@@ -141,9 +140,7 @@ def watched_page(
         origin: "http://127.0.0.1:PORT", whose requests are the page's own; None: only files are.
         size: of the window, width and height in CSS pixels.
     """
-    context = browser.new_context(
-        viewport={"width": size[0], "height": size[1]}, color_scheme=color_scheme, reduced_motion="reduce"
-    )
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, reduced_motion="reduce")
     context.set_default_timeout(LIMIT_MS)
     page = context.new_page()
     watched = WatchedPage(page=page, origin=origin)

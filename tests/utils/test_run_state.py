@@ -17,7 +17,6 @@ from grpo_async.display.status import read_status
 from grpo_async.findings import RunHistory
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import LEVELS, SILENT_S, state_of
-from grpo_async.viewer.web.run_data import read_run
 
 NOW = 1_000_000.0
 
@@ -65,12 +64,11 @@ def test_the_command_and_the_report_say_the_same(tmp_path: Path, changes: dict[s
     run_dir = RunDir(tmp_path)
     run_dir.status.write_text(json.dumps(_status(**changes)))
     assert read_status(run_dir).state == word
-    assert read_run(run_dir, "x").status == word
     assert RunHistory.read(run_dir).status == word
 
 
-def test_without_a_status_the_summary_decides_for_the_findings_as_for_the_report(tmp_path: Path) -> None:
+def test_without_a_status_the_summary_decides(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    assert [RunHistory.read(run_dir).status, read_run(run_dir, "x").status] == ["unfinished"] * 2
+    assert RunHistory.read(run_dir).status == "unfinished"
     run_dir.summary.write_text(json.dumps({"status": "finished"}))
-    assert [RunHistory.read(run_dir).status, read_run(run_dir, "x").status] == ["finished"] * 2
+    assert RunHistory.read(run_dir).status == "finished"

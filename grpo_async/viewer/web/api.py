@@ -8,8 +8,7 @@ Errors, as `error_answer` answers them for all:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,15 +32,9 @@ from grpo_async.viewer.web.report import STATIC, render_report
 from grpo_async.viewer.web.sources import DEADLINE_S, NotFoundError, RunRegistry
 from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json, together
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitialView:
-    """What the page opens with, where its address names nothing: a view (home, run, groups), the query, and the order (None: newest
-    first)."""
-
-    view: str = "home"
-    query: str = ""
-    sort: str | None = None
+HOME = {"view": "home", "query": "", "sort": None}
+"""What the page opens with, where its address names nothing: a view (home, run, groups), the query, and the order (None: newest
+first)."""
 
 
 # -- answers
@@ -76,13 +69,13 @@ def error_answer(request: Request, error: Exception) -> Json:
     raise error
 
 
-def build_app(registry: RunRegistry, *, token: str, host: str, opening: InitialView | None = None) -> Guard:
+def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[str, Any] = HOME) -> Guard:
     """The page, its files and the API, behind the guard.
 
     Args:
         token: secret of this start, without which no data is given.
         host: the address that is listened on; see `Guard`.
-        opening: what the page opens with; None: all runs.
+        opening: what the page opens with.
     """
 
     def endpoint(answer: Callable[[RequestParameters], Response]) -> Callable[[Request], Awaitable[Response]]:
@@ -100,7 +93,7 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: InitialV
         found = [run_entry(registry.source(name)) for name in registry.names]
         folder = None if registry.folder is None else str(registry.folder)
         names = [{"name": each.name, "help": each.help, "values": each.values} for each in NAMES]
-        return Json({"runs": found, "folder": folder, "opening": opening or InitialView(), "names": names})
+        return Json({"runs": found, "folder": folder, "opening": opening, "names": names})
 
     def report(parameters: RequestParameters) -> Response:
         """The report of one run or several, as `grpo-async report` would write it now: a file, which is never opened here."""

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import shlex
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from grpo_async.config.diff import flat
+from grpo_async.config.diff import differences, flat
 from grpo_async.errors import RunError
-from grpo_async.findings import MetricRow
+from grpo_async.findings import MetricRow, RunHistory, Severity, find
+from grpo_async.findings.statistics import mean_over_time
+from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
-from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe
+from grpo_async.utils.run_state import (
+    EVALUATED,
+    FAILED,
+    FINISHED,
+    KILLED,
+    LEVELS,
+    RUNNING,
+    SILENT,
+    STOPPED,
+    UNFINISHED,
+)
 from grpo_async.utils.safe_text import tail
+from grpo_async.utils.text import count, duration, finite, format_number, percent
 from grpo_async.viewer.runs import modified_at
-from grpo_async.viewer.web.headline import Headline, headline
-from grpo_async.viewer.web.layout import CHAPTERS, Line, Plot
-from grpo_async.viewer.web.plots import Drawing, curve, draw_all
-from grpo_async.viewer.web.run_data import RunData, changed_settings
-from grpo_async.viewer.web.sections import LEVELS, Learning, advice, evaluation_tables, inspect_command, learning
+from grpo_async.viewer.web.plots import CHAPTERS, Line, Plot, curve, draw, draw_all
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
 _CARD_POINTS = 80  # of the small curve
 _MAIN_PLOTS = ("held-out", "reward", "lengths", "entropy", "zero-variance", "ratio")
 _MAX_MAIN_PLOTS = 4  # the first of them that there are
 _LOG_LINES = 1500
+_LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.NOTE: "info"}
+_LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
 
 AXES: Mapping[str, tuple[str, str]] = {
@@ -41,25 +54,23 @@ AXES: Mapping[str, tuple[str, str]] = {
 
 def card(source: Source) -> dict[str, Any]:
     """A run in a line: its state, its verdict, and the points of a small curve."""
-    run, learns = source.run_and_verdict()
-    return _card(source.run, run, learns, headline(run))
-
-
-def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dict[str, Any]:
+    run, diagnosis = source.run_and_verdict()
     results = run.evaluated()
     return {
-        "name": run.label,
-        "level": top.level,
-        "status": top.status,
-        "outcome": top.outcome,
+        "name": source.name,
+        **{name: value for name, value in _headline(run).items() if name != "statistics"},
         "step": run.last_step,
         "max_steps": run.max_steps,
         "model": run.setting("model.path"),
-        "updated_at": modified_at(run_dir),
-        "verdict": {"level": learns.level, "key": learns.diagnosis.key, "text": learns.text},
+        "updated_at": modified_at(source.run),
+        "verdict": {
+            "level": {True: "good", False: "bad", None: "info"}[diagnosis.is_learning],
+            "key": diagnosis.key,
+            "text": "\n".join(diagnosis.lines),
+        },
         "curve": curve(run.metrics, "reward", max_points=_CARD_POINTS),
         "held_out": [results[0].metrics["reward"], results[-1].metrics["reward"]] if len(results) > 1 else None,
-        "num_evaluations": len(run_dir.evaluation_steps()),
+        "num_evaluations": len(source.run.evaluation_steps()),
         "metrics": len(run.metrics),
     }
 
@@ -67,45 +78,169 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dic
 def page(source: Source) -> dict[str, Any]:
     """The run page: what happened, whether it learns and why not, and the main plots."""
     run, _ = source.run_and_verdict()
+    problems = [*run.problems]
     try:
-        table = source.table()
-        run = replace(run, problems=[*run.problems, *table.notes], **_counted(table))
+        problems += source.table().notes
     except RunError as error:  # all else is there
-        run = replace(run, problems=[*run.problems, str(error)])
-    learns, top = learning(run), headline(run)
-    plots = {plot.name: plot for chapter in CHAPTERS for plot in chapter.plots}
+        problems.append(str(error))
+    plots = {plot.name: plot for chapter in CHAPTERS.values() for plot in chapter}
+    found = find(run)
+    wanted = {*_MAIN_PLOTS, *(each.plot for each in found)}
+    drawn = {name: draw(plot, {source.name: run}) for name, plot in plots.items() if name in wanted}
     findings = [
         {
             **asdict(each),
             "sort": "-step",
-            "level": LEVELS[each.severity],
-            "plot": plots[each.plot].title if each.plot and draw_all([plots[each.plot]], [run]) else None,
-            "command": None if each.query is None else inspect_command(run, each.query, "-step"),
+            "level": _LEVELS[each.severity],
+            "plot": plots[each.plot].title if each.plot and drawn[each.plot] else None,
+            "command": None if each.query is None else _inspect_command(source.run, each.query),
         }
-        for each in learns.findings
+        for each in found
     ]
     return {
-        **_card(source.run, run, learns, top),
-        "statistics": top.statistics,
-        "plots": list(map(_plot, _main_plots(run))),
+        **card(source),
+        "statistics": _headline(run)["statistics"],
+        "plots": [drawing for name in _MAIN_PLOTS if (drawing := drawn[name])][:_MAX_MAIN_PLOTS],
         "findings": findings,
-        "evaluations": list(evaluation_tables(run)),
-        "advice": advice(run),
+        "evaluations": list(_evaluation_tables(run)),
         "error": run.error,
-        "problems": run.problems,
+        "problems": problems,
     }
 
 
-def _counted(table: RolloutTable) -> dict[str, Any]:
-    """What the headline needs of a store."""
-    counts = table.count()
-    return {"num_rollouts": counts.rollouts, "num_groups": counts.groups}
+def _inspect_command(run: RunDir, query: str) -> str:
+    """The line to paste into a shell, from the folder of this process."""
+    return shlex.join(["grpo-async", "inspect-rollouts", str(run.root), query, "--sort", "step"])
 
 
-def _main_plots(run: RunData) -> list[Drawing]:
-    wanted = [plot for chapter in CHAPTERS for plot in chapter.plots if plot.name in _MAIN_PLOTS]
-    plots = {each.name: each for each in draw_all(wanted, [run])}
-    return [plots[name] for name in _MAIN_PLOTS if name in plots][:_MAX_MAIN_PLOTS]
+# -- evaluations
+
+
+def _evaluation_tables(run: RunHistory) -> Iterator[dict[str, Any]]:
+    """Every evaluation of a run, and the newest one by value of `evaluation.group_by`; the first cell names the row."""
+    if not run.evaluations:
+        return
+    names = _evaluation_names(run)
+    head = ["", *(name.replace("_", " ") for name in names)]
+    rows = []
+    for each in run.evaluations:
+        when = "" if each.when == "during" else f", {each.when} training"
+        values = _values(each.metrics, names)
+        if each.why_not:
+            values = [f"none: {each.why_not}", *[""] * (len(names) - 1)]
+        rows.append([f"step {each.step}{when}", *values])
+    yield {"caption": "Evaluations", "head": head, "rows": rows}
+    newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
+    if newest is not None:
+        parts = [*newest.by_group.items(), ("all prompts", newest.metrics)]
+        rows = [[part, *_values(values, names)] for part, values in parts]
+        yield {"caption": f"By value of evaluation.group_by, at step {newest.step}", "head": head, "rows": rows}
+
+
+def _evaluation_names(run: RunHistory) -> list[str]:
+    names = list(dict.fromkeys(name for each in run.evaluations for name in each.metrics))
+    first = [name for name in ("reward", "reward_stderr", "num_prompts") if name in names]
+    return [*first, *(name for name in names if name not in first and name not in _LESS_IMPORTANT)] or ["reward"]
+
+
+def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    """The value of each name; "" where there is none."""
+    return [format_number(metrics[name]) if name in metrics else "" for name in names]
+
+
+# -- the top of its page
+
+
+Number = tuple[str, str]
+"""A value, and a note about it."""
+
+
+def _headline(run: RunHistory) -> dict[str, Any]:
+    """The top of a run's page: status (a level for the color, and a word), one sentence, and numbers with notes; those that are not
+    known are left out."""
+    # where this attempt failed or still runs, the summary is that of the attempt before
+    summary = run.summary if run.status in (FINISHED, STOPPED) else {}
+    wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
+    numbers = {
+        "held-out reward": _held_out(run),
+        "training reward": _reward(run),
+        "steps": _steps(run, wall_s),
+        "tokens/s": _throughput(run),
+        "trainer idle": _idle(run),
+        "groups": _groups(run),
+    }
+    return {
+        "level": LEVELS.get(run.status, "warning"),
+        "status": "not finished" if run.status == UNFINISHED else run.status,
+        "outcome": _outcome(run, wall_s),
+        "statistics": [(name, *found) for name, found in numbers.items() if found is not None],
+    }
+
+
+def _outcome(run: RunHistory, wall_s: float) -> str:
+    """One sentence: what happened."""
+    if run.status == EVALUATED or run.purpose == "evaluation":
+        return f"The evaluation {'finished' if run.status in (EVALUATED, FINISHED) else f'is {run.status}'}."
+    steps = f"{run.last_step} of {run.max_steps} steps" if run.max_steps else count(run.last_step, "step")
+    steps += f", {duration(round(wall_s))} of training" if wall_s else ""
+    how = {
+        FINISHED: f"The run finished after {steps}.",
+        STOPPED: f"The run was stopped after {steps}; --resume continues it.",
+        FAILED: f"The run failed after {steps}.",
+        RUNNING: f"The run is in progress: {steps} so far.",
+        KILLED: f"The run was killed after {steps}; --resume continues it.",
+        SILENT: f"The run has {steps}; its launcher, on another machine, has written nothing for a while.",
+        UNFINISHED: f"The run has {steps}. It is still running, or it was killed.",
+    }
+    return how.get(run.status, f"{run.status}: {steps}.")
+
+
+def _held_out(run: RunHistory) -> Number | None:
+    results = run.evaluated()
+    if not results:
+        return None
+    first, last = results[0], results[-1]
+    baseline = last.metrics.get("majority_baseline")
+    note = "" if baseline is None else f"always the most frequent answer: {format_number(baseline)}"
+    if len(results) == 1:
+        return format_number(first.metrics["reward"]), note or f"at step {first.step}"
+    change = f"{format_number(first.metrics['reward'])} → {format_number(last.metrics['reward'])}"
+    return change, note or f"steps {first.step} and {last.step}"
+
+
+def _reward(run: RunHistory) -> Number | None:
+    rewards = run.values("reward")
+    if not rewards:
+        return None
+    first, last = fmean(rewards[:3]), fmean(rewards[-3:])
+    return f"{format_number(first)} → {format_number(last)}", "all groups of the first and last 3 steps"
+
+
+def _steps(run: RunHistory, wall_s: float) -> Number:
+    planned = f" of {run.max_steps}" if run.max_steps and run.max_steps != run.last_step else ""
+    per_step = f", {format_number(wall_s / run.last_step)} s per step" if run.last_step else ""
+    return f"{run.last_step}{planned}", f"{duration(round(wall_s))}{per_step}" if wall_s else ""
+
+
+def _throughput(run: RunHistory) -> Number | None:
+    generated, trained = (mean_over_time(run.metrics, f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
+    if generated is None or trained is None:
+        return None
+    by_engine = f" by {run.engine}" if run.engine else ""
+    return format_number(generated), f"generated{by_engine}; {format_number(trained)} trained"
+
+
+def _idle(run: RunHistory) -> Number | None:
+    trainer, generator = (mean_over_time(run.metrics, f"pipeline/{who}_idle_ratio") for who in ("trainer", "generator"))
+    return None if trainer is None or generator is None else (percent(trainer), f"servers idle {percent(generator)}")
+
+
+def _groups(run: RunHistory) -> Number | None:
+    last = next((row for row in reversed(run.metrics) if "ledger/groups/started" in row), None)
+    if last is None:
+        return None
+    parts = [f"{last[name]:.0f} {state}" for state in FINAL_STATUSES if last.get(name := f"ledger/groups/{state}")]
+    return f"{last['ledger/groups/started']:,.0f}", ", ".join(parts)
 
 
 # -- curves
@@ -117,16 +252,18 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
     Args:
         axis: step, time or tokens.
     """
-    runs = [on_axis(source.run_and_verdict()[0], axis) for source in sources]
-    chapters = [(each.title, draw_all(each.plots, runs)) for each in CHAPTERS]
-    drawn = {name for _, plots in chapters for plot in plots for name in plot.metrics}
-    names = {name for run in runs for name in run.names("")} - drawn - {"step"}
+    runs = {source.name: on_axis(source.run_and_verdict()[0], axis) for source in sources}
+    chapters: list[dict[str, Any]] = [
+        {"title": title, "plots": draw_all(plots, runs)} for title, plots in CHAPTERS.items()
+    ]
+    drawn = {name for chapter in chapters for plot in chapter["plots"] for name in plot["metrics"]}
+    names = {name for run in runs.values() for name in run.names("")} - drawn - {"step"}
     others = draw_all(map(_plain, sorted(names)), runs)
     return {
         "axis": AXES[axis][1] if axis in AXES else "step",
-        "metrics": len(runs[0].metrics),
-        "chapters": [{"title": title, "plots": list(map(_plot, plots))} for title, plots in chapters if plots],
-        "others": list(map(_plot, others)),
+        "metrics": len(runs[sources[0].name].metrics),
+        "chapters": [chapter for chapter in chapters if chapter["plots"]],
+        "others": others,
     }
 
 
@@ -137,12 +274,7 @@ def _plain(name: str) -> Plot:
     return Plot(name, name, unit, (Line(name, name),), format=form, include=())
 
 
-def _plot(drawing: Drawing) -> dict[str, Any]:
-    known = {name: describe(name).help for name in drawing.metrics if describe(name).is_known}
-    return {"name": drawing.name, "metrics": known, "options": drawing.data}
-
-
-def on_axis(run: RunData, axis: str) -> RunData:
+def on_axis(run: RunHistory, axis: str) -> RunHistory:
     """The run with seconds or tokens instead of steps.
 
     step_time 2, 3, 2 -> the points of steps 1, 2, 3 stand at 2, 5 and 7 seconds, and the evaluation of step 0 at 0.
@@ -167,7 +299,7 @@ def on_axis(run: RunData, axis: str) -> RunData:
 def settings(sources: Sequence[Source]) -> dict[str, Any]:
     """What may be shown of the first run's configuration, and in what those of the others differ from it."""
     configs = [source.run_and_verdict()[0].config for source in sources]
-    different = changed_settings(configs)
+    different = [each for each in differences(configs) if each.path not in ("run.name", "run.dir")]  # these always do
     return {
         "settings": list(flat(configs[0]).items()),
         "runs": [source.name for source in sources],

@@ -1,4 +1,4 @@
-"""The data of the plots, as charts.js takes it. Pure. `layout` lists the plots.
+"""The data of the plots, as charts.js takes it. Pure. layout.json lists the plots.
 
 With one run each metric of a plot has its color; with several runs each run has its color, and metrics differ by dashes. A long
 run is cut into few enough points to open fast, without losing peaks.
@@ -7,15 +7,16 @@ run is cut into few enough points to open fast, without losing peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from grpo_async.findings import MetricRow
-from grpo_async.tracking.catalog import Reduction, describe
+from pydantic import TypeAdapter
+
+from grpo_async.findings import MetricRow, RunHistory
+from grpo_async.tracking.catalog import REDUCTIONS, describe
 from grpo_async.utils.safe_text import visible
-from grpo_async.viewer.web.layout import Line, Plot
-from grpo_async.viewer.web.run_data import RunData
 
 MAX_POINTS = 500
 """Maximum number of points of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's
@@ -25,13 +26,42 @@ MAX_SERIES = 8
 """Colors that can be told apart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """A plot with its data. `data` is for charts.js; `metrics` are the metrics that it shows."""
+# -- which plots there are
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric of a plot. `between`: two metrics that bound its band. `single_run`: shown where there is one run only, so that
+    several stay readable."""
+
+    metric: str
+    label: str
+    between: tuple[str, str] | None = None
+    single_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One plot. `pattern`: a prefix and a suffix; every metric that has both is a line, too. `include`: values that the axis
+    always shows."""
 
     name: str
-    data: dict[str, Any]
-    metrics: Sequence[str] = ()
+    title: str
+    unit: str
+    lines: tuple[Line, ...] = ()
+    pattern: tuple[str, str] | None = None
+    format: str = "number"
+    include: tuple[float, ...] = (0.0,)
+    log: bool = False
+    leave_out: tuple[str, ...] = ()
+    least_found: int = 1  # with fewer metrics of the pattern the plot would only repeat another
+    of_evaluations: bool = False  # points of the evaluations instead of the steps
+    single_run: bool = False  # as for a line
+
+
+_LAYOUT = Path(__file__).with_name("layout.json")
+CHAPTERS = TypeAdapter(dict[str, tuple[Plot, ...]]).validate_json(_LAYOUT.read_text(encoding="utf-8"))
+"""Plots by the title of their chapter."""
 
 
 # -- curves
@@ -59,9 +89,8 @@ def curve(rows: Sequence[MetricRow], name: str, *, max_points: int = MAX_POINTS)
     size = math.ceil(len(rows) / max_points)
     if size <= 1:
         return Curve(steps=[row["step"] for row in rows], values=[_rounded(row.get(name)) for row in rows])
-    reduction = describe(name).reduction
-    if reduction is Reduction.SUM:  # of a step: the mean of the piece, so that the axis stays that of a step
-        reduction = Reduction.MEAN
+    how = describe(name).reduction
+    reduction = REDUCTIONS["mean" if how == "sum" else how]  # of a sum the mean, so that the axis stays that of a step
     pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
     known = [[row[name] for row in piece if name in row] for piece in pieces]
     return Curve(
@@ -79,36 +108,24 @@ def _rounded(value: float | None) -> float | None:
 
 def _band(line: Line, middle: Curve, rows: Sequence[MetricRow]) -> list[Sequence[float | None]] | None:
     """The lower and the upper bound of a line's band; None: it has none."""
-    width = curve(rows, line.around) if line.around else None
-    if width is not None:  # mean 0.5, width 0.7, lowest 0, highest 1 -> 0 to 1: a band ends where no value can be
-        least, most = curve(rows, f"{line.metric}_min"), curve(rows, f"{line.metric}_max")
-        low = [None if m is None or w is None else m - w for m, w in zip(middle.values, width.values, strict=True)]
-        high = [None if m is None or w is None else m + w for m, w in zip(middle.values, width.values, strict=True)]
-        return [_limited(low, least, max), _limited(high, most, min)]
     bounds = [found for bound in line.between or () if (found := curve(rows, bound)) is not None]
     if len(bounds) == 2:
         return [bound.values for bound in bounds]
     return [middle.low, middle.high] if middle.low and not line.single_run else None
 
 
-def _limited(
-    values: Sequence[float | None], limit: Curve | None, choose: Callable[[float, float], float]
-) -> list[float | None]:
-    limits = values if limit is None else limit.values
-    return [_rounded(a if a is None or b is None else choose(a, b)) for a, b in zip(values, limits, strict=True)]
-
-
 # -- plots of metrics
 
 
-def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
-    """The plot of these runs; None where no run has its metrics."""
+def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> dict[str, Any] | None:
+    """The plot of these runs, by their labels: `metrics` that it shows, with what they are, and `options` for charts.js; None
+    where no run has its metrics."""
     if plot.single_run and len(runs) > 1:
         return None
     series: list[dict[str, Any]] = []
     metrics: list[str] = []
     left_out: set[str] = set()
-    for run_index, run in enumerate(runs):
+    for run_index, (label, run) in enumerate(runs.items()):
         rows = _rows_of(plot, run)
         lines = [line for line in _lines_of(plot, rows) if len(runs) == 1 or not line.single_run]
         if plot.of_evaluations:  # there may be many values of `evaluation.group_by`
@@ -119,7 +136,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
             if drawn_line is None:
                 continue
             if len(runs) > 1:
-                drawn_line["label"] = run.label if len(lines) == 1 else f"{run.label}: {line.label}"
+                drawn_line["label"] = label if len(lines) == 1 else f"{label}: {line.label}"
             drawn_line["color"] = (run_index if len(runs) > 1 else number) % MAX_SERIES + 1
             drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.single_run else number // MAX_SERIES)
             if plot.of_evaluations:
@@ -128,7 +145,7 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
             metrics.append(line.metric)
     if not series:
         return None
-    data = {
+    options = {
         "title": visible(plot.title),
         "unit": plot.unit + (f"; {len(left_out)} more are not drawn" if left_out else ""),
         "format": plot.format,
@@ -136,28 +153,37 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
         "log": plot.log,
         **_shared_x(series),
     }
-    return Drawing(name=plot.name, data=data, metrics=list(dict.fromkeys(metrics)))
+    known = {name: describe(name).help for name in metrics if describe(name).is_known}
+    return {"name": plot.name, "metrics": known, "options": options}
 
 
-def draw_all(plots: Iterable[Plot], runs: Sequence[RunData]) -> list[Drawing]:
+def draw_all(plots: Iterable[Plot], runs: Mapping[str, RunHistory]) -> list[dict[str, Any]]:
     """Draw the plots that have metrics."""
     return [drawing for plot in plots if (drawing := draw(plot, runs)) is not None]
 
 
-def _rows_of(plot: Plot, run: RunData) -> Sequence[MetricRow]:
-    """Rows of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME`, and as
-    `eval/reward/VALUE` the reward of a value of `evaluation.group_by`."""
+def _rows_of(plot: Plot, run: RunHistory) -> Sequence[MetricRow]:
+    """Rows of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME`, as
+    `eval/reward/VALUE` the reward of a value of `evaluation.group_by`, and the reward minus and plus its standard error."""
     if not plot.of_evaluations:
         return run.metrics
     return [
         {
             "step": float(each.step),
             **{f"eval/{name}": value for name, value in each.metrics.items()},
+            **_bounds(each.metrics),
             **{f"eval/reward/{group}": found["reward"] for group, found in each.by_group.items() if "reward" in found},
         }
         for each in run.evaluations
         if each.metrics
     ]
+
+
+def _bounds(metrics: Mapping[str, float]) -> dict[str, float]:
+    if not {"reward", "reward_stderr"} <= metrics.keys():
+        return {}
+    signs = {"low": -1.0, "high": 1.0}
+    return {f"eval/reward_{name}": metrics["reward"] + sign * metrics["reward_stderr"] for name, sign in signs.items()}
 
 
 def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:
@@ -172,8 +198,7 @@ def _lines_of(plot: Plot, rows: Sequence[MetricRow]) -> list[Line]:
     ]
     if len(found) < plot.least_found:
         return list(plot.lines)
-    rank = {label: index for index, label in enumerate(plot.order)}
-    return [*plot.lines, *sorted(found, key=lambda line: rank.get(line.label, len(rank)))]
+    return [*plot.lines, *found]
 
 
 def _series(line: Line, rows: Sequence[MetricRow]) -> dict[str, Any] | None:

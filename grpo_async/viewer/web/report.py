@@ -24,8 +24,8 @@ from grpo_async import __version__
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import write_atomically
+from grpo_async.viewer.runs import labels_of
 from grpo_async.viewer.web.plots import MAX_SERIES
-from grpo_async.viewer.web.run_data import labels_of
 from grpo_async.viewer.web.sources import RunRegistry
 from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json
 

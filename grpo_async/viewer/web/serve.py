@@ -14,10 +14,9 @@ from pathlib import Path
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.store.query import EVERYTHING, Query
-from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import WILDCARDS, host_in_url, is_loopback
 from grpo_async.viewer.web import DEFAULT_HOST, DEFAULT_PORT
-from grpo_async.viewer.web.api import InitialView, build_app
+from grpo_async.viewer.web.api import build_app
 from grpo_async.viewer.web.sources import RunRegistry
 
 _GRACE_S = 2  # for answers that are being sent when it ends
@@ -53,7 +52,7 @@ def serve(
     token = secrets.token_urlsafe(32)
     registry = RunRegistry(runs, folder)
     view = "groups" if query.text or sort else "run" if len(runs) == 1 else "home"
-    opening = InitialView(view=view, query=query.text, sort=sort)
+    opening = {"view": view, "query": query.text, "sort": sort}
     address = f"http://{host_in_url(WILDCARDS.get(bound_host, host))}:{bound_port}/"
     if not is_loopback(host):
         _say(
@@ -64,8 +63,6 @@ def serve(
     what = f"the runs in {folder}" if folder is not None else ", ".join(registry.names)
     _say(f"inspecting {what}; Ctrl-C ends it")
     _say(f"open {address}#token={token}")
-    # the first table is ready when the browser is; whoever asks for a store learns what is wrong with it
-    in_thread(registry.warm, name="first table")
     config = uvicorn.Config(
         build_app(registry, token=token, host=host, opening=opening),
         log_level="warning",

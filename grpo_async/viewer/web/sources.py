@@ -6,7 +6,6 @@ interrupted.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.config.public import shown_config
+from grpo_async.errors import ConfigError
+from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.store.database import time_limit
@@ -23,10 +24,8 @@ from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.files import file_stamp, read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
-from grpo_async.viewer.runs import EvaluationDir, runs_below
+from grpo_async.viewer.runs import EvaluationDir, labels_of, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
-from grpo_async.viewer.web.run_data import RunData, labels_of, read_run
-from grpo_async.viewer.web.sections import Learning, learning
 
 DEADLINE_S = 30.0  # of one request
 _MAX_THREADS = 4
@@ -52,7 +51,7 @@ class Source:
         self._table: RolloutTable | None = None
         self._texts: TokenTexts | None = None
         self._refreshed_at = 0.0
-        self._run_and_verdict: tuple[object, RunData, Learning] | None = None
+        self._run_and_verdict: tuple[object, RunHistory, Diagnosis] | None = None
 
     def table(self) -> RolloutTable:
         """The table, with what was written until half a second ago at least.
@@ -80,19 +79,24 @@ class Source:
                 self._texts = found
             return self._texts
 
-    def run_and_verdict(self) -> tuple[RunData, Learning]:
-        """The run's files without its rollouts, and whether it learns; read again when one of them has changed."""
+    def run_and_verdict(self) -> tuple[RunHistory, Diagnosis]:
+        """The run's files without its rollouts (of its configuration what may be shown), and whether it learns; read again when one
+        has changed."""
         status, summary = read_object(self.run.status, []), read_object(self.run.summary, [])
         files = (self.run.status, self.run.summary, self.run.metrics, self.run.evaluation_log, self.run.config)
         now = state_of(status, summary).state, *map(file_stamp, files)
         with self._lock:
             if self._run_and_verdict is None or self._run_and_verdict[0] != now:
-                rows = list(self.metrics.rows().values())
-                run = read_run(self.run, self.name, metrics=rows)
+                run = RunHistory.read(self.run, list(self.metrics.rows().values()))
+                problems = [*run.problems]
+                if not run.metrics and not run.evaluation_result:
+                    problems.append("There are no metrics: no optimizer step was finished.")
+                if self.metrics.problem is not None:
+                    problems.append(self.metrics.problem)
+                run = replace(run, config=shown_config(run.config), problems=problems)
                 if self.metrics.problem is not None:  # shown, but not kept: the next request looks again
-                    run = replace(run, problems=[*run.problems, self.metrics.problem])
-                    return run, learning(run)
-                self._run_and_verdict = now, run, learning(run)
+                    return run, diagnose(run)
+                self._run_and_verdict = now, run, diagnose(run)
             return self._run_and_verdict[1:]
 
     def close(self) -> None:
@@ -168,12 +172,6 @@ class RunRegistry:
         if isinstance(result, Exception):
             raise result
         return result
-
-    def warm(self) -> None:
-        """Open the first run's table. An error is left to the first request, which meets it again."""
-        with contextlib.suppress(GrpoAsyncError):
-            if self.folder is None:
-                self.source("").table()
 
     def close(self) -> None:
         for source in self._sources.values():

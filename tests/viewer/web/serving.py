@@ -15,7 +15,7 @@ import uvicorn
 from grpo_async.records import GroupStatus, Origin, RolloutCompletion, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.viewer.web.api import InitialView, build_app
+from grpo_async.viewer.web.api import build_app
 from grpo_async.viewer.web.serve import listen
 from grpo_async.viewer.web.sources import RunRegistry
 from tests.store.builders import (
@@ -54,13 +54,11 @@ class Inspector:
 
 
 @contextmanager
-def serving(
-    *runs: Path | RunDir, folder: Path | None = None, host: str = "127.0.0.1", opening: InitialView | None = None
-) -> Iterator[Inspector]:
+def serving(*runs: Path | RunDir, folder: Path | None = None, host: str = "127.0.0.1") -> Iterator[Inspector]:
     """Serve until the end of the block: these runs, or what is below `folder`."""
     listener = listen(host, 0)
     registry = RunRegistry([RunDir(run) if isinstance(run, Path) else run for run in runs], folder)
-    app = build_app(registry, token=TOKEN, host=host, opening=opening)
+    app = build_app(registry, token=TOKEN, host=host)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
     )

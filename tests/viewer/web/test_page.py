@@ -340,14 +340,11 @@ _ZOOM = "() => [...Charts.alive].find(each => each.options?.title === 'Reward').
 """{min, max} of the steps that the plot of the reward shows."""
 
 
-@pytest.mark.parametrize(("view", "place"), [("curves", ".curves"), ("run", ".overview")])
-def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(
-    browser: Browser, tmp_path: Path, view: str, place: str
-) -> None:
+def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(browser: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path, "live", metrics=steps(10, own=2.0), state="stopped")
-    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, f"#/{view}?run=live") as watched:
+    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/curves?run=live") as watched:
         page = watched.page
-        reward = page.locator(f"{place} .panel", has=page.locator("h3", has_text=re.compile("^Reward$")))
+        reward = page.locator(".curves .panel", has=page.locator("h3", has_text=re.compile("^Reward$")))
         box = reward.locator(".u-over").bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
@@ -358,22 +355,20 @@ def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(
         assert zoomed["min"] > 1
         assert zoomed["max"] < 10
         reward.locator(".chart-legend button:has-text('lowest')").click()
-        if view == "curves":
-            page.click("summary:has-text('The pipeline')")
-            page.click("summary:has-text('Further metrics')")
+        page.click("summary:has-text('The pipeline')")
+        page.click("summary:has-text('Further metrics')")
         reward.locator(".chart-plot").focus()
         page.evaluate("document.querySelector('main').scrollTop = 40")
         top = page.evaluate("document.querySelector('main').scrollTop")
         write_metrics(run.root, 0.875, first=11)
         look_for_news(page)
-        page.wait_for_selector(f"{place} .chart-legend:has-text('0.875')")
+        page.wait_for_selector(".curves .chart-legend:has-text('0.875')")
         assert page.evaluate(_ZOOM) == zoomed
         assert reward.locator("[aria-pressed=false]").all_inner_texts()[0].startswith("lowest")
         assert page.evaluate("document.activeElement.className") == "chart-plot"
         assert page.evaluate("document.querySelector('main').scrollTop") == top
-        if view == "curves":
-            assert page.locator("details:has-text('The pipeline') >> nth=0").get_attribute("open") is None
-            assert page.locator(".chart-title:has-text('own')").is_visible()
+        assert page.locator("details:has-text('The pipeline') >> nth=0").get_attribute("open") is None
+        assert page.locator(".chart-title:has-text('own')").is_visible()
         page.locator(".u-over").first.dblclick()  # all of it again
         page.wait_for_function(f"({_ZOOM})().max === 11")
 

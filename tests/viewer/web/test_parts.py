@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.diff import flat
+from grpo_async.config.diff import differences, flat
 from grpo_async.config.public import shown_config
+from grpo_async.findings import RunHistory
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
-from grpo_async.viewer.web.headline import headline
-from grpo_async.viewer.web.layout import CHAPTERS, Plot
+from grpo_async.viewer.runs import labels_of
 from grpo_async.viewer.web.overview import on_axis
-from grpo_async.viewer.web.plots import Curve, curve, draw_all
-from grpo_async.viewer.web.run_data import RunData, changed_settings, labels_of
+from grpo_async.viewer.web.plots import CHAPTERS, Curve, Plot, curve, draw_all
 from tests.viewer.support import steps
 
 
@@ -30,17 +29,14 @@ def _rows(name: str, *values: float | None) -> list[dict[str, float]]:
     ]
 
 
-def _run(metrics: list[dict[str, float]], label: str = "a") -> RunData:
-    return RunData(label=label, run_dir=RunDir(Path(label)), metrics=metrics)
-
-
 def _plot(name: str) -> Plot:
-    return next(plot for chapter in CHAPTERS for plot in chapter.plots if plot.name == name)
+    return next(plot for chapter in CHAPTERS.values() for plot in chapter if plot.name == name)
 
 
-def _draw(name: str, *runs: RunData) -> dict[str, Any]:
-    (drawing,) = draw_all([_plot(name)], runs)
-    return drawing.data
+def _draw(name: str, *runs: RunHistory) -> dict[str, Any]:
+    """The runs are called a, b, ..."""
+    (drawing,) = draw_all([_plot(name)], dict(zip("ab", runs, strict=False)))
+    return drawing["options"]
 
 
 def test_a_short_curve_has_every_step_and_a_long_one_keeps_its_extremes() -> None:
@@ -69,15 +65,17 @@ def test_a_long_curve_is_reduced_as_its_metric_asks(name: str, values: list[floa
     assert list(found.values) == values
 
 
-def test_the_band_of_a_reward_ends_at_its_lowest_and_highest() -> None:
-    rows = [{"step": 1.0, "reward": 0.5, "reward_std": 0.7, "reward_min": 0.0, "reward_max": 1.0}]
-    series = _draw("reward", _run(rows))["series"]
+def test_a_reward_has_a_band_of_its_quantiles_and_a_held_out_one_of_its_standard_error() -> None:
+    rows = [{"step": 1.0, "reward": 0.5, "reward_min": 0.0, "reward_p10": 0.125, "reward_p90": 0.75, "reward_max": 1.0}]
+    series = _draw("reward", RunHistory(metrics=rows))["series"]
     assert [each["label"] for each in series] == ["mean", "lowest", "highest"]
-    assert series[0]["band"] == [[0.0], [1.0]]  # 0.5 - 0.7 and 0.5 + 0.7, cut
+    assert series[0]["band"] == [[0.125], [0.75]]
+    evaluation = EvaluationRecord(step=5, metrics={"reward": 0.5, "reward_stderr": 0.125})
+    assert _draw("held-out", RunHistory(evaluations=[evaluation]))["series"][0]["band"] == [[0.375], [0.625]]
 
 
 def test_several_runs_have_a_color_each_and_only_the_main_lines() -> None:
-    drawn = _draw("reward", _run(steps(3), "a"), _run(steps(4), "b"))
+    drawn = _draw("reward", RunHistory(metrics=steps(3)), RunHistory(metrics=steps(4)))
     assert [(each["label"], each["color"]) for each in drawn["series"]] == [("a", 1), ("b", 2)]
     assert [len(each["x"]) for each in drawn["series"]] == [3, 4]
 
@@ -86,18 +84,9 @@ def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is
     rows = [
         {"step": 1.0, **{f"sync/phase/{phase}_s": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}
     ]
-    labels = [each["label"] for each in _draw("push", _run(rows))["series"]]
-    assert labels == ["pause", "transfer", "resume"]
-    assert draw_all([_plot("kl"), _plot("held-out")], [_run(steps(3))]) == []
-
-
-def test_staleness_is_the_mean_over_the_tokens() -> None:
-    rows = [
-        {"step": 1.0 + age, "async/staleness_mean": age, "async/staleness_max": age, "num_tokens": 100.0 + 200.0 * age}
-        for age in (0.0, 1.0)
-    ]
-    assert ("staleness", "0.75", "mean, in steps; max 1") in headline(_run(rows)).statistics  # 300 of 400 tokens
-    assert headline(_run([{"step": 1.0}])).outcome == "The run finished after 1 step."
+    labels = [each["label"] for each in _draw("push", RunHistory(metrics=rows))["series"]]
+    assert labels == ["pause", "resume", "transfer"]
+    assert draw_all([_plot("kl"), _plot("held-out")], {"a": RunHistory(metrics=steps(3))}) == []
 
 
 def test_what_may_be_secret_is_not_shown() -> None:
@@ -120,13 +109,14 @@ def test_only_settings_that_differ_are_listed_with_their_paths() -> None:
     first = {"run": {"name": "a"}, "optimizer": {"lr": 1e-5, "betas": [0.9, 0.99]}, "rewards": [{"weight": 1.0}]}
     second = {"run": {"name": "b"}, "optimizer": {"lr": 1e-6, "betas": [0.9, 0.99]}, "rewards": []}
     assert flat(first)["optimizer.betas"] == "[0.9, 0.99]"
-    found = changed_settings([first, second])
+    found = differences([first, second])
     assert [(each.path, list(each.values)) for each in found] == [
+        ("run.name", ["a", "b"]),
         ("optimizer.lr", ["1e-05", "1e-06"]),
         ("rewards.0.weight", ["1.0", "(not set)"]),
         ("rewards", ["(not set)", "[]"]),
     ]
-    assert changed_settings([first, first]) == []
+    assert differences([first, first]) == []
 
 
 def test_a_long_text_keeps_both_ends() -> None:
@@ -150,22 +140,17 @@ def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores(
         EvaluationRecord(step=step, when="during", metrics={"reward": reward, "majority_baseline": 0.2})
         for step, reward in ((0, 0.1), (10, 0.9))
     ]
-    run = RunData(label="a", run_dir=RunDir(Path("a")), evaluations=evaluations)
+    run = RunHistory(evaluations=evaluations)
     reward, baseline = _draw("held-out", run)["series"]
     assert (reward["values"], baseline["values"]) == ([0.1, 0.9], [0.2, 0.2])
     assert baseline["label"] == "always the most frequent answer"
-    other = replace(run, label="b")
-    assert [each["label"] for each in _draw("held-out", run, other)["series"]] == ["a", "b"]
+    assert [each["label"] for each in _draw("held-out", run, run)["series"]] == ["a", "b"]
 
 
 def test_the_pass_rate_is_over_all_prompts_and_the_reward_also_of_each_value_of_group_by() -> None:
     metrics = {"reward": 0.5, "pass@1": 0.5, "pass@2": 0.7}
     by_group = {f"v{number}": metrics for number in range(7)} | {"unscored": {"num_prompts": 1.0}}
-    run = RunData(
-        label="a",
-        run_dir=RunDir(Path("a")),
-        evaluations=[EvaluationRecord(step=0, metrics=metrics, by_group=by_group)],
-    )
+    run = RunHistory(evaluations=[EvaluationRecord(step=0, metrics=metrics, by_group=by_group)])
     assert [each["label"] for each in _draw("pass", run)["series"]] == ["pass@1", "pass@2"]
     drawn = _draw("held-out-groups", run)
     assert [each["label"] for each in drawn["series"]] == [f"v{number}" for number in range(7)]
@@ -179,7 +164,7 @@ def test_the_pass_rate_is_over_all_prompts_and_the_reward_also_of_each_value_of_
 
 def test_evaluations_on_an_axis_of_seconds_keep_their_order_also_where_the_row_of_a_step_is_missing() -> None:
     metrics = [{"step": float(step), "step_time": 2.0} for step in (1, 2, 4)]  # the line of step 3 was damaged
-    run = replace(_run(metrics), evaluations=[EvaluationRecord(step=step) for step in (0, 2, 3, 4, 5)])
+    run = replace(RunHistory(metrics=metrics), evaluations=[EvaluationRecord(step=step) for step in (0, 2, 3, 4, 5)])
     found = on_axis(run, "time")
     assert [row["step"] for row in found.metrics] == [2.0, 4.0, 6.0]
     assert [each.step for each in found.evaluations] == [0, 4, 4, 6, 6]

@@ -23,8 +23,7 @@ export async function runView({ main, parameters, signal }) {
   ]);
   const place = h("div", { class: "tiles overview" });
   const findings = part((all) => [h("h2", {}, "What the numbers say"), h("ul", { class: "findings bare" }, all.map((each) => finding(each, run)))]);
-  const foot = part(({ advice, statistics: numbers, problems }) => [
-    panel(h("h3", {}, "What limits its speed"), h("p", { class: "said" }, advice)),
+  const foot = part(({ statistics: numbers, problems }) => [
     panel(statistics(numbers)),
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
@@ -35,10 +34,10 @@ export async function runView({ main, parameters, signal }) {
 
   async function draw() {
     found = await get("run", { run }, signal);
-    const { status, level, outcome, verdict, error, advice, problems } = found;
+    const { status, level, outcome, verdict, error, problems } = found;
     head.show({ status, level, outcome, verdict, error });
     findings.show(found.findings);
-    foot.show({ advice, statistics: found.statistics, problems });
+    foot.show({ statistics: found.statistics, problems });
     evaluations.show(found.evaluations);
     arrange(main, [head.element, place, findings.element, foot.element, evaluations.element, made]);
     plots.show(place, found.plots);
