@@ -29,7 +29,7 @@ from grpo_async.trainer import connections as connections_module
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.lead import Leader, lead_ranks
 from grpo_async.training.checkpoint import CheckpointState
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.trainer.fakes import FakeSource, FakeSync
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.signals import Signals, exit_on_signals
-from grpo_async.launcher.train import launch
-from tests.launcher.support import LauncherProcess, make_config
+from grpo_async.launch.signals import Signals, exit_on_signals
+from grpo_async.launch.train import launch
+from tests.launch.support import LauncherProcess, make_config
 
 
 def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ import pytest
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import GpuShares, fill_dtypes, plan_transport, share_gpus
-from grpo_async.launcher.plan import ProcessPlan, plan_dry, plan_processes
-from grpo_async.launcher.serve import serve_replicas
+from grpo_async.launch.gpus import GpuShares, fill_dtypes, plan_transport, share_gpus
+from grpo_async.launch.plan import ProcessPlan, plan_dry, plan_processes
+from grpo_async.launch.serve import serve_replicas
 from grpo_async.processes import machine
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine, find_gpus, free_ports
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.servers.vllm import command
-from tests.launcher.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
+from tests.launch.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
 
 
 def _read_by_a_rank(plan: ProcessPlan, monkeypatch: pytest.MonkeyPatch, **ranks: str) -> Assignment:
@@ -103,7 +103,7 @@ def test_replicas_served_by_hand_take_any_port_and_are_refused_beyond_the_last(
         urls.extend(plan.assignment.server_urls)
         return 0
 
-    monkeypatch.setattr("grpo_async.launcher.serve._serve", serve)
+    monkeypatch.setattr("grpo_async.launch.serve._serve", serve)
     launch = {"ray": "auto", "trainer_nodes": 2, "sharding": "hybrid"}  # of the run that they are for
     config = make_config(tmp_path, inference={"replicas": 2}, launch=launch)
     for port in (443, 65_200):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launcher.support import LauncherProcess
+from tests.launch.support import LauncherProcess
 from tests.support.waiting import eventually, is_alive
 
 pytestmark = pytest.mark.slow

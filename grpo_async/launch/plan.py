@@ -24,7 +24,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import set_options
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE
-from grpo_async.launcher.gpus import (
+from grpo_async.launch.gpus import (
     GpuShares,
     fill_dtypes,
     gpus_of_lead,
@@ -32,7 +32,7 @@ from grpo_async.launcher.gpus import (
     share_gpus,
     trains_on_gpu,
 )
-from grpo_async.launcher.memory import MemoryPlan, plan_memory
+from grpo_async.launch.memory import MemoryPlan, plan_memory
 from grpo_async.processes.addresses import own_urls, socket_names
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine, inspect_machine
@@ -350,7 +350,7 @@ def _trainer(
     return ProcessSpec(
         name="trainer",
         command=(
-            *(machine.python, "-m", "grpo_async.launcher.torchrun"),
+            *(machine.python, "-m", "grpo_async.launch.torchrun"),
             *(str(word) for option in options.items() for word in option),
             *("-m", "grpo_async.trainer.main"),
         ),

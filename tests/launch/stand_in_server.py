@@ -21,7 +21,7 @@ from pathlib import Path
 
 from grpo_async.utils.files import write_atomically
 from grpo_async.utils.processes import die_with_parent
-from tests.launcher.stand_in_trainer import HELPER, leave_pid
+from tests.launch.stand_in_trainer import HELPER, leave_pid
 
 # a helper that starts another, without any environment and in a session of its own; and leaves its pid
 STRAY = f"""

@@ -16,11 +16,11 @@ from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.prepare import Start, check_start, clear_run_dir, lock
-from grpo_async.launcher.train import launch
+from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
+from grpo_async.launch.train import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
-from tests.launcher.support import EMBEDDED, make_config
+from tests.launch.support import EMBEDDED, make_config
 
 
 def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir:

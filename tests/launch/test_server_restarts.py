@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from grpo_async.inference.fleet import ServerEvent
-from grpo_async.launcher.local import LocalProcesses, RestartCount
-from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
+from grpo_async.launch.local import LocalProcesses, RestartCount
+from grpo_async.launch.plan import ProcessPlan, ProcessSpec
 from grpo_async.processes.assignment import Assignment
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.utils.files import write_atomically
 from grpo_async.utils.processes import START_VARIABLE
-from tests.launcher.support import EMBEDDED, START_S, LauncherProcess, make_config
+from tests.launch.support import EMBEDDED, START_S, LauncherProcess, make_config
 from tests.support.waiting import eventually, is_alive
 
 FAST: dict[str, Any] = {"restart_delay_s": 0.0}

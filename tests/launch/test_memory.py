@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, server_memory, trainer_memory
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import share_gpus
-from grpo_async.launcher.memory import MemoryPlan, plan_memory
+from grpo_async.launch.gpus import share_gpus
+from grpo_async.launch.memory import MemoryPlan, plan_memory
 from grpo_async.processes.machine import Machine
 from grpo_async.servers.engine_choice import EngineChoice
-from tests.launcher.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
+from tests.launch.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000, "num_attention_heads": 4, "head_dim": 16}

@@ -20,10 +20,10 @@ from grpo_async.display.progress import StatusContent
 from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import RunHistory, diagnose
-from grpo_async.launcher.advisor import Advisor
-from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.signals import exit_on_signals
-from grpo_async.launcher.supervisor import RunOutcome, supervise
+from grpo_async.launch.advisor import Advisor
+from grpo_async.launch.plan import ProcessPlan
+from grpo_async.launch.signals import exit_on_signals
+from grpo_async.launch.supervisor import RunOutcome, supervise
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
@@ -31,7 +31,7 @@ from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped, last_line
 
 if TYPE_CHECKING:
-    from grpo_async.launcher.nodes import RayNodes
+    from grpo_async.launch.nodes import RayNodes
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.launcher.lifecycle import report_end
-from grpo_async.launcher.supervisor import RunOutcome
+from grpo_async.launch.lifecycle import report_end
+from grpo_async.launch.supervisor import RunOutcome
 from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankExit, RankFailure, Report, explain, from_json, report
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.resilient_stream import ResilientStream

@@ -22,7 +22,7 @@ import psutil
 
 from grpo_async.errors import RunError
 from grpo_async.inference.token import TOKEN_VARIABLE
-from grpo_async.launcher.plan import ProcessSpec
+from grpo_async.launch.plan import ProcessSpec
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
 from grpo_async.utils.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from grpo_async.utils.processes import (

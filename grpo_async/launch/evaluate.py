@@ -31,10 +31,10 @@ from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
-from grpo_async.launcher.gpus import fill_dtypes
-from grpo_async.launcher.prepare import Start, clear_run_dir
-from grpo_async.launcher.run import lead_run
-from grpo_async.launcher.supervisor import RunOutcome
+from grpo_async.launch.gpus import fill_dtypes
+from grpo_async.launch.prepare import Start, clear_run_dir
+from grpo_async.launch.run import lead_run
+from grpo_async.launch.supervisor import RunOutcome
 from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.servers.engine_choice import choose_engine

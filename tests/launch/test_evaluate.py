@@ -12,12 +12,12 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
-from grpo_async.launcher import evaluate as evaluate_module
-from grpo_async.launcher.evaluate import run_evaluation
-from grpo_async.launcher.supervisor import RunOutcome
+from grpo_async.launch import evaluate as evaluate_module
+from grpo_async.launch.evaluate import run_evaluation
+from grpo_async.launch.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import state_of
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 
 
 def _config(folder: Path, **sections: Any) -> ExperimentConfig:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from grpo_async.checks.memory import ADVICE, ModelSize, bytes_beside_vllm, describe, server_memory, trainer_memory
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import GpuShares
+from grpo_async.launch.gpus import GpuShares
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.servers.vllm.command import CPU_CACHE_MB, OWN_GPU_FRACTION
 from grpo_async.utils.text import format_bytes

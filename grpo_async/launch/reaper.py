@@ -3,7 +3,7 @@
 The direct children of a launcher die with it (utils.processes); a daemon that user code has started does not. The
 reaper is a process in its own session that waits for the end of a pipe: as long as the launcher lives, it does nothing.
 
-    python -m grpo_async.launcher.reaper LAUNCHER_PID FOLDER        stdin: "done", or its end
+    python -m grpo_async.launch.reaper LAUNCHER_PID FOLDER        stdin: "done", or its end
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def private_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="grpo-async-run-", ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:  # Assignment.heartbeat_socket, the longest
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
-        command = (sys.executable, "-m", "grpo_async.launcher.reaper", str(os.getpid()), name)
+        command = (sys.executable, "-m", "grpo_async.launch.reaper", str(os.getpid()), name)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )

@@ -15,11 +15,11 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import fill_dtypes, gpus_of_lead
-from grpo_async.launcher.lifecycle import end_with_report
-from grpo_async.launcher.plan import plan_dry
-from grpo_async.launcher.prepare import check_start
-from grpo_async.launcher.run import lead_run, prepared
+from grpo_async.launch.gpus import fill_dtypes, gpus_of_lead
+from grpo_async.launch.lifecycle import end_with_report
+from grpo_async.launch.plan import plan_dry
+from grpo_async.launch.prepare import check_start
+from grpo_async.launch.run import lead_run, prepared
 from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import choose_engine
@@ -55,7 +55,7 @@ def launch(
         if config.launch.ray is not None and not dry_run:
             if find_spec("ray") is None:
                 raise ConfigError(f"launch.ray: {needs('ray')}")
-            from grpo_async.launcher.ray import run_on_ray
+            from grpo_async.launch.ray import run_on_ray
 
             return run_on_ray(config, resume=resume, clean=clean, output=output)
         start = check_start(config, resume=resume, clean=clean)  # before what takes seconds

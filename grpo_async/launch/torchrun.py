@@ -1,6 +1,6 @@
 """Runs torchrun. It exits with the launcher, and reports to it how its ranks ended.
 
-Run as `python -m grpo_async.launcher.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed.
+Run as `python -m grpo_async.launch.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
-from grpo_async.launcher.children import Child, Children
-from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
-from grpo_async.launcher.signals import Signals
-from grpo_async.launcher.watcher import Watcher
+from grpo_async.launch.children import Child, Children
+from grpo_async.launch.plan import ProcessPlan, ProcessSpec
+from grpo_async.launch.signals import Signals
+from grpo_async.launch.watcher import Watcher
 from grpo_async.utils.concurrency import in_background
 from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit, raise_open_files_limit
 from grpo_async.utils.retry import backoff_s

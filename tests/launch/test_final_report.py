@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.output import Output
-from grpo_async.launcher import lifecycle
-from grpo_async.launcher.lifecycle import end_with_report
-from grpo_async.launcher.supervisor import RunOutcome
+from grpo_async.launch import lifecycle
+from grpo_async.launch.lifecycle import end_with_report
+from grpo_async.launch.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.viewer.support import steps, write_run
 
 FINISHED = RunOutcome(exit_code=0, summary={"status": "finished"})

@@ -25,12 +25,12 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
 from grpo_async.findings.messages import read_equal_rewards
-from grpo_async.launcher.local import LocalProcesses
-from grpo_async.launcher.plan import ProcessPlan
+from grpo_async.launch.local import LocalProcesses
+from grpo_async.launch.plan import ProcessPlan
 from grpo_async.processes.control import ControlServer
 
 if TYPE_CHECKING:
-    from grpo_async.launcher.nodes import RayNodes
+    from grpo_async.launch.nodes import RayNodes
 
 _NODES_TIMEOUT_S = (
     60.0  # for the other nodes to say how their ranks ended, or for Ray to miss one, which takes half a minute

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.launch.plan import ProcessPlan, plan_processes
 from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.machine import Machine
@@ -87,7 +87,7 @@ class LauncherProcess:
         stdout: int | None = None,
         **more: Any,
     ) -> None:
-        """`more`: see tests.launcher.driver. `stdout`: a descriptor to write to, in place of `output`."""
+        """`more`: see tests.launch.driver. `stdout`: a descriptor to write to, in place of `output`."""
         self.folder = folder
         options = {**more, "folder": str(folder), "trainer": trainer, "server": server, "torchrun": torchrun}
         options["stop_timeout_s"] = stop_timeout_s
@@ -95,7 +95,7 @@ class LauncherProcess:
         self._temporary = tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")
         self.temporary = self._temporary.name
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.launcher.driver", json.dumps(options)],
+            [sys.executable, "-m", "tests.launch.driver", json.dumps(options)],
             cwd=REPOSITORY,
             env={**os.environ, "TMPDIR": self._temporary.name},
             stdout=subprocess.PIPE if stdout is None else stdout,

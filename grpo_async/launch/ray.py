@@ -31,9 +31,9 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError
-from grpo_async.launcher.gpus import fill_dtypes
-from grpo_async.launcher.lifecycle import report_end, warn_of_report, write_report
-from grpo_async.launcher.nodes import (
+from grpo_async.launch.gpus import fill_dtypes
+from grpo_async.launch.lifecycle import report_end, warn_of_report, write_report
+from grpo_async.launch.nodes import (
     POLL_S,
     RayNodes,
     StoppedError,
@@ -41,8 +41,8 @@ from grpo_async.launcher.nodes import (
     enter,
     place_actor,
 )
-from grpo_async.launcher.run import lead_run, prepared
-from grpo_async.launcher.supervisor import RunOutcome
+from grpo_async.launch.run import lead_run, prepared
+from grpo_async.launch.supervisor import RunOutcome
 from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import choose_engine

@@ -1,4 +1,4 @@
-"""The launcher with stand-ins for its children: `python -m tests.launcher.driver JSON`, see `LauncherProcess`.
+"""The launcher with stand-ins for its children: `python -m tests.launch.driver JSON`, see `LauncherProcess`.
 
 Options: folder; trainer and server (modes of the stand-ins, or a server that is "missing"); torchrun; stop_timeout_s; inference and
 launch (values of these sections).
@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.launcher import run, train
-from grpo_async.launcher.plan import ProcessPlan, plan_processes
-from tests.launcher.support import make_config
+from grpo_async.launch import run, train
+from grpo_async.launch.plan import ProcessPlan, plan_processes
+from tests.launch.support import make_config
 
 HERE = Path(__file__).parent
 
