@@ -29,9 +29,8 @@ from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError, RunError
 from grpo_async.launch.gpus import gpus_of_a_server
 from grpo_async.launch.local import GRACE_S, LocalProcesses
-from grpo_async.launch.plan import plan_processes
+from grpo_async.launch.plan import own_urls, plan_processes
 from grpo_async.launch.reaper import private_folder
-from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.processes.heartbeat import Report
 from grpo_async.processes.machine import free_ports

@@ -33,17 +33,17 @@ from grpo_async.launch.gpus import (
     trains_on_gpu,
 )
 from grpo_async.launch.memory import MemoryPlan, plan_memory
-from grpo_async.processes.addresses import own_urls, socket_names
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
-from grpo_async.processes.machine import Machine, inspect_machine
+from grpo_async.processes.machine import Machine, free_ports, inspect_machine, interface_of
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
-from grpo_async.utils.network import LOOPBACK, WILDCARDS
+from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url
 from grpo_async.utils.text import count
 
 Fact: TypeAlias = tuple[str, str]
 """A further line of a plan's description: a name and a text."""
 
+_MAX_PORT = 65535
 _SOCKET_FOLDER_BYTES = 70  # with "/" and the UUID by which vLLM names a socket 107, which Linux takes
 
 
@@ -113,6 +113,28 @@ class ProcessPlan:
         if self.notes:
             lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"
+
+
+def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:
+    """URLs of the servers that this machine starts, one for each of `inference.replicas`; empty when others run them.
+
+    Args:
+        host: address of the machine that the trainer reaches.
+        ports: None: from `launch.server_port` on, or free ones, which nothing holds.
+    """
+    inference, first = config.inference, config.launch.server_port
+    if inference.urls:
+        return ()
+    if ports is None and first is not None:
+        ports = range(first, first + inference.max_replicas)
+    if ports is None:
+        ports = free_ports(host, inference.max_replicas)
+    if max(ports) > _MAX_PORT:
+        raise ConfigError(
+            f"inference.replicas: the servers would need ports up to {max(ports)}, and {_MAX_PORT} is the last"
+        )
+    host = host_in_url(WILDCARDS.get(host, host))
+    return tuple(f"http://{host}:{port}" for port in ports)
 
 
 def plan_dry(
@@ -224,8 +246,10 @@ def plan_processes(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
         **({TOKEN_VARIABLE: token} if token else {}),
-        **socket_names(node.own_address),
     }
+    if (interface := interface_of(node.own_address)) is not None:  # gloo and NCCL listen there only
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        environment |= {name: interface for name in names if not os.environ.get(name)}
     if sys.platform == "linux" and engine.engine != "external" and node.is_alone and trains:
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
     specs = _servers(config, engine, assignment, machine, environment, memory, shares, servers)

@@ -12,12 +12,11 @@ from grpo_async.config.loader import dump_config
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launch.lifecycle import run_with_display
-from grpo_async.launch.plan import plan_processes
+from grpo_async.launch.plan import own_urls, plan_processes
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock, writing
 from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.signals import exit_on_signals
 from grpo_async.launch.supervisor import RunOutcome
-from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice

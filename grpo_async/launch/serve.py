@@ -16,11 +16,10 @@ from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launch.local import LocalProcesses
-from grpo_async.launch.plan import ProcessPlan, plan_processes
+from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launch.prepare import writing
 from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.signals import exit_on_signals
-from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice

@@ -25,9 +25,9 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
 from grpo_async.findings.messages import read_equal_rewards
+from grpo_async.launch.control import ControlServer
 from grpo_async.launch.local import LocalProcesses
 from grpo_async.launch.plan import ProcessPlan
-from grpo_async.processes.control import ControlServer
 
 if TYPE_CHECKING:
     from grpo_async.launch.nodes import RayNodes

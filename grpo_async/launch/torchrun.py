@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat, RankExit, report
+from grpo_async.processes.heartbeat import Heartbeat, RankExit, report
 from grpo_async.utils.processes import die_with_launcher
 
 
 def main() -> int:
     die_with_launcher()
     assignment = Assignment.from_environment()
-    Heartbeat(ELASTIC_AGENT, assignment.heartbeat_socket)
+    Heartbeat("torchrun", assignment.heartbeat_socket)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

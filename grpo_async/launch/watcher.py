@@ -20,10 +20,10 @@ import signal
 import socket
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.processes.assignment import Assignment
@@ -31,15 +31,14 @@ from grpo_async.processes.heartbeat import (
     INTERVAL_S,
     MAX_DATAGRAM,
     STACKS_SIGNAL,
-    Cause,
+    RankExit,
+    RankFailure,
     Report,
-    explain,
-    from_json,
     stacks_file,
 )
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.utils.processes import is_running
+from grpo_async.utils.processes import describe_exit, is_running
 from grpo_async.utils.safe_text import plain
 
 _WARNING_S = 30.0
@@ -47,6 +46,7 @@ _OWN_PAUSE_S = 5.0
 """This process stood still itself (Ctrl-Z, a scheduler that suspends the job): nobody else was silent meanwhile."""
 _STACKS_S = 3.0  # for the stacks to be written, and for a process that was stopped to give a sign of life
 _MAX_FRAMES = 12
+_NOTICE_S = 5.0  # torchrun notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class Watcher:
                 elif message["kind"] == "progress":
                     self._judge_progress(message["pid"], message["unchanged_s"], message["text"])
                 else:
-                    self.reports.append(from_json(message))
+                    self.reports.append((RankExit if message["kind"] == "exit" else RankFailure)(**message))
 
     async def _watch(self) -> None:
         looked_at = time.monotonic()
@@ -237,3 +237,34 @@ class RunDirFile:
             return True
         except OSError:  # a file system that cannot be reached for a while
             return False
+
+
+class Cause(NamedTuple):
+    """The rank that failed first, and a few lines for the user. Safe to print: errors quote what models and tools wrote."""
+
+    rank: int
+    text: str
+
+
+def explain(reports: Sequence[Report]) -> Cause | None:
+    """Return which rank failed first and why; None when nothing was reported. The earliest failure is the cause of the
+    others, unless a rank was killed, which reports nothing."""
+    failures = sorted((report for report in reports if isinstance(report, RankFailure)), key=lambda report: report.time)
+    exits = sorted((report for report in reports if isinstance(report, RankExit)), key=lambda report: report.time)
+    failure, killed = next(iter(failures), None), _killed_first(exits, {failure.rank for failure in failures})
+    if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
+        lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
+        if failure is not None:
+            lines.append(f"after that rank {failure.rank} reported: {failure.error}")
+        return Cause(killed.rank, plain("\n".join(lines)))
+    return None if failure is None else Cause(failure.rank, plain(failure.text))
+
+
+def _killed_first(exits: Sequence[RankExit], reported: set[int]) -> RankExit | None:
+    """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
+    SIGTERM, so that signal counts for the first one only."""
+    for index, exit_ in enumerate(exits):
+        is_silent = exit_.exit_code < 0 and exit_.rank not in reported
+        if is_silent and (index == 0 or exit_.exit_code != -signal.SIGTERM):
+            return exit_
+    return None

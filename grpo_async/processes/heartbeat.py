@@ -1,11 +1,10 @@
-"""What the processes of the trainer tell the launcher beside their work: that they live, and how they fail. No torch.
+"""What the processes of the trainer tell the launcher beside their work: that they live, and how they fail.
 
-Heartbeats   of each process, every second, and the progress of rank 0 (launcher.watcher judges both). When the launcher sends
+Heartbeats   of each process, every second, and the progress of rank 0 (launch.watcher judges both). When the launcher sends
              STACKS_SIGNAL, a signal handler in C writes the stacks of all threads, which needs no GIL.
-Failures     A rank that raises reports a RankFailure; torchrun's agent reports a RankExit for each rank that failed. The earliest
-             failure is the cause of the others, unless a rank was killed, which reports nothing.
+Failures     A rank that raises reports a RankFailure; torchrun's agent reports a RankExit for each rank that failed.
 
-All are datagrams, so that nobody waits for the launcher and no disk is needed.
+All are datagrams, so that nobody waits for the launcher and no disk is needed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,25 +18,20 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from grpo_async.errors import GrpoAsyncError, message_of
-from grpo_async.utils.processes import describe_exit
-from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped
 
 STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
-ELASTIC_AGENT = "torchrun"
-"""Name of the process that has the ranks as its children."""
 MAX_DATAGRAM = 1 << 18
 _REPORT_TIMEOUT_S = 2.0
 _TRACEBACK_LINES = 16
 _MAX_CHARS = 8_000  # of each text: a datagram has its limit
-_NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
 
 
 def stacks_file(heartbeat: Path, pid: int) -> Path:
@@ -76,29 +70,24 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """How a rank ended. `time` is seconds since the epoch, and `error` the text of message_of. `is_expected`: this package raised
-    the error on purpose, so its traceback stays in the log. `name`: of the process without its number, as in its log."""
+    """An error that ended a rank, at `time` in seconds since the epoch. `text` has the traceback, unless this package raised the
+    error on purpose."""
 
     rank: int
     time: float
     error: str
-    traceback: str
-    is_expected: bool
-    name: str
+    text: str
     kind: Literal["failure"] = "failure"
 
     @classmethod
     def of(cls, rank: int, error: BaseException, name: str = "trainer rank") -> RankFailure:
-        """The failure of a rank that `error` ends now."""
-        trace = "".join(traceback.format_exception(error))
-        return cls(
-            rank=rank,
-            time=time.time(),
-            error=clipped(message_of(error), _MAX_CHARS),
-            traceback=trace[-_MAX_CHARS:],
-            is_expected=isinstance(error, GrpoAsyncError),
-            name=name,
-        )
+        """The failure of a rank that `error` ends now. `name`: of the process without its number, as in its log."""
+        message = clipped(message_of(error), _MAX_CHARS)
+        lines = [f"{name} {rank} failed: {message}"]
+        if not isinstance(error, GrpoAsyncError):
+            trace = "".join(traceback.format_exception(error))[-_MAX_CHARS:]
+            lines += ["  " + line for line in trace.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+        return cls(rank=rank, time=time.time(), error=message, text="\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,41 +102,6 @@ class RankExit:
 
 
 Report = RankFailure | RankExit
-
-
-class Cause(NamedTuple):
-    """The rank that failed first, and a few lines for the user. Safe to print: errors quote what models and tools wrote."""
-
-    rank: int
-    text: str
-
-
-def explain(reports: Sequence[Report]) -> Cause | None:
-    """Which rank failed first and why; None when no rank and no agent reported anything."""
-    failures = sorted((each for each in reports if isinstance(each, RankFailure)), key=lambda each: each.time)
-    exits = sorted((each for each in reports if isinstance(each, RankExit)), key=lambda each: each.time)  # stable
-    failure, killed = next(iter(failures), None), _killed_first(exits, {each.rank for each in failures})
-    if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
-        lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
-        if failure is not None:
-            lines.append(f"after that rank {failure.rank} reported: {failure.error}")
-        return Cause(killed.rank, plain("\n".join(lines)))
-    if failure is None:
-        return None
-    lines = [f"{failure.name} {failure.rank} failed: {failure.error}"]
-    if not failure.is_expected:
-        lines += ["  " + line for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
-    return Cause(failure.rank, plain("\n".join(lines)))
-
-
-def _killed_first(exits: Sequence[RankExit], reported: set[int]) -> RankExit | None:
-    """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
-    SIGTERM, so that signal counts for the first one only."""
-    for index, each in enumerate(exits):
-        is_silent = each.exit_code < 0 and each.rank not in reported
-        if is_silent and (index == 0 or each.exit_code != -signal.SIGTERM):
-            return each
-    return None
 
 
 def report_progress(path: Path, unchanged_s: float, text: str) -> None:
@@ -167,8 +121,3 @@ def _send(path: Path, *messages: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, or does not listen
             for message in messages:
                 connection.sendto(json.dumps(message).encode(), str(path))
-
-
-def from_json(message: Mapping[str, Any]) -> Report:
-    """A report that was sent: {"kind": "exit", "rank": 1, ...}."""
-    return (RankExit if message["kind"] == "exit" else RankFailure)(**message)

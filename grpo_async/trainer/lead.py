@@ -33,9 +33,9 @@ from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.inference.fleet import Fleet, Server
 from grpo_async.inference.token import token_from_environment
-from grpo_async.processes.addresses import weights_host
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
+from grpo_async.processes.machine import weights_host
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenStats
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.store.rollout_store import RolloutStore

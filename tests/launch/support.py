@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.launch.plan import ProcessPlan, plan_processes
-from grpo_async.processes.addresses import own_urls
+from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir

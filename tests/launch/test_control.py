@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_async.processes.control import ControlClient, ControlServer
+from grpo_async.launch.control import ControlServer
+from grpo_async.processes.control import ControlClient
 from tests.support.waiting import eventually
 
 LIMIT_S = 10.0
