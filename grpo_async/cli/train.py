@@ -89,7 +89,7 @@ def train(
       grpo-async train configs/quickstart.yaml --json-logs | jq 'select(.event == "step") | .metrics.reward'
       grpo-async train configs/cluster.yaml --dry-run
     """
-    from grpo_async.launch.train import launch
+    from grpo_async.launch.start import launch
 
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
     raise typer.Exit(launch(loaded, resume=resume, clean=clean, dry_run=dry_run, output=output))

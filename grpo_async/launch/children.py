@@ -45,22 +45,15 @@ _ROUND_S = 0.02
 class Child:
     """A running child process. `Children.spawn` starts one."""
 
-    def __init__(self, spec: ProcessSpec, log: Path, process: asyncio.subprocess.Process) -> None:
-        self.name = spec.name
+    def __init__(self, name: str, log: Path, process: asyncio.subprocess.Process) -> None:
+        self.name = name
         self.log = log
-        self._process = process
         self.pid = process.pid
-        self.tag = _tag_of(spec)
         self.exited: asyncio.Task[int] = asyncio.ensure_future(process.wait())
 
     @property
     def is_running(self) -> bool:
         return not self.exited.done()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended by now; `is_running` changes only when the event loop has noticed."""
-        return not self.is_running or not is_running(self.pid)
 
     def describe_end(self, *, how: str | None = None) -> str:
         """How it ended, and the last lines of its log. Only after `exited` is done, or with `how`."""
@@ -71,47 +64,40 @@ class Child:
 
     def terminate(self) -> None:
         """Send it SIGTERM, which a child passes on to its own children."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        if self.is_running:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL to its process group at once; `Children.kill` finds the rest."""
-        with contextlib.suppress(ProcessLookupError):
+        if self.is_running:
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class Children:
     """An async context manager: when it is left, everything that was started in it is killed, with all that descends from it. That
     is every descendant of this process that was started since and is in another session: what else the caller runs in its own
-    session is left alone. On Linux orphans become children of this process meanwhile.
+    session is left alone. `warn` gets a sentence about a process that does not end."""
 
-    Args:
-        folder: for their logs.
-        warn: gets a sentence about a process that does not end.
-    """
-
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        self._folder = folder
+    def __init__(self, log_folder: Path, warn: Callable[[str], None]) -> None:
+        self._folder = log_folder
         self._warn = warn
         self._all: list[Child] = []
         self._before = {process.pid for process in psutil.Process().children()}
         self._session = os.getsid(0)
 
     async def __aenter__(self) -> Self:
-        _set_subreaper(True)
+        _adopt_orphans(True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         try:
             await self.kill()
         finally:
-            _set_subreaper(False)
+            _adopt_orphans(False)
 
     async def spawn(self, spec: ProcessSpec, *, num_restarts: int = 0) -> Child:
-        """Start `spec`. Call it from the main thread: the death signal is bound to it.
-
-        Args:
-            num_restarts: how often it was restarted; a restart keeps the older logs (server.log, server.restart_1.log).
+        """Start `spec`, from the main thread: the death signal is bound to it. A restart keeps the older logs (server.log,
+        server.restart_1.log).
 
         Raises:
             RunError: the program cannot be started, or its log cannot be written.
@@ -122,7 +108,7 @@ class Children:
         own = {name: value for name, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(name)}
         tags = {
             LAUNCHER_PID_VARIABLE: str(os.getpid()),
-            TAG_VARIABLE: _tag_of(spec),
+            TAG_VARIABLE: _tag_of(spec.name),
             START_VARIABLE: f"{self._folder.name}/{log.name}",
         }
         try:
@@ -137,7 +123,7 @@ class Children:
                 )
         except OSError as error:
             raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
-        child = Child(spec, log, process)
+        child = Child(spec.name, log, process)
         self._all.append(child)
         return child
 
@@ -146,7 +132,7 @@ class Children:
         KILL_TIMEOUT_S. `exited` of the children is done then, or soon."""
         deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
         adopted: set[int] = set()
-        while left := self._alive() if child is None else self._below(child):
+        while left := self._descendants(child):
             adopted.update(process.pid for process in left)
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -155,37 +141,33 @@ class Children:
                 break
             # back-off until the next round; psutil's waits would take asyncio's children from it
             await asyncio.sleep(_ROUND_S)
-        _reap(adopted - {each.pid for each in self._all})  # asyncio reaps the children
-        watched = [each.exited for each in ([child] if child is not None else self._all)]
-        if watched:
+        _reap(adopted - {child.pid for child in self._all})  # asyncio reaps the children
+        if watched := [each.exited for each in ([child] if child is not None else self._all)]:
             await asyncio.wait(watched, timeout=KILL_TIMEOUT_S)
-        whose = "" if child is None else f" of the {child.name}"
         for process in left:
-            self._warn(f"process {process.pid}{whose} survived SIGKILL (it is stuck in the kernel)")
+            self._warn(f"process {process.pid} survived SIGKILL (it is stuck in the kernel)")
 
-    def _alive(self) -> list[psutil.Process]:
-        """The descendants that run now, parents before their children; a zombie runs no more."""
+    def _descendants(self, child: Child | None) -> list[psutil.Process]:
+        """Return those that run now, parents first. Of one child: itself, its session, what carries its tag, and what these
+        started, so that orphans are found, whether they left the session or dropped their environment (not both)."""
         found: list[psutil.Process] = []
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if process.pid not in self._before and os.getsid(process.pid) != self._session:
                     found += [process, *process.children(recursive=True)]
-        return [process for process in found if is_running(process.pid)]
-
-    def _below(self, child: Child) -> list[psutil.Process]:
-        """The part of `_alive` that descends from one child: itself, its session, what carries its tag, and what these started.
-        Orphans are found, whether they left the session or dropped their environment (not both)."""
-        found: list[psutil.Process] = []
-        pids = {child.pid}
-        for process in self._alive():
+        alive = [process for process in found if is_running(process.pid)]
+        if child is None:
+            return alive
+        below, pids = [], {child.pid}
+        for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if process.pid in pids or process.ppid() in pids or _belongs(process, child):
-                    found.append(process)
+                    below.append(process)
                     pids.add(process.pid)
-        return found
+        return below
 
 
-def _set_subreaper(enabled: bool) -> None:
+def _adopt_orphans(enabled: bool) -> None:
     """Let orphans below this process become its children, or no longer (Linux; elsewhere nothing changes)."""
     if sys.platform == "linux":
         prctl("child subreaper", PR_SET_CHILD_SUBREAPER, enabled)
@@ -198,14 +180,14 @@ def _reap(pids: Iterable[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _tag_of(spec: ProcessSpec) -> str:
-    return f"{os.getpid()}:{spec.name}"
+def _tag_of(name: str) -> str:
+    return f"{os.getpid()}:{name}"
 
 
 def _belongs(process: psutil.Process, child: Child) -> bool:
     if os.getsid(process.pid) == child.pid:
         return True
     try:
-        return bool(process.environ().get(TAG_VARIABLE) == child.tag)
+        return bool(process.environ().get(TAG_VARIABLE) == _tag_of(child.name))
     except (psutil.AccessDenied, OSError):
         return False  # it runs as another user, so we cannot kill it either

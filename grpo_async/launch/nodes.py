@@ -1,5 +1,5 @@
 """The other nodes of a run on a Ray cluster, as the supervisor on the node with rank 0 sees them (RayNodes), and what runs there
-(NodeActor): see launcher.ray."""
+(NodeActor): see launch.ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_async.display.display import Display, View
 from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError, RunError
 from grpo_async.launch.gpus import gpus_of_a_server
-from grpo_async.launch.local import GRACE_S, LocalProcesses
+from grpo_async.launch.node import GRACE_S, NodeProcesses
 from grpo_async.launch.plan import own_urls, plan_processes
 from grpo_async.launch.reaper import private_folder
 from grpo_async.processes.assignment import Assignment, Node
@@ -100,7 +100,7 @@ class RayNodes:
         self._servers: dict[int, _Remote] = {}
         self._moves: dict[int, int] = {}
         self._running: set[int] = set()
-        self._local: LocalProcesses | None = None
+        self._local: NodeProcesses | None = None
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()
         self.trouble = asyncio.Event()
@@ -204,7 +204,7 @@ class RayNodes:
     # ---- during the run ----
 
     @asynccontextmanager
-    async def running(self, local: LocalProcesses, assignment: Assignment) -> AsyncIterator[None]:
+    async def running(self, local: NodeProcesses, assignment: Assignment) -> AsyncIterator[None]:
         """Let the other nodes run while the context is open."""
         self._loop, self._local, self._assignment = asyncio.get_running_loop(), local, assignment
         if self._stopped:
@@ -266,7 +266,7 @@ class RayNodes:
                 fields = {name: message[name] for name in ("detail", "num_restarts")}
                 local.tell_trainer(index=index, event=event, **fields)
                 if event == "given_up":
-                    local.give_up([index], f"{self._servers[index]}: {message['detail']}")
+                    local.mark_lost(index, f"{self._servers[index]}: {message['detail']}")
             case _:
                 local.display.unknown_message("another node", message)
 
@@ -332,10 +332,10 @@ class RayNodes:
                 return
             text = f"{remote}: {plain(end.error)}"
             if not local.have_served:
-                local.lose_servers(text)
+                local.fail(text)
                 return
             local.tell_trainer(index=index, event="given_up", detail=end.error, num_restarts=0)
-            local.give_up([index], text)
+            local.mark_lost(index, text)
             return
 
     def _fail(self, reason: str) -> None:
@@ -421,13 +421,13 @@ class NodeActor:
             def tell_trainer(**event: Any) -> None:
                 lead.tell.remote({"kind": "server_event", **event})
 
-            local = LocalProcesses(
+            local = NodeProcesses(
                 config, plan, display, tell_trainer=tell_trainer, first_server=server or 0, leads=False
             )
             return asyncio.run(_run_node(local, self._messages, trains=trains))
 
 
-async def _run_node(local: LocalProcesses, messages: queue.SimpleQueue[Mapping[str, Any]], *, trains: bool) -> NodeEnd:
+async def _run_node(local: NodeProcesses, messages: queue.SimpleQueue[Mapping[str, Any]], *, trains: bool) -> NodeEnd:
     """Start what is planned here, watch, end."""
     ended, saves = asyncio.Event(), False
 

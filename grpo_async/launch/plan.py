@@ -3,7 +3,7 @@
     plan = plan_processes(config, engine=..., assignment=..., token=...)
     print(plan.describe())
 
-One machine: the trainer's ranks meet through private files, and by default nothing listens beyond loopback. Several (launcher.ray):
+One machine: the trainer's ranks meet through private files, and by default nothing listens beyond loopback. Several (launch.ray):
 each has its part of the plan, ranks or a server.
 Secrets travel by environment only, and `describe` shows neither the token nor anything else of the environment.
 """
@@ -222,7 +222,7 @@ def plan_processes(
         notes: shown with the plan, after its own.
 
     Raises:
-        ConfigError: there are too few GPUs, or they cannot be divided (see launcher.memory), or `weights.transport` or
+        ConfigError: there are too few GPUs, or they cannot be divided (see launch.memory), or `weights.transport` or
             `inference.vllm.sleep_while_training` is impossible here, or $TMPDIR is too long for the sockets of vLLM.
     """
     node, machine = assignment.node, machine or inspect_machine()

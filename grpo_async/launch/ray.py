@@ -1,11 +1,11 @@
 """A run on a Ray cluster (`launch.ray`), for more than one machine.
 
     the command        reserves places, shows what happens, passes signals on, begins again when a node is lost (run_on_ray)
-     `- Lead           actor in the first place of the trainer: the launcher of the run, as on one machine (launcher.train)
+     `- Lead           actor in the first place of the trainer: the launcher of the run, as on one machine (launch.run)
          |- NodeActor  in each further place of the trainer: torchrun with its ranks
          `- NodeActor  for each server, spread over the cluster: Ray starts it as soon as there is room, also after its node is lost
 
-Every actor starts its processes with the same code as on one machine (launcher.local); they die with it, and it with its node.
+Every actor starts its processes with the same code as on one machine (launch.node); they die with it, and it with its node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from grpo_async.display.display import Display
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError
 from grpo_async.launch.gpus import fill_dtypes
-from grpo_async.launch.lifecycle import report_end, warn_of_report, write_report
 from grpo_async.launch.nodes import (
     POLL_S,
     RayNodes,
@@ -41,8 +40,8 @@ from grpo_async.launch.nodes import (
     enter,
     place_actor,
 )
-from grpo_async.launch.run import lead_run, prepared
-from grpo_async.launch.supervisor import RunOutcome
+from grpo_async.launch.run import lead_run, prepared, report_end, warn_of_report, write_report
+from grpo_async.launch.supervise import RunOutcome
 from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import choose_engine

@@ -31,17 +31,14 @@ _END_TIMEOUT_S = 5.0  # for the reaper to end when the launcher has
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """A new folder that only this user can enter (0700), removed at the end. Should this process be killed meanwhile, the reaper
-    removes it, and kills what carries the tag of this process.
-
-    Raises:
-        RunError: $TMPDIR is so long that a unix socket in it has no valid address.
-    """
+    removes it, and kills what carries the tag of this process."""
     with tempfile.TemporaryDirectory(prefix="grpo-async-run-", ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:  # Assignment.heartbeat_socket, the longest
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
         command = (sys.executable, "-m", "grpo_async.launch.reaper", str(os.getpid()), name)
+        nowhere = subprocess.DEVNULL
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
         )
         try:
             yield Path(name)
@@ -52,16 +49,11 @@ def private_folder() -> Iterator[Path]:
             process.wait(_END_TIMEOUT_S)
 
 
-def main(launcher: int, folder: Path) -> int:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-    ):  # of a scheduler, to everything: the launcher decides
-        signal.signal(number, signal.SIG_IGN)
+def main(launcher: int, folder: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # of a scheduler, to everything: the launcher decides
     if sys.stdin.buffer.read() == _DONE:  # until the launcher ends, however it does
-        return 0
+        return
     while left := _left(f"{launcher}:"):  # every round ends what it finds; what is found again has been started since
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -69,11 +61,10 @@ def main(launcher: int, folder: Path) -> int:
         if len(psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)[1]) == len(left):
             break  # they hang in the kernel
     shutil.rmtree(folder, ignore_errors=True)
-    return 0
 
 
 def _left(tag: str) -> list[psutil.Process]:
-    """The processes that descend from a child of the launcher, by their environment (see launcher.children)."""
+    """The processes that descend from a child of the launcher, by their environment (see launch.children)."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -83,4 +74,4 @@ def _left(tag: str) -> list[psutil.Process]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -15,7 +15,7 @@ from grpo_async.config.loader import dump_config
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
-from grpo_async.launch.local import LocalProcesses
+from grpo_async.launch.node import NodeProcesses
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launch.prepare import writing
 from grpo_async.launch.reaper import private_folder
@@ -66,7 +66,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
 
 
 async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> int:
-    async with LocalProcesses(config, plan, display, tell_trainer=None) as local:
+    async with NodeProcesses(config, plan, display, tell_trainer=None) as local:
         await local.start()
         await local.wait(local.lost_servers)
         await local.end_servers()

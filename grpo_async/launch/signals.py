@@ -1,4 +1,4 @@
-"""Signals to the launcher as an event of its loop."""
+"""Signals to the launcher: an event while its loop runs, SystemExit before and after."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ class Signals:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        if (
-            threading.current_thread() is not threading.main_thread()
-        ):  # on a node of a cluster: `take` has those of the command
+        if not _is_main_thread():  # on a node of a cluster, which is told by the one that leads
             yield
             return
         loop = asyncio.get_running_loop()
@@ -52,19 +50,21 @@ class Signals:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """While no event loop handles signals (`Signals.installed`), before it and after it: SIGTERM, SIGHUP and SIGQUIT raise
-    SystemExit(143), so that context managers clean up (the token's file, a temporary folder)."""
+    """While no event loop handles signals: SIGTERM, SIGHUP and SIGQUIT raise SystemExit(143), so that context managers
+    clean up (the token's file, a temporary folder)."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(143)
 
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if is_main else ()
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
-    for number in before:
-        signal.signal(number, leave)
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if _is_main_thread() else ()
+    before = {n: signal.signal(n, leave) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_main_thread() -> bool:
+    """No other thread may set handlers."""
+    return threading.current_thread() is threading.main_thread()

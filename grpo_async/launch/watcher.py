@@ -22,7 +22,6 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from grpo_async.config import ExperimentConfig
@@ -59,18 +58,21 @@ class _Process:
     is_warned_of: bool = False
 
     def describe(self, now: float) -> str:
-        """For the user."""
         return (
-            f"{self.name} (pid {self.pid}) has given no sign of life for {now - self.seen_at:.0f} s: it was stopped (SIGSTOP), "
-            "or some code in it holds the GIL"
+            f"{self.name} (pid {self.pid}) has given no sign of life for {now - self.seen_at:.0f} s: it was stopped "
+            "(SIGSTOP), or some code in it holds the GIL"
         )
 
 
-class Watcher:
-    """See the module's docstring. An async context manager.
+class Cause(NamedTuple):
+    """The rank that failed first, and a few lines for the user. Safe to print: errors quote what models and tools wrote."""
 
-    Args:
-        warn: tells the user.
+    rank: int
+    text: str
+
+
+class Watcher:
+    """See the module's docstring. An async context manager. `warn` tells the user.
 
     Attributes:
         trouble: set when a deadline has passed; `failure` says who, how, and where in its code.
@@ -84,7 +86,10 @@ class Watcher:
         self._stall_timeout_s = config.training.stall_timeout_s
         self._warn = warn
         self._processes: dict[int, _Process] = {}
-        self._run_dir = RunDirFile(assignment)
+        # the run directory itself may survive `rm -rf`, by a file that is written meanwhile, or be another one of that name; nobody
+        # replaces this file, and while it is open no other can get its inode
+        self._file = attempt_config(assignment.attempt_dir)
+        self._descriptor = os.open(self._file, os.O_RDONLY)
         self.trouble = asyncio.Event()
         self.failure: str | None = None
         self.can_save = False
@@ -103,7 +108,7 @@ class Watcher:
         await asyncio.gather(self._watching, return_exceptions=True)
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
-        self._run_dir.close()
+        os.close(self._descriptor)
 
     def silent(self) -> str | None:
         """Describe the process that the user was warned of, which is the cause of what fails after it; None: there is none."""
@@ -115,22 +120,34 @@ class Watcher:
         self._receive()
         return explain(self.reports)
 
-    @property
     def lost_run_dir(self) -> str | None:
-        """What happened to the run directory and what to do; None: it is where it was. Checks now."""
-        return self._run_dir.failure
+        """Look whether the run directory is where it was; return what happened and what to do, or None."""
+        try:
+            if os.path.samestat(os.stat(self._file), os.fstat(self._descriptor)):
+                return None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # a file system that cannot be reached for a while
+            return None
+        return (
+            f"the run directory {self._assignment.run_dir.root} was deleted or renamed during the run; rename it back and "
+            "continue with --resume, or begin again"
+        )
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:  # until nothing is left
                 message = json.loads(self._socket.recv(MAX_DATAGRAM))  # does not block
-                if message["kind"] == "heartbeat":
-                    pid = message["pid"]
-                    self._processes[pid] = _Process(message["name"], pid, time.monotonic())
-                elif message["kind"] == "progress":
-                    self._judge_progress(message["pid"], message["unchanged_s"], message["text"])
-                else:
-                    self.reports.append((RankExit if message["kind"] == "exit" else RankFailure)(**message))
+                match message["kind"]:
+                    case "heartbeat":
+                        pid = message["pid"]
+                        self._processes[pid] = _Process(message["name"], pid, time.monotonic())
+                    case "progress":
+                        self._judge_progress(message["pid"], message["unchanged_s"], message["text"])
+                    case "exit":
+                        self.reports.append(RankExit(**message))
+                    case "failure":
+                        self.reports.append(RankFailure(**message))
 
     async def _watch(self) -> None:
         looked_at = time.monotonic()
@@ -145,8 +162,9 @@ class Watcher:
             for process in list(self._processes.values()):
                 await self._check(process, now)
             # in a thread: a file system that hangs must not hold up the launcher
-            if await asyncio.wrap_future(in_thread(self._run_dir.is_lost, name="watch-run-dir")):
-                self._fail(str(self._run_dir.failure))
+            lost = await asyncio.wrap_future(in_thread(self.lost_run_dir, name="watch-run-dir"))
+            if lost is not None:
+                self._fail(lost)
 
     async def _check(self, process: _Process, now: float) -> None:
         silent_s = now - process.seen_at
@@ -155,8 +173,7 @@ class Watcher:
         if not is_running(process.pid):  # others say how it has ended
             if not process.is_warned_of:
                 del self._processes[process.pid]
-            return
-        if silent_s >= self._timeout_s:
+        elif silent_s >= self._timeout_s:
             text = process.describe(now)
             os.kill(process.pid, STACKS_SIGNAL)
             os.kill(process.pid, signal.SIGCONT)
@@ -174,7 +191,7 @@ class Watcher:
         if unchanged_s >= self._stall_timeout_s and not self.trouble.is_set():
             os.kill(pid, STACKS_SIGNAL)
             self.can_save = True
-            self._fail(plain(text))
+            self._fail(text)
 
     def _fail(self, failure: str) -> None:
         if not self.trouble.is_set():
@@ -205,45 +222,6 @@ class Watcher:
             frames.update(dict.fromkeys(own[:1]))
         shown = list(frames)[:_MAX_FRAMES]
         return [*(["its threads are in:", *shown] if shown else []), f"the stacks of all its threads: {target}"]
-
-
-class RunDirFile:
-    """A file of the run directory that nobody replaces, the attempt's config.yaml. (The directory itself may survive `rm -rf`, by a
-    file that is written meanwhile, or be another one of that name.)"""
-
-    def __init__(self, assignment: Assignment) -> None:
-        self._root = assignment.run_dir.root
-        self._file: Path = attempt_config(assignment.attempt_dir)
-        self._descriptor = os.open(self._file, os.O_RDONLY)  # open, so that no other file can get its inode
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    @property
-    def failure(self) -> str | None:
-        """See `Watcher.lost_run_dir`."""
-        if not self.is_lost():
-            return None
-        return (
-            f"the run directory {self._root} was deleted or renamed during the run; rename it back and continue with --resume, "
-            "or begin again"
-        )
-
-    def is_lost(self) -> bool:
-        """Return whether the file is no longer where it was."""
-        try:
-            return not os.path.samestat(os.stat(self._file), os.fstat(self._descriptor))
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:  # a file system that cannot be reached for a while
-            return False
-
-
-class Cause(NamedTuple):
-    """The rank that failed first, and a few lines for the user. Safe to print: errors quote what models and tools wrote."""
-
-    rank: int
-    text: str
 
 
 def explain(reports: Sequence[Report]) -> Cause | None:

@@ -92,7 +92,7 @@ class WeightTransport:
     After a failed send the group is unusable: close, then connect.
 
     Args:
-        transport: the planned transport (launcher.gpus).
+        transport: the planned transport (launch.gpus).
         host: the trainer's address in the group; a loopback address if every server is on this machine.
         bucket_bytes: size of a bucket.
         timeout_s: deadline for joining and for each bucket.

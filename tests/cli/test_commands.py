@@ -53,7 +53,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"config": config, **options})
         return 7
 
-    monkeypatch.setattr("grpo_async.launch.train.launch", run)
+    monkeypatch.setattr("grpo_async.launch.start.launch", run)
     return calls
 
 
@@ -151,7 +151,7 @@ def test_own_errors_are_messages_and_exit_codes_and_a_bug_is_not_hidden(
     def run(*_: object, **__: object) -> int:
         raise error
 
-    monkeypatch.setattr("grpo_async.launch.train.launch", run)
+    monkeypatch.setattr("grpo_async.launch.start.launch", run)
     result = _invoke("train", config)
     if code is None:
         assert result.exception is error
@@ -334,8 +334,8 @@ def interrupt(name="typer", *arguments, **options):
 if {during!r} == "import":
     sys.meta_path.insert(0, type("Importing", (), {{"find_spec": staticmethod(interrupt)}}))
 else:
-    import grpo_async.launch.train
-    grpo_async.launch.train.launch = lambda *arguments, **options: interrupt()
+    import grpo_async.launch.start
+    grpo_async.launch.start.launch = lambda *arguments, **options: interrupt()
 from grpo_async.cli import main
 main(["train", "x.yaml"])
 """

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.launch import run, train
+from grpo_async.launch import run, start
 from grpo_async.launch.plan import ProcessPlan, plan_processes
 from tests.launch.support import make_config
 
@@ -42,7 +42,7 @@ def main(options: dict[str, Any]) -> int:
         launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},
         inference=options.get("inference", {}),
     )
-    code = train.launch(config)
+    code = start.launch(config)
     if "torch" in sys.modules:
         raise AssertionError("the launcher imported torch")
     return code

@@ -14,7 +14,7 @@ from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launch import evaluate as evaluate_module
 from grpo_async.launch.evaluate import run_evaluation
-from grpo_async.launch.supervisor import RunOutcome
+from grpo_async.launch.supervise import RunOutcome
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import state_of
 from tests.launch.support import make_config

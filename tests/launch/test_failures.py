@@ -17,9 +17,10 @@ from rich.console import Console
 
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.launch.lifecycle import report_end
-from grpo_async.launch.supervisor import RunOutcome
-from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankExit, RankFailure, Report, explain, from_json, report
+from grpo_async.launch.run import report_end
+from grpo_async.launch.supervise import RunOutcome
+from grpo_async.launch.watcher import explain
+from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankExit, RankFailure, Report, report
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import tail
@@ -62,7 +63,7 @@ def test_an_error_raised_on_purpose_is_shown_without_its_traceback() -> None:
     (line,) = _lines(_failure(0, error))
     assert line.startswith("trainer rank 0 failed: waited 600 s for samples of step 3")
     evaluation = RankFailure.of(0, error, name="evaluation rank")
-    (line,) = _lines(from_json(json.loads(json.dumps(asdict(evaluation)))))
+    (line,) = _lines(evaluation)
     assert line.startswith("evaluation rank 0 failed: waited 600 s for samples of step 3")
 
 
@@ -80,7 +81,7 @@ def test_reports_reach_the_launcher_without_a_disk_and_one_that_is_gone_costs_no
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as launcher:
         launcher.bind(str(tmp_path / "heartbeat"))
         report(tmp_path / "heartbeat", *reports)
-        assert [from_json(json.loads(launcher.recv(MAX_DATAGRAM))) for _ in reports] == reports
+        assert [json.loads(launcher.recv(MAX_DATAGRAM)) for _ in reports] == list(map(asdict, reports))
 
 
 def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(
@@ -93,7 +94,7 @@ def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(
     after = _lines(failure, _exit(1, -signal.SIGKILL))[1]
     assert after == "after that rank 0 reported: RuntimeError: the tool said here gone"
     outcome = RunOutcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
-    assert report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO()))) == 1
+    report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO())))
     assert capsys.readouterr().err == "error: the server said no\ntwice\n"
 
 

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.output import Output
-from grpo_async.launch import lifecycle
-from grpo_async.launch.lifecycle import end_with_report
-from grpo_async.launch.supervisor import RunOutcome
+from grpo_async.launch import run
+from grpo_async.launch.run import end_with_report
+from grpo_async.launch.supervise import RunOutcome
 from grpo_async.run_directory import RunDir
 from tests.launch.support import make_config
 from tests.viewer.support import steps, write_run
@@ -27,16 +27,16 @@ FINISHED = RunOutcome(exit_code=0, summary={"status": "finished"})
 
 def _end(
     folder: Path, run_dir: RunDir, outcome: RunOutcome = FINISHED, *, report: bool = True, stream: TextIO | None = None
-) -> int:
+) -> None:
     console = Console(file=stream or io.StringIO(), width=200)
-    return end_with_report(outcome, make_config(folder, record={"report": report}), run_dir, Output(console=console))
+    end_with_report(outcome, make_config(folder, record={"report": report}), run_dir, Output(console=console))
 
 
 def test_the_report_of_a_run_is_written_by_a_child(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6), state="failed", error="the trainer ended")
-    assert _end(tmp_path, run_dir, report=False) == 0
+    _end(tmp_path, run_dir, report=False)
     assert not run_dir.report.exists()
-    assert _end(tmp_path, run_dir, RunOutcome(exit_code=1, error="the trainer ended")) == 1
+    _end(tmp_path, run_dir, RunOutcome(exit_code=1, error="the trainer ended"))
     assert "the trainer ended" in run_dir.report.read_text(encoding="utf-8")
 
 
@@ -45,7 +45,7 @@ def test_a_report_that_fails_is_a_warning_with_the_command_to_try_again(
 ) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6))
     run_dir.report.mkdir()  # nothing can be put in its place
-    assert _end(tmp_path, run_dir) == 0
+    _end(tmp_path, run_dir)
     said = capsys.readouterr().err
     assert said.startswith("warning: report.html was not written: ")
     assert f"try again: grpo-async report {run_dir.root}" in said
@@ -68,7 +68,7 @@ def test_a_report_whose_process_is_killed_names_the_signal_and_not_its_last_word
     killed.write_text("#!/bin/sh\necho a warning >&2\nkill -9 $$\n")
     killed.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(killed))
-    assert _end(tmp_path, write_run(tmp_path, metrics=steps(6))) == 0
+    _end(tmp_path, write_run(tmp_path, metrics=steps(6)))
     said = capsys.readouterr().err
     assert "report.html was not written: its process was killed by SIGKILL" in said
     assert "a warning" not in said
@@ -92,9 +92,8 @@ def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exi
     sender = threading.Thread(target=send)
     sender.start()
     before = signal.getsignal(signal.SIGTERM)
-    code = _end(tmp_path, run_dir, stream=stream)
+    _end(tmp_path, run_dir, stream=stream)
     sender.join(timeout=20.0)
-    assert code == 0
     assert str(run_dir.report) in printed[0].split("next:")[1]  # the summary was there before the report was
     assert "report.html was not written: a signal ended it; try again" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
@@ -111,6 +110,6 @@ def test_a_report_that_hangs_is_given_up_and_sooner_after_a_stop(
 ) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6))
     _hanging_python(tmp_path, monkeypatch)
-    monkeypatch.setattr(lifecycle, limit, 0.5)
-    assert _end(tmp_path, run_dir, outcome) == outcome.exit_code
+    monkeypatch.setattr(run, limit, 0.5)
+    _end(tmp_path, run_dir, outcome)
     assert "it was not finished after 0.5 s" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
-from grpo_async.launch.train import launch
+from grpo_async.launch.start import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
 from tests.launch.support import EMBEDDED, make_config

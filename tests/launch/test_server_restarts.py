@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from grpo_async.inference.fleet import ServerEvent
-from grpo_async.launch.local import LocalProcesses, RestartCount
+from grpo_async.launch.node import NodeProcesses, RestartCount
 from grpo_async.launch.plan import ProcessPlan, ProcessSpec
 from grpo_async.processes.assignment import Assignment
 from grpo_async.run_directory import RunDir, attempt_config
@@ -209,7 +209,7 @@ def _spawned(
     command: tuple[str, ...] = PAUSE,
     max_restarts: int = 3,
     has_trainer: bool = True,
-) -> LocalProcesses:
+) -> NodeProcesses:
     """One server that runs `command` and is restarted without delay, and no trainer."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
@@ -220,14 +220,14 @@ def _spawned(
     plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None, num_gpus=0)
     display: Any = news
     tell_trainer = news.server_event if has_trainer else None
-    return LocalProcesses(config, plan, display, tell_trainer=tell_trainer, leads=leads)
+    return NodeProcesses(config, plan, display, tell_trainer=tell_trainer, leads=leads)
 
 
-def _serves(local: LocalProcesses, num_restarts: int = 0) -> None:
+def _serves(local: NodeProcesses, num_restarts: int = 0) -> None:
     local.receive({"kind": "server_serving", "index": 0, "num_restarts": num_restarts})
 
 
-def _ask_restart(local: LocalProcesses, reason: str, num_restarts: int) -> None:
+def _ask_restart(local: NodeProcesses, reason: str, num_restarts: int) -> None:
     local.receive({"kind": "restart_server", "index": 0, "reason": reason, "num_restarts": num_restarts})
 
 
@@ -314,19 +314,6 @@ def test_a_node_that_another_one_leads_leaves_it_to_that_whether_the_run_continu
     (warning,) = news.warnings
     assert warning.startswith("the inference server was given up after 0 consecutive restarts")
     assert "the run continues" not in warning
-
-
-def test_a_lost_machine_is_one_warning_and_one_reason_however_many_servers_it_had(tmp_path: Path) -> None:
-    news: Any = News()
-    config = make_config(tmp_path, inference={"replicas": 8})
-    assignment = Assignment(run_dir=RunDir(tmp_path), attempt_dir=tmp_path, private_dir=tmp_path)
-    write_atomically(attempt_config(tmp_path), "")
-    plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(), trainer=None, num_gpus=0)
-    local = LocalProcesses(config, plan, news, tell_trainer=news.server_event)
-    local.give_up(range(4), "node 1 is gone")
-    assert news.warnings == ["node 1 is gone; the run continues with 4 of 8"]
-    local.give_up(range(4, 8), "node 2 is gone")
-    assert local.server_failure == "node 1 is gone\nnode 2 is gone"
 
 
 def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_async.errors import ConfigError
 from grpo_async.launch.signals import Signals, exit_on_signals
-from grpo_async.launch.train import launch
+from grpo_async.launch.start import launch
 from tests.launch.support import LauncherProcess, make_config
 
 

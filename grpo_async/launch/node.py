@@ -1,11 +1,5 @@
-"""The processes of a run on one machine: its servers, and its part of the trainer. The launcher of a run
-(launcher.supervisor), a node of a Ray cluster (launcher.ray) and a command that only serves (launcher.serve)
-start and end them here.
-
-    start       the servers, then the trainer
-    wait        for the first of: the end of the trainer, an event of the caller's, a signal
-    end         SIGTERM and a grace period, which a signal cuts short; what is left is killed when the context is left, with
-                all that descends from it
+"""The processes of one machine: its servers, and its part of the trainer. The launcher of a run (launch.supervise), a node of a Ray
+cluster (launch.ray) and a command that only serves (launch.serve) start and end them here.
 
 A server that dies or hangs is killed with all its processes and started again; it keeps its URL. inference.fleet has a diagram of
 its states, which says what this module sends and receives. The wait before a restart is `inference.restart_delay_s`, doubled
@@ -16,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -29,7 +23,7 @@ from grpo_async.launch.plan import ProcessPlan, ProcessSpec
 from grpo_async.launch.signals import Signals
 from grpo_async.launch.watcher import Watcher
 from grpo_async.utils.concurrency import in_background
-from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit, raise_open_files_limit
+from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit, is_running, raise_open_files_limit
 from grpo_async.utils.retry import backoff_s
 from grpo_async.utils.text import count
 
@@ -42,13 +36,12 @@ _RESTART_TIMEOUT_S = 25.0  # for a restart in progress to reach a point where it
 _RESTART_RESET_S = 600.0  # the count of a server that has served for so long is reset
 
 
-class LocalProcesses:
-    """An async context manager. When it is left, everything that was started in it is ended.
+class NodeProcesses:
+    """An async context manager. When it is left, everything that was started in it is killed.
 
     Args:
         display: shows the user what happens to the servers.
-        tell_trainer: see TellTrainer. None: there is no trainer that says when a server serves, so one that was started counts as
-            serving.
+        tell_trainer: None: there is no trainer that says when a server serves, so one that was started counts as serving.
         first_server: index of the first server of the plan.
         leads: false on a node that another one leads, which alone knows whether a server is left.
 
@@ -85,10 +78,10 @@ class LocalProcesses:
         self._plan = plan
         self._trainer: Child | None = None
         self._total = config.num_servers  # of all machines
-        self._given_up: dict[int, str] = {}  # servers of all machines, and why
+        self._lost: dict[int, str] = {}  # servers of all machines, and why
         self._leads = leads
         self._servers = {
-            index: SpawnedServer(index, spec, self, config.inference)
+            index: _Server(index, spec, self, config.inference)
             for index, spec in enumerate(plan.servers, start=first_server)
         }
         self._stack = AsyncExitStack()
@@ -107,11 +100,7 @@ class LocalProcesses:
         await self._stack.__aexit__(*error)
 
     async def start(self) -> None:
-        """Start everything, and watch the servers. An error of our own in a watch ends the caller's task with it.
-
-        Raises:
-            RunError: a program cannot be started.
-        """
+        """Start the servers, then the trainer, and watch the servers. Raises RunError: a program cannot be started."""
         for server in self._servers.values():
             await server.start()
         for server in self._servers.values():
@@ -132,14 +121,13 @@ class LocalProcesses:
 
     @property
     def running_servers(self) -> list[Child]:
-        """The servers of this machine that run."""
         children = [server.child for server in self._servers.values()]
         return [child for child in children if child is not None and child.is_running]
 
-    async def wait(self, *events: asyncio.Event, for_trainer: bool = True, timeout_s: float | None = None) -> None:
+    async def wait(self, *events: asyncio.Event, timeout_s: float | None = None) -> None:
         """Wait until the trainer ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes:
-        the trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
-        children = [self._trainer] if for_trainer and self._trainer is not None else []
+        the trainer has deadlines for everything that it waits for."""
+        children = [] if self._trainer is None else [self._trainer]
         await _first_of(children, [self.signals.arrived, *events], timeout_s)
 
     async def end_trainer(self) -> None:
@@ -155,8 +143,7 @@ class LocalProcesses:
         await self._end(self.running_servers)
 
     def receive(self, message: Mapping[str, Any]) -> bool:
-        """Handle what the trainer says of a server: server_serving or restart_server (processes.control). False: the server is not
-        started here."""
+        """Handle server_serving or restart_server of the trainer. False: the server is not started here."""
         server, is_serving = self._servers.get(message["index"]), message["kind"] == "server_serving"
         self.have_served = self.have_served or is_serving
         if server is None:
@@ -167,23 +154,22 @@ class LocalProcesses:
             server.ask_restart(str(message["reason"]), message["num_restarts"])
         return True
 
-    def lose_servers(self, failure: str) -> None:
+    def fail(self, failure: str) -> None:
         """The run cannot continue; the first reason counts."""
         self.server_failure = self.server_failure or failure
         self.lost_servers.set()
 
-    def give_up(self, servers: Collection[int], why: str, *log_tail: str) -> None:
-        """Servers, of any machine, are given up or gone, for one reason. The run continues as long as there is another; only the
-        launcher that leads knows whether there is."""
+    def mark_lost(self, index: int, why: str, *log_tail: str) -> None:
+        """A server, of any machine, does not come back. The run continues as long as there is another; only the launcher that
+        leads knows whether there is."""
         if not self._leads:
             self.display.warning(why)
             return
-        for index in servers:
-            self._given_up.setdefault(index, why)
-        if left := self._total - len(self._given_up):
+        self._lost.setdefault(index, why)
+        if left := self._total - len(self._lost):
             self.display.warning(f"{why}; the run continues with {left} of {self._total}")
         else:
-            self.lose_servers("\n".join([*dict.fromkeys(self._given_up.values()), *log_tail]))
+            self.fail("\n".join([*self._lost.values(), *log_tail]))
 
     async def _end(self, children: Sequence[Child]) -> None:
         self.signals.arrived.clear()
@@ -201,9 +187,8 @@ async def _first_of(children: Sequence[Child], events: Sequence[asyncio.Event], 
     """Wait for the end of a child or for an event."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        await asyncio.wait(
-            [*waits, *(child.exited for child in children)], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        tasks = [*waits, *(child.exited for child in children)]
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
             wait.cancel()
@@ -224,7 +209,7 @@ class RestartCount:
         self._serving_since = self._clock()
 
     def next_delay_s(self) -> float | None:
-        """The server has ended: seconds to wait before it is started again; None: give it up.
+        """The server has ended: seconds to wait before it is started again; None: it is lost.
 
         Worked example: delay_s 1, max_restarts 3, ends in a row -> 1, 2, 4, None.
         """
@@ -244,20 +229,16 @@ class _End(NamedTuple):
     asked: bool = False
 
 
-class SpawnedServer:
+class _Server:
     """One server over all its restarts. Messages from before the last restart are ignored. A server that ends before it has ever
-    served cannot start, and ends the run.
+    served cannot start, and ends the run."""
 
-    Args:
-        local: the processes that it is one of.
-    """
-
-    def __init__(self, index: int, spec: ProcessSpec, local: LocalProcesses, inference: InferenceSection) -> None:
+    def __init__(self, index: int, spec: ProcessSpec, node: NodeProcesses, inference: InferenceSection) -> None:
         self.name = spec.name
         self.child: Child | None = None
         self._index = index
         self._spec = spec
-        self._local = local
+        self._node = node
         self._restarts = RestartCount(inference.max_restarts, inference.restart_delay_s)
         self._num_restarts = 0
         self._has_served = False
@@ -266,8 +247,8 @@ class SpawnedServer:
         self._down_since: float | None = None
 
     async def start(self) -> None:
-        self.child = await self._local.children.spawn(self._spec, num_restarts=self._num_restarts)
-        if not self._local.has_trainer:
+        self.child = await self._node.children.spawn(self._spec, num_restarts=self._num_restarts)
+        if not self._node.has_trainer:
             self._count_as_serving()
 
     def mark_serving(self, num_restarts: int) -> None:
@@ -276,7 +257,7 @@ class SpawnedServer:
             return
         if self._down_since is not None:
             took_s = time.monotonic() - self._down_since
-            self._local.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
+            self._node.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
         self._count_as_serving()
 
     def _count_as_serving(self) -> None:
@@ -289,46 +270,45 @@ class SpawnedServer:
         run stops, the server is only killed: the trainer may be waiting for it, and has a checkpoint to write."""
         if self.child is None or num_restarts != self._num_restarts:
             return
-        if self._local.stopping.is_set():
+        if self._node.stopping.is_set():
             self.child.kill()
             return
         self._asked_reason = reason
         self._asked.set()
 
     async def watch(self) -> None:
-        """Restart the server whenever its process ends or the trainer asks for it, until the run stops or the server is lost for
-        good."""
-        local, restarts = self._local, self._restarts
+        """Restart the server whenever its process ends or the trainer asks for it, until the run stops or the server is lost."""
+        node, restarts = self._node, self._restarts
         end = await self._wait_for_end()
         while end is not None:
             log_tail = await self._kill_the_rest(end)
             if not self._has_served and not end.asked:
-                local.lose_servers(f"the {log_tail}")
+                node.fail(f"the {log_tail}")
                 return
             delay_s = restarts.next_delay_s()
             if delay_s is None:
                 after = f"after {count(restarts.in_a_row, 'consecutive restart')} (inference.max_restarts)"
                 self._tell("given_up", f"{end.how}, {after}")
-                local.give_up([self._index], f"the {self.name} was given up {after}: it {end.how}", f"the {log_tail}")
+                node.mark_lost(self._index, f"the {self.name} was given up {after}: it {end.how}", f"the {log_tail}")
                 return
             restart = f"restart {restarts.in_a_row} of {restarts.max_restarts}"
-            local.display.warning(f"the {self.name} {end.how}; {restart} in {delay_s:g} s")
+            node.display.warning(f"the {self.name} {end.how}; {restart} in {delay_s:g} s")
             with suppress(TimeoutError):
-                await asyncio.wait_for(local.stopping.wait(), delay_s)
-            if local.stopping.is_set():
+                await asyncio.wait_for(node.stopping.wait(), delay_s)
+            if node.stopping.is_set():
                 return
             end = await self._restart() or await self._wait_for_end()
 
     def _tell(self, event: str, detail: str) -> None:
-        self._local.tell_trainer(index=self._index, event=event, detail=detail, num_restarts=self._num_restarts)
+        self._node.tell_trainer(index=self._index, event=event, detail=detail, num_restarts=self._num_restarts)
 
     async def _wait_for_end(self) -> _End | None:
         """Wait until the process ends or the trainer asks for a restart; None: the run stops."""
         assert self.child is not None
-        await _first_of([self.child], [self._asked, self._local.stopping])
-        if self._local.stopping.is_set():
+        await _first_of([self.child], [self._asked, self._node.stopping])
+        if self._node.stopping.is_set():
             return None
-        if self.child.has_ended:  # the trainer may have noticed before this process did
+        if not is_running(self.child.pid):  # the trainer may have noticed before this process did
             await asyncio.wait([self.child.exited], timeout=KILL_TIMEOUT_S)
         if not self.child.is_running:
             return _End(describe_exit(self.child.exited.result()))
@@ -343,7 +323,7 @@ class SpawnedServer:
         child, self.child = self.child, None
         if child is None:  # it could not be started at all
             return f"{self.name} {end.how}"
-        await self._local.children.kill(child)
+        await self._node.children.kill(child)
         return child.describe_end(how=end.how)
 
     async def _restart(self) -> _End | None:
@@ -355,5 +335,5 @@ class SpawnedServer:
             return _End(f"could not be started: {error}")
         assert self.child is not None
         self._tell("starting", f"restart {self._restarts.in_a_row}")
-        self._local.display.note(f"the {self.name} starts again (log: {self.child.log.name})")
+        self._node.display.note(f"the {self.name} starts again (log: {self.child.log.name})")
         return None

@@ -1,11 +1,11 @@
 """Runs a plan to its end: starts the children, shows what they report, and leaves no process behind however it ends.
 
-    waits for   the first of: trainer exit, loss of the servers (launcher.local restarts them), a signal; every later wait
+    waits for   the first of: trainer exit, loss of the servers (launch.node restarts them), a signal; every later wait
                 has a deadline
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
                 SIGINT -> 130, SIGTERM, SIGHUP, SIGQUIT -> 143, after a checkpoint when the trainer manages in time
                 preflight only: 0 when no check failed, else 1
-    machines    of several (launcher.ray), this is the one with rank 0; another that trains and is lost ends the run
+    machines    of several (launch.ray), this is the one with rank 0; another that trains and is lost ends the run
 
 The first failure wins: what dies after it is a consequence and not reported. Afterward everything that was started,
 and everything that those started, is ended: SIGTERM with a grace period, then SIGKILL.
@@ -26,7 +26,7 @@ from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
 from grpo_async.findings.messages import read_equal_rewards
 from grpo_async.launch.control import ControlServer
-from grpo_async.launch.local import LocalProcesses
+from grpo_async.launch.node import NodeProcesses
 from grpo_async.launch.plan import ProcessPlan
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Supervisor:
         self._assignment = plan.assignment
         self._display = display
         self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
-        self._local = LocalProcesses(config, plan, display, tell_trainer=partial(self._control.send, "server_event"))
+        self._local = NodeProcesses(config, plan, display, tell_trainer=partial(self._control.send, "server_event"))
         self._nodes = nodes
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
@@ -89,7 +89,7 @@ class Supervisor:
         await local.start()
         ends = [local.lost_servers, watcher.trouble, *([] if nodes is None else [nodes.trouble])]
         await local.wait(*ends)
-        if (lost := watcher.lost_run_dir) is not None:
+        if (lost := watcher.lost_run_dir()) is not None:
             await self._end_trainer("the run directory is gone")
             return RunOutcome(exit_code=1, error=lost)
         if local.signals.arrived.is_set() and local.is_training:
@@ -145,7 +145,7 @@ class Supervisor:
         if self._nodes is not None and self._local.trainer.exited.result() != 0:
             await self._nodes.wait_for_ends(_NODES_TIMEOUT_S)  # it may have failed only because another machine's has
         outcome = self._judge(exit_code)
-        if (lost := self._local.watcher.lost_run_dir) is not None:
+        if (lost := self._local.watcher.lost_run_dir()) is not None:
             outcome = RunOutcome(exit_code=1, error=lost)
         await self._local.end_servers()
         return outcome
