@@ -106,17 +106,14 @@ class Side:
         """Take the groups of a step, close them as trained, and serve the next version."""
         from grpo_async.records import GroupStatus
 
-        groups = self._source.take(
-            self._load.groups_per_step, trainer_version=self._version, heartbeat=_nothing, on_change=_nothing
-        )
+        groups = None
+        while groups is None:
+            groups = self._source.take(self._load.groups_per_step, trainer_version=self._version)
         self._source.close_groups(groups, GroupStatus.TRAINED, step=self._version)
         self._version += 1
         self._control.finish_weight_update(self._version)
         self._source.advance(self._version)
         self.rollouts += sum(len(group.group.completions) for group in groups)
-
-
-def _nothing() -> None: ...
 
 
 @contextmanager

@@ -202,12 +202,7 @@ def simulate(setup: Setup) -> dict[str, float]:
     )
     table, buffer = worker.table, worker.buffer
     give_back_at(table, buffer, loop)
-    watch = Watch(
-        timeout_s=_NEVER_S,
-        progress=lambda: table.num_events,
-        heartbeat=loop.run_until_call,
-        heartbeat_s=0.0,  # it never blocks: virtual seconds pass in the heartbeat
-    )
+    watch = Watch(timeout_s=_NEVER_S, progress=lambda: table.num_events)
 
     def push(version: int) -> None:
         for server in servers:
@@ -226,7 +221,11 @@ def simulate(setup: Setup) -> dict[str, float]:
     try:
         for step in range(1, setup.steps + 1):
             began = loop.time()
-            groups = buffer.take(setup.groups_per_step, trainer_version=step - 1, watch=watch)
+            # it never blocks: virtual seconds pass in between
+            while (
+                groups := buffer.take(setup.groups_per_step, trainer_version=step - 1, watch=watch, wait_s=0.0)
+            ) is None:
+                loop.run_until_call()
             waited_s += loop.time() - began
             trained = [group for group in groups if group.samples]
             forwards_s, evenly_s = setup.training([length for group in trained for length in lengths_of(group)])

@@ -1,10 +1,4 @@
-"""The interface of an agent, whichever kind it is: it runs for one row of the data with one session, and returns a
-result.
-
-    function.py       a function of the user, in this process
-    command.py        a process for each rollout
-    environments/     an environment of a library
-"""
+"""The interface of an agent, whichever kind it is, and its result."""
 
 from __future__ import annotations
 
@@ -70,9 +64,6 @@ def read_result(raw: Any) -> AgentResult:
 
     0.5 -> reward 0.5; {"reward": 1, "tests": 7} -> reward 1.0, column `tests`; None -> nothing.
     {"reward": 1, "rewards": {"chatcmpl-1": 0.2}}: the branch with that response has its own reward.
-
-    Raises:
-        AgentError: the value is none of these, or a reward is not a finite number.
     """
     if not isinstance(raw, Mapping):
         try:

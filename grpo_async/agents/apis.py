@@ -7,11 +7,11 @@
     thinking         reasoning_content         an item `reasoning`      a block, where `thinking` is enabled or adaptive
     continued by     the whole history         previous_response_id     the whole history
 
-All of them accept text only, functions as tools, `tool_choice`, `stop`, `stream`, sampling settings and a response format
-(session.py says how these are applied). Unsupported settings that only change sampling or the prompt (`_NEUTRAL`) are ignored, with
-one warning. Whatever else is not known to leave the answer as it is (`_HARMLESS`) is refused by its name, such as images, tools
-that run at the provider, conversations that the provider keeps, `n` > 1. A stream sends the complete answer as events: an
-agent acts on complete answers.
+All of them accept text only, functions as tools, `tool_choice`, `stop`, `stream`, sampling settings and a response
+format (session.py says how these are applied). Unsupported settings that only change sampling or the prompt
+(`_NEUTRAL`) are ignored, with one warning. Whatever else is not known to leave the answer as it is (`_HARMLESS`) is
+refused by its name, such as images, tools that run at the provider, conversations that the provider keeps, `n` > 1. A
+stream sends the complete answer as events: an agent acts on complete answers.
 """
 
 from __future__ import annotations
@@ -108,16 +108,7 @@ class _Body(BaseModel):
 
 
 class Exchange(ABC):
-    """One request of an API and its answer.
-
-    Args:
-        body: the request's JSON.
-        model: the model name in the answer.
-        api_state: the APIs' state of the rollout.
-
-    Raises:
-        ApiError: the request is invalid or unsupported.
-    """
+    """One request of an API and its answer."""
 
     def __init__(self, body: Mapping[str, Any], model: str, api_state: dict[Any, Any]) -> None:
         self.id = secrets.token_hex(12)

@@ -1,10 +1,8 @@
-"""Agents that are a command: one process for each rollout, which finds the model through environment variables.
+"""Agents that are a command: one process for each rollout, which reads the row as JSON from stdin, finds the model
+through environment variables, and prints its result as the last line of stdout.
 
-    row as JSON -> stdin | launcher -> command -> ... | stdout -> last line: the result as JSON
-                                                   | stderr -> its end, for the message about a rollout that failed
-
-Invariant: when a run is over (it ended, failed, took too long, was cancelled, or this process was killed), the command and all
-processes that it started are dead: `sandbox.execution`, which starts it, ensures that.
+When a run is over, however it ends, the command and all processes that it started are dead: `sandbox.execution`
+ensures that.
 """
 
 from __future__ import annotations
@@ -44,12 +42,7 @@ _NO_LIMIT = 1 << 30
 
 
 class CommandAgent(Agent):
-    """See the module's docstring.
-
-    Args:
-        command: the program and its arguments.
-        section: `rollout.agent` of the configuration.
-    """
+    """See the module's docstring."""
 
     start_timeout_s = START_TIMEOUT_S
 
@@ -145,11 +138,8 @@ def load_command_agent(section: AgentSection) -> CommandAgent:
     command = section.command
     assert command is not None
     if shutil.which(command[0]) is None:
-        path = Path(command[0])
-        problem = "is not on PATH; install it, or write its whole path"
-        if path.parent != Path():
-            problem = "is not executable; chmod +x it" if path.is_file() else "does not exist"
-        raise ConfigError(f"{SETTING}: {command[0]} {problem} (working directory: {Path.cwd()})")
+        where = f"no program on PATH or in the working directory {Path.cwd()}"
+        raise ConfigError(f"{SETTING}: {command[0]} is {where} that can be executed")
     if len(command) > 1 and command[1].endswith(_SCRIPTS) and not Path(command[1]).exists():
         raise ConfigError(f"{SETTING}: {command[1]} does not exist (working directory: {Path.cwd()})")
     return CommandAgent(command, section)

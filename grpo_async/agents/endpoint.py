@@ -3,10 +3,8 @@
     POST /v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
     GET  /v1/models             lists one name; requests with any other name also get the policy
 
-The paths also work without /v1. A rollout's key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`; without it, or after
-the rollout is over, the answer is 401. Each rollout has a second key, whose calls are answered but not trained. Errors have the
-format of the API that was called. A client that disconnects cancels its call; a complete answer is recorded even if the client is
-gone. The server listens on loopback by default: whoever can reach the address and has a key can make the policy generate.
+The paths also work without /v1. A rollout's keys are sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. A client that
+disconnects cancels its call; a complete answer is recorded even if the client is gone.
 """
 
 from __future__ import annotations
@@ -64,15 +62,7 @@ class _Server(web.Server):
 
 
 class AgentEndpoint:
-    """See the module's docstring. An async context manager; `start` and `aclose` may be called instead, `start` repeatedly.
-
-    Args:
-        client: the inference client.
-        renderer: renders the agents' messages.
-        model: the name of the policy.
-        host: to listen at, and for agents to connect to.
-        port: 0 for any free port.
-    """
+    """See the module's docstring. An async context manager; `start` and `aclose` may be called instead, `start` repeatedly."""
 
     def __init__(
         self,

@@ -1,9 +1,4 @@
-"""Agents that are a function of the user: `run(row, client, **arguments) -> float | dict | None`.
-
-A plain function runs in a thread. Async functions share one event loop apart from the run's: one that blocks delays
-the others, but not the run. A function that still runs after its time limit cannot call the model anymore: its
-key is refused.
-"""
+"""Agents that are a function of the user: `run(row, client, **arguments) -> float | dict | None`."""
 
 from __future__ import annotations
 
@@ -29,11 +24,7 @@ SETTING = "rollout.agent.function"
 
 
 class FunctionAgent(Agent):
-    """See the module's docstring.
-
-    Args:
-        max_concurrent: maximum concurrent calls, for the threads of a plain function.
-    """
+    """See the module's docstring."""
 
     def __init__(self, function: Callable[..., Any], section: AgentSection, *, max_concurrent: int) -> None:
         self._function = function
@@ -82,9 +73,6 @@ class AgentClient:
     def openai(self) -> Any:
         """`openai.AsyncOpenAI` in an async function, otherwise `openai.OpenAI`, with this rollout's key. It does not retry, because
         each retry would be a separate call.
-
-        Raises:
-            ConfigError: the package openai is not installed.
         """
         return self._clients.get(self.base_url, self.api_key, is_async=self._is_async)
 

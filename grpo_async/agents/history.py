@@ -1,22 +1,12 @@
 """The tree of the calls of one rollout: which recorded tokens a request continues.
 
-An agent sends its whole history with every call. The assistant messages in it are recorded answers, so their tokens are
-known. The longest prefix that ends with a recorded answer is continued with the recorded ids, and only what follows it is
-rendered and tokenized:
-
-    call 1   system, user                                   -> root        ids of the rendered prompt
-    call 2   system, user, answer 1, tool                   -> answer 1    + ids of the tool's result
-    call 3   system, user, answer 1, another tool result    -> answer 1    + ids of that result: a branch
-    call 4   system, summary                                -> a new root: nothing of it was recorded
-
-Messages are compared by value: an answer by its text without thinking and surrounding whitespace, and its tool calls by name and
-parsed arguments, because clients strip the thinking, reformat the JSON and may change ids. Any other difference (other tools, an
-edited message) makes another history.
+The longest prefix of a request that ends with a recorded answer is continued with the recorded ids; only what follows
+is rendered and tokenized. Messages are compared by value, because clients strip thinking, reformat JSON and change
+ids.
 
 Invariant: a sampled token that is trained is never tokenized again: a call's context is prompt ids + recorded ids +
-suffix ids, and each answer belongs to exactly one path. If the suffix cannot be rendered by itself (the template renders earlier
-turns differently once a user's message follows, as Qwen3 does with thinking), the whole history is rendered: a new root, whose
-text of earlier answers is context, and is not trained.
+suffix ids, and each answer belongs to exactly one path. If the suffix cannot be rendered by itself, the whole history
+is rendered as a new root.
 """
 
 from __future__ import annotations
@@ -134,11 +124,7 @@ class HistoryRenderer:
     def prompt_ids(
         self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int
     ) -> list[int]:
-        """Render and tokenize a whole prompt.
-
-        Raises:
-            ApiError: the chat template refuses the messages, or they have more than `max_tokens` tokens.
-        """
+        """Render and tokenize a whole prompt."""
         try:
             return self.chat.prompt_ids(messages, tools=tools, max_tokens=max_tokens)
         except TooLongError as error:
@@ -147,11 +133,7 @@ class HistoryRenderer:
             raise bad_request(str(error), param="messages") from error
 
     def suffix_ids(self, answer: Answer, messages: Sequence[TaggedMessage], max_tokens: int) -> list[int] | None:
-        """Ids of `messages` and the next generation prompt, which follow those of `answer`; None if they depend on more.
-
-        Raises:
-            ApiError: they have more than `max_tokens` tokens.
-        """
+        """Ids of `messages` and the next generation prompt, which follow those of `answer`; None if they depend on more."""
         try:
             self.chat.check_length("".join(message.content.strip() for message in messages), max_tokens)
         except TooLongError as error:
@@ -177,12 +159,7 @@ class HistoryRenderer:
 
 
 class History:
-    """The calls of one rollout.
-
-    Args:
-        renderer: renders messages that were not recorded.
-        max_tokens: of a context; longer ones are refused before they are tokenized, where that is sure.
-    """
+    """The calls of one rollout."""
 
     def __init__(self, renderer: HistoryRenderer, max_tokens: int) -> None:
         self._renderer = renderer
@@ -192,11 +169,7 @@ class History:
         self.answers: list[Answer] = []
 
     def prepare(self, call: Call) -> Request:
-        """Find the tokens of a call.
-
-        Raises:
-            ApiError: the call has no messages, or they cannot be rendered.
-        """
+        """Find the tokens of a call."""
         if not call.messages:
             raise bad_request("there are no messages", param="messages")
         keys = self._keys([call.tools, *call.messages])

@@ -1,24 +1,9 @@
 """One rollout of an agent: its calls go to the policy, and the sampled answers become its completion.
 
-    complete(call) -> history: context ids -> InferenceClient.generate -> read -> recorded -> Answer
-
-Limits: `rollout.max_completion_tokens` limits the sampled tokens of all calls of the rollout together (concurrent calls may
-each use what was left when they began), `inference.max_model_len` context and answer of each call, `rollout.max_turns` their
-number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is truncated, or that has no token left,
-ends with finish_reason "length". After the first call that found the tokens or turns of the rollout used up, further ones are
-refused.
-
-Sampling: trained answers are sampled with the run's settings: `temperature`, `top_p`, `top_k`, `min_p` and
-`repetition_penalty` of a call are ignored, with one warning per run, and a `seed` is combined with the rollout's seed, because
-otherwise all rollouts of a group would be the same. Calls that are not trained use their own settings.
-
-Constraints: a `response_format` other than text, or a `tool_choice` that forces a call, makes the engine sample from the tokens
-that a grammar leaves. The log-probabilities are those of that distribution, so such an answer is trained only if the loss corrects
-for it (as `rollout.structured_outputs` requires); otherwise it is context, with one warning per run.
-
-A call counts when its answer is complete: tokens of a cancelled call (the client disconnected, the session was closed) are in no
-completion. If the client disconnected after the answer was complete, it does count. Stop strings are those of the run
-(rollout.stop) and of the call; an answer that one of them ended keeps all of its tokens, but its text ends before the string.
+Trained answers are sampled with the run's settings; a call's own `temperature` and the like are ignored with one
+warning, and its `seed` is combined with the rollout's. Calls that are not trained use their own settings. An answer
+under a grammar (a format, a forced tool call) is trained only if the loss corrects for it. A call counts when its
+answer is complete.
 """
 
 from __future__ import annotations
@@ -92,16 +77,7 @@ class Sessions:
 
 
 class AgentSession:
-    """See the module's docstring. Open from its construction until `close`. It belongs to the rollout loop.
-
-    Args:
-        sessions: sessions of the endpoint, which has started.
-        rollout_id: id of this rollout.
-        settings: sampling parameters and limits.
-        seed: seed of the rollout, from which each call gets its own.
-        affinity: a path such as "group/rollout"; see inference.router.
-        on_tokens: called as tokens arrive, including tokens that are dropped later.
-    """
+    """See the module's docstring. Open from its construction until `close`. It belongs to the rollout loop."""
 
     def __init__(
         self,
@@ -155,9 +131,6 @@ class AgentSession:
 
         Args:
             is_trained: False keeps the answer out of the completion.
-
-        Raises:
-            ApiError: the session is closed, the call cannot be made, or no inference server answers.
         """
         self._check(call, is_trained=is_trained)
         constraint = self._constraint(call)
@@ -257,11 +230,7 @@ class AgentSession:
                 task.cancel()
 
     async def prompt_length(self, call: Call, *, is_trained: bool) -> int:
-        """Number of tokens of a call's context, without generating anything.
-
-        Raises:
-            ApiError: as in `complete`.
-        """
+        """Number of tokens of a call's context, without generating anything."""
         self._check(call, is_trained=is_trained)
         return (await self._prepare(call)).num_tokens
 

@@ -27,36 +27,32 @@ from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus, ScoredGroup
 
 HEARTBEAT_S = 20.0
-"""Interval between two heartbeats of rank 0 while it waits: the other ranks wait for its commands with a deadline."""
+"""The longest that `take` blocks: the other ranks wait with a deadline for a sign of life of rank 0."""
 OnDrop = Callable[[ScoredGroup, GroupStatus, int | None], None]
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """How long `take` may wait, and what it does meanwhile.
+    """How long a step may wait for its groups.
 
     Attributes:
         timeout_s: training.queue_timeout_s, the longest wait without `progress()` changing.
         progress: a counter that grows while generation is alive (generated tokens).
-        heartbeat: called about every `heartbeat_s` seconds of waiting.
-        on_change: called after `wake`, in the waiting thread.
         describe: the current state, for the error.
     """
 
     timeout_s: float
     progress: Callable[[], int]
-    heartbeat: Callable[[], None] = _nothing
-    on_change: Callable[[], None] = _nothing
-    heartbeat_s: float = HEARTBEAT_S
     describe: Callable[[], str] = str
 
 
-class BufferInterrupted(Exception):
-    """`take` was woken because the run is to stop."""
+@dataclass(slots=True, kw_only=True)
+class _Wait:
+    """The wait of one step, over all calls of `take`."""
+
+    seen: int  # progress
+    changed_at: float  # when progress was last seen to change
+    kept_until: float = math.inf  # how long places are kept for groups that are due
 
 
 class SampleBuffer:
@@ -80,6 +76,7 @@ class SampleBuffer:
         self._has_ended = False
         self._interrupted = False
         self._woken = False
+        self._wait: _Wait | None = None
 
     @property
     def step(self) -> int | None:
@@ -117,31 +114,39 @@ class SampleBuffer:
             self._table.mark(reserved, GroupState.RESERVED)
             return reserved
 
-    def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """Block until `num_groups` groups, at least one of them with samples, can be handed out; see the module's docstring.
-        Sorted by group id. After `end`: as many as there are, and [] when there is nothing more to train.
+    def take(
+        self, num_groups: int, *, trainer_version: int, watch: Watch, wait_s: float = HEARTBEAT_S
+    ) -> list[ScoredGroup] | None:
+        """Wait until `num_groups` groups, at least one of them with samples, can be handed out; see the module's docstring.
+        Sorted by group id. After `end`: as many as there are, and [] when there is nothing more to train. None: not yet; `wait_s`
+        seconds are over, or `wake` or `interrupt` was called. Then call it again: the limits of the wait count on.
 
         Raises:
             DeadlineError: nothing moved for `watch.timeout_s` seconds, and too few groups are queued.
-            BufferInterrupted: `interrupt` was called.
             BaseException: the error given to `fail`.
 
         On each of these errors all groups are still queued, so a checkpoint that is written then has them.
         """
-        seen, kept_until = watch.progress(), math.inf
-        last_change = last_heartbeat = time.monotonic()
+        began = time.monotonic()
+        wait = self._wait = self._wait or _Wait(seen=watch.progress(), changed_at=began)
         while True:
             with self._condition:
+                if self._failure is not None:
+                    raise self._failure
+                if self._interrupted:
+                    return None
                 dropped, status, ready = self._pick(num_groups, trainer_version)
-                is_over = bool(ready) or self._has_ended
-                if not dropped and not is_over:
+                if not dropped and (ready or self._has_ended):
+                    self._wait = None
+                    return ready
+                if not dropped:
                     now = time.monotonic()
                     if len(self._table.queued()) >= num_groups:  # others could fill the step
-                        kept_until = min(kept_until, now + self._table.patience_s)
-                    if now >= kept_until:
+                        wait.kept_until = min(wait.kept_until, now + self._table.patience_s)
+                    if now >= wait.kept_until:
                         self._table.release_places(trainer_version + 1)
                         continue
-                    until = min(last_change + watch.timeout_s, now + watch.heartbeat_s, kept_until)
+                    until = min(wait.changed_at + watch.timeout_s, began + wait_s, wait.kept_until)
                     if not self._woken:
                         self._condition.wait(timeout=max(0.0, until - now))
                     woken, self._woken = self._woken, False
@@ -149,36 +154,28 @@ class SampleBuffer:
                 for group in dropped:
                     self._on_drop(group, status, self.record_dropped(group))
                 if status is GroupStatus.FILTERED:
-                    kept_until = math.inf  # it is another round that others could fill
+                    wait.kept_until = math.inf  # it is another round that others could fill
                 continue
-            if is_over:
-                return ready
             if woken:
-                watch.on_change()
-                continue
+                return None
             now, progress = time.monotonic(), watch.progress()
-            if progress != seen:
-                seen, last_change = progress, now
-            elif now - last_change >= watch.timeout_s:
-                if kept_until == math.inf:
+            if progress != wait.seen:
+                wait.seen, wait.changed_at = progress, now
+            elif now - wait.changed_at >= watch.timeout_s:
+                if wait.kept_until == math.inf:
                     raise DeadlineError(
                         f"samples for step {trainer_version + 1}; no token was generated meanwhile ({watch.describe()})",
                         waited_s=watch.timeout_s,
                         setting="training.queue_timeout_s",
                         hint="With groups in flight the server or a reward function hangs; look into the servers' logs.",
                     )
-                kept_until = now
-            if now - last_heartbeat >= watch.heartbeat_s:
-                watch.heartbeat()
-                last_heartbeat = now
+                wait.kept_until = now
+            if now - began >= wait_s:
+                return None
 
     def _pick(self, num_groups: int, trainer_version: int) -> tuple[list[ScoredGroup], GroupStatus, list[ScoredGroup]]:
         """Without waiting: groups to drop and as what, or else the groups of the step, if it can be filled. The caller holds the
         lock."""
-        if self._failure is not None:
-            raise self._failure
-        if self._interrupted:
-            raise BufferInterrupted
         fresh = self._fresh(trainer_version)
         ready = self._round(fresh, num_groups, trainer_version)
         if self._has_ended and not any(group.samples for group in fresh):
@@ -219,7 +216,7 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def wake(self) -> None:
-        """Make the current `take`, or the next one that waits, call its `on_change`."""
+        """Make the current `take`, or the next one that waits, return None."""
         with self._condition:
             self._woken = True
             self._condition.notify_all()
@@ -231,7 +228,7 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def interrupt(self) -> None:
-        """Make the current and every later `take` raise BufferInterrupted."""
+        """Make the current and every later `take` return None."""
         with self._condition:
             self._interrupted = True
             self._condition.notify_all()

@@ -21,10 +21,7 @@ from grpo_async.chat.turn import ChatError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """Messages in which the text of control tokens is replaced by placeholders.
-
-    `placeholders` maps the placeholder to the text; it is empty where there was nothing to replace.
-    """
+    """Messages in which the text of control tokens is replaced by `placeholders`, which map to the text."""
 
     messages: Sequence[Mapping[str, Any]]
     placeholders: Mapping[str, str]
@@ -35,10 +32,6 @@ class Encoder:
 
     Control tokens are the tokenizer's special tokens, and its other added tokens as far as the chat template writes them
     (`<tool_response>`, `<think>` in Qwen3). Whitespace tokens are never control tokens, even where they are added tokens (Gemma).
-
-    Args:
-        tokenizer: the model's tokenizer.
-        template_source: the Jinja text.
     """
 
     def __init__(self, tokenizer: Any, template_source: str) -> None:
@@ -78,23 +71,17 @@ class Encoder:
         return ids[1:] if as_document and ids[:2] == [self._tokenizer.bos_token_id] * 2 else ids
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Whether a text has surely more than `num_tokens` tokens: more characters than so many of the longest token. It takes a
-        hundredth of the time of tokenizing."""
+        """Whether a text has surely more than `num_tokens` tokens, without tokenizing it: more characters than so many of the
+        longest token."""
         longest = num_tokens * self.longest_token
         if len(text) > longest and self._normalizer is not None:
             text = self._normalizer.normalize_str(text)
         return len(text) > longest
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text of ids with its control tokens, for people to read."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def guard(self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[bool]) -> Guarded:
-        """Replace the text of control tokens in the `untrusted` messages.
-
-        Raises:
-            ChatError: the tokenizer makes a control token of text that does not look like one.
-        """
         texts = [
             text
             for message, is_untrusted in zip(messages, untrusted, strict=True)
@@ -121,7 +108,6 @@ class Encoder:
         return Guarded(messages=guarded, placeholders={placeholder: text for text, placeholder in placeholders.items()})
 
     def encode(self, rendered: str, placeholders: Mapping[str, str], *, as_document: bool = False) -> list[int]:
-        """Ids of a rendering of guarded messages."""
         if not placeholders:
             return self.plain(rendered, as_document=as_document)
         # text, placeholder, text, placeholder, ..., text
@@ -161,7 +147,6 @@ class Encoder:
 
 
 def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
-    """`value` with `function` applied to every text in it, keys included."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, Mapping):

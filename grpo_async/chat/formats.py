@@ -2,16 +2,12 @@
 whatever the policy wrote: a call that cannot be read becomes a `ToolCall` whose `error` says what was wrong and how to write it.
 What vLLM reads as a call is the same call here, and what it does not read is none (docs/models.md has the differences).
 
-A format declares the special tokens that it needs to see (`special_tokens`); all others are removed from the text it reads. Where
-the turn begins with thinking, only what follows is searched: a call that the model merely considers is not made.
+A format declares the special tokens that it needs to see. What is inside thinking is not searched. The user's own parser
+(`tool_calling.parser: module:attribute`) gets the text, on the event loop, and returns
 
-A parser of the user's own (`tool_calling.parser`): `module:attribute` of
+    {"content": "I look.", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
 
-    parse(text) -> {"content": "I look.", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-
-It may also return the list of calls alone (the text then stays the content), calls in the OpenAI form ({"function": {...}}),
-and None or an empty list for no calls. It runs on the event loop, so it should be quick. What it raises, and calls that JSON cannot
-hold, are the turn's parse error: the whole text is then the message.
+or the calls alone, also in the OpenAI form. What it raises is the turn's parse error: the whole text is then the message.
 """
 
 from __future__ import annotations
@@ -20,10 +16,18 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_async.chat.json_calls import call_of, calls_of, named_call
-from grpo_async.chat.turn import ParsedTurn, SampledTurn, explained, failed_call, joined
+from grpo_async.chat.turn import (
+    ParsedTurn,
+    SampledTurn,
+    call_of,
+    calls_of,
+    explained,
+    failed_call,
+    joined,
+    named_call,
+)
 from grpo_async.chat.vllm_format import VllmFormat, is_vllm_installed
 from grpo_async.errors import ConfigError
 from grpo_async.records import ToolCall, answer_start
@@ -34,31 +38,19 @@ from grpo_async.utils.text import backticked, did_you_mean, json_kind
 _NAME_IN_JSON = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')  # of a call that cannot be read
 
 
-class Format(Protocol):
-    """Reads the calls of one turn."""
-
-    @property
-    def special_tokens(self) -> Sequence[str]:
-        """Special tokens that stay in the `marked_text` it is given."""
-        ...
-
-    def read(self, turn: SampledTurn) -> ParsedTurn:
-        """The calls, and the text without them. May raise only if it is the user's own."""
-        ...
-
-    def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """The format of one or more calls of `tools`, as xgrammar's structural tags have it; None if there is none."""
-        ...
-
-
 class OwnFormat:
     """A format read by code of our own. `marks`: what stands before (with the tool's NAME), behind and between the arguments of
     calls; None where calls cannot be forced."""
 
+    special_tokens: tuple[str, ...] = ()
     marks: tuple[str, str, str] | None = None
 
+    def read(self, turn: SampledTurn) -> ParsedTurn:
+        """The calls, and the text without them."""
+        raise NotImplementedError
+
     def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """See Format. Of a single tool one call."""
+        """The format of one or more calls, as xgrammar's structural tags have it; of a single tool one call."""
         if self.marks is None:
             return None
         begin, end, separator = self.marks
@@ -82,7 +74,7 @@ class Hermes(OwnFormat):
     """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them. The last may be
     without its end."""
 
-    special_tokens: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    special_tokens = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     how = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
     marks = ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")
 
@@ -90,7 +82,6 @@ class Hermes(OwnFormat):
         return _read_blocks(turn, self.special_tokens[0], self._block)
 
     def _block(self, text: str, start: int) -> tuple[list[ToolCall], int]:
-        """The calls of the block whose inside begins at `start`, and the position after the block."""
         opening, closing = self.special_tokens[:2]
         close = text.find(closing, start)
         inside, after = (close, close + len(closing)) if close >= 0 else (len(text), len(text))
@@ -221,7 +212,7 @@ class Harmony(OwnFormat):
         return ParsedTurn(content=joined(said[True] or said[False]), calls=calls)
 
 
-FORMATS: dict[str, type[Hermes] | type[Llama3Json] | type[Mistral] | type[Harmony]] = {
+FORMATS: dict[str, type[OwnFormat]] = {
     "hermes": Hermes,
     "cohere": Cohere,
     "llama3_json": Llama3Json,
@@ -256,8 +247,7 @@ _MARKS = {
     "<|python_tag|>": "llama3_json",
 }
 """What only the templates of a format write, the more particular first, and the parser, by the name it has in vLLM."""
-VLLM_PARSERS = sorted({*_MARKS.values()} - FORMATS.keys())
-"""Those that vLLM's own code reads."""
+VLLM_PARSERS = sorted({*_MARKS.values()} - FORMATS.keys())  # those that vLLM's own code reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +255,7 @@ class ChosenParser:
     """`format` is None where `auto` recognized nothing; `reason` says why it is this one, or what to do."""
 
     name: str
-    format: Format | None
+    format: OwnFormat | VllmFormat | None
     reason: str
 
 
@@ -273,44 +263,32 @@ def choose_parser(
     setting: str, *, template_source: str, tokenizer: Any, end_tokens: Sequence[str] = ()
 ) -> ChosenParser:
     """The parser that `setting` names. `auto`: the format whose marks the chat template writes, else the one whose marks are
-    tokens of the tokenizer.
-
-    Raises:
-        ConfigError: there is no such parser.
-    """
+    tokens of the tokenizer."""
     name, reason = setting, "set in tool_calling.parser"
     if ":" in setting:
         return ChosenParser(name=setting, format=UserParser(setting), reason=reason)
     if setting == AUTO:
         found = _recognize(template_source, tokenizer.get_added_vocab())
         if found is None:
-            return ChosenParser(
-                name=AUTO,
-                format=None,
-                reason=(
-                    "neither the chat template nor the vocabulary shows how the model writes tool calls; set tool_calling.parser "
-                    f"to {backticked([*FORMATS, *VLLM_PARSERS])}, another parser of vLLM, or `module:attribute` of your own"
-                ),
+            known = backticked([*FORMATS, *VLLM_PARSERS])
+            reason = (
+                "neither the chat template nor the vocabulary shows how the model writes tool calls; set tool_calling.parser "
+                f"to {known}, another parser of vLLM, or `module:attribute` of your own"
             )
+            return ChosenParser(name=AUTO, format=None, reason=reason)
         name, reason = found
     if name in FORMATS:
         return ChosenParser(name=name, format=FORMATS[name](), reason=reason)
     names = [AUTO, *FORMATS, *VLLM_PARSERS]
     if name not in VLLM_PARSERS and (not is_vllm_installed() or did_you_mean(name, names)):
-        hint = (
-            did_you_mean(name, names)
-            or f"; it is one of {backticked(names)}, another parser of vLLM (if it is installed)"
-        )
+        hint = did_you_mean(name, names) or f"; it is one of {backticked(names)}, another parser of vLLM (if installed)"
         raise ConfigError(f"tool_calling.parser: there is no parser {name!r}{hint}, or `module:attribute` of your own")
     if not is_vllm_installed():
-        return ChosenParser(
-            name=name,
-            format=None,
-            reason=(
-                f"{reason}, which vLLM's parser `{name}` reads, and vLLM is not installed in the environment of the trainer; "
-                "install it, or set tool_calling.parser to `module:attribute` of your own"
-            ),
+        reason = (
+            f"{reason}, which vLLM's parser `{name}` reads, and vLLM is not installed in the environment of the trainer; "
+            "install it, or set tool_calling.parser to `module:attribute` of your own"
         )
+        return ChosenParser(name=name, format=None, reason=reason)
     special_tokens = [token for token in tokenizer.get_added_vocab() if token not in end_tokens]
     return ChosenParser(name=name, format=VllmFormat(name, tokenizer, special_tokens), reason=reason)
 
@@ -326,23 +304,13 @@ def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str
 
 
 class UserParser(OwnFormat):
-    """Reads turns with the user's own parser (`tool_calling.parser`).
-
-    Args:
-        reference: `module:attribute`.
-
-    Raises:
-        ConfigError: there is no such object, it is async, or it cannot be called as `parse(text)`.
-    """
-
-    special_tokens: tuple[str, ...] = ()
+    """Reads turns with the user's own parser (`tool_calling.parser`); `read` raises what that raises."""
 
     def __init__(self, reference: str) -> None:
         self._reference = reference
         self._parse = resolve_and_check(reference, "tool_calling.parser", given={"text": "text"})
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
-        """Raises whatever the user's function raises, and TypeError for what it may not return."""
         returned = self._parse(turn.text)
         content: Any = None
         calls: Any = returned
@@ -363,8 +331,8 @@ class UserParser(OwnFormat):
 def _read_blocks(
     turn: SampledTurn, opening: str, read_block: Callable[[str, int], tuple[list[ToolCall], int]]
 ) -> ParsedTurn:
-    """The calls of every block behind `opening`; what follows the first is no content. `read_block` gets the text and where the
-    inside of a block begins, and gives its calls and the position after it."""
+    """The calls of every block behind `opening`; what follows the first is no content. `read_block` gives the calls of the
+    block whose inside begins at a position, and the position after it."""
     text = turn.marked_text
     found = text.find(opening, answer_start(text, is_open=turn.thinking_is_open))
     if found < 0:

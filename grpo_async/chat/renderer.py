@@ -4,9 +4,6 @@ Invariant: sampled tokens are decoded for tools, reward functions and people onl
 turn continues, are the ids that were sampled, never a re-tokenization of this text.
 
     prompt_ids(messages, tools) | sampled ids | suffix_ids(calls, results) | sampled ids | ...
-
-Where things are: `template` (messages to text), `encoding` (text to ids, injection guard), `suffix` (the rule for tool results),
-`formats` (sampled text to tool calls).
 """
 
 from __future__ import annotations
@@ -34,19 +31,7 @@ _OWN_TEMPLATE = "set model.chat_template to a template that renders tools, their
 
 
 class ChatRenderer:
-    """Wraps a Hugging Face tokenizer.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        chat_template: Jinja text that replaces the tokenizer's own template, or None.
-        template_arguments: further variables of the template (`model.chat_template_kwargs`).
-        end_of_turn_tokens: tokens that end a turn in addition to the tokenizer's eos (`model.end_of_turn_tokens`).
-        end_of_turn_ids: the same as ids; `load` takes them from generation_config.json or config.json.
-        parser: how tool calls are read (`tool_calling.parser`).
-
-    Raises:
-        ConfigError: an end-of-turn token is not one token, or there is no such parser.
-    """
+    """Wraps a Hugging Face tokenizer; the arguments are settings of the section `model`, and `tool_calling.parser`."""
 
     def __init__(
         self,
@@ -70,19 +55,16 @@ class ChatRenderer:
         self._encoder = Encoder(tokenizer, source)
         end_tokens = tokenizer.convert_ids_to_tokens(self._end_of_turn_ids)
         self._parser = choose_parser(parser, template_source=source, tokenizer=tokenizer, end_tokens=end_tokens)
+        # the generation prompt leaves the policy inside its thinking
         self.thinking_is_open = self._template.exists and self._template.thinking_is_open
-        """Whether the generation prompt leaves the policy inside its thinking."""
         wanted = self._parser.format.special_tokens if self._parser.format else ()
         control = self._encoder.control_tokens
         self._kept_ids = frozenset(control[token] for token in wanted if token in control)
 
     @classmethod
     def load(cls, model: ModelSection, *, parser: str = "auto") -> ChatRenderer:
-        """Load the tokenizer of a model folder (or hub name), and the end-of-turn tokens of its configuration.
-
-        Raises:
-            ConfigError: no tokenizer there, or the template file cannot be read.
-        """
+        """Load the tokenizer of a model and the end-of-turn tokens of its configuration; ConfigError if something cannot be
+        read."""
         from transformers import AutoTokenizer  # slow import, needed by the trainer only
 
         try:
@@ -123,12 +105,9 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a prompt. Conversations, and text with a system prompt or with tools, go through the chat template
-        with a generation prompt; plain text alone does not. A last message of the assistant that came with the data has none: the
-        policy continues it (`opening_of`), as with TRL's `apply_chat_template`.
-
-        Messages from tools and environments are guarded: the text of a control token in them stays text. Messages of the data
-        are not: they are the user's own, and a system prompt that names `<think>` means the token.
+        """Token ids of a prompt. Plain text alone does not go through the chat template. A last message of the assistant that came
+        with the data is continued (`opening_of`), as with TRL's `apply_chat_template`. In messages from tools and environments the
+        text of a control token stays text; those of the data are the user's own.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
@@ -153,7 +132,7 @@ class ChatRenderer:
 
     @property
     def unread_calls(self) -> str | None:
-        """Why tool calls are not read, and what to do; None if they are."""
+        """Why tool calls are not read; None if they are."""
         return self._parser.reason if self._parser.format is None else None
 
     def check_length(self, text: str, max_tokens: int) -> None:
@@ -197,9 +176,7 @@ class ChatRenderer:
         for what a model wrote: calls that cannot be read carry an `error`.
 
         Args:
-            tools: JSON schemas of those on offer.
-            opening: the beginning of a message that the policy continued. It belongs to the calls that are read ("<tool_call>"),
-                not to the content.
+            opening: the beginning of a message that the policy continued: part of the calls that are read, not of the content.
         """
         text = self.completion_text(token_ids)
         if self._parser.format is None:
@@ -225,12 +202,8 @@ class ChatRenderer:
         return PolicyTurn(text=text, content=content, tool_calls=_with_ids(reading.calls, turn))
 
     def constraint(self, schema: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The `structured_outputs` of GenerateRequest with which a turn is JSON of `schema`, or calls of `tools`; at least one is
-        given. The policy may think first where the generation prompt opens its thinking.
-
-        Raises:
-            ChatError: calls of this format cannot be described.
-        """
+        """The `structured_outputs` with which a turn is JSON of `schema`, or calls of `tools`; ChatError if those have no
+        description. The policy may think first where the generation prompt opens its thinking."""
         if schema is not None and not tools and not self.thinking_is_open:
             return {"json": dict(schema)}
         forms: list[dict[str, Any]] = (
@@ -248,11 +221,9 @@ class ChatRenderer:
         return {"structural_tag": json.dumps({"type": "structural_tag", "format": whole})}
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token; of a special token its name."""
         return self._encoder.text([token_id])
 
     def turn_end_id(self, calls: Sequence[ToolCall]) -> int | None:
@@ -275,12 +246,8 @@ class ChatRenderer:
         return thinking.strip(), text[start:].lstrip()
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-        """See whether tools (JSON schemas) can work with this chat template, and how: every step really renders. Returns notes for
-        the plan.
-
-        Raises:
-            ConfigError: tools cannot work with this template, tokenizer and parser.
-        """
+        """Render every step of a conversation with these tools: ConfigError if they cannot work with this template, tokenizer and
+        parser. Returns notes for the plan."""
         if not tools:
             return []
         if not self._template.exists:
@@ -291,10 +258,8 @@ class ChatRenderer:
         if self._parser.format is None:
             raise ConfigError(self._parser.reason)
         notes = [f"tool calls are read by the parser `{self._parser.name}`: {self._parser.reason}"]
-        notes += self._check_turn_end(names[0])
-        notes += self._check_results(names)
-        notes += self._check_parser(names[0])
-        return notes
+        self._check_turn_end(names[0])
+        return [*notes, *self._check_results(names), *self._check_parser(names[0])]
 
     def _check_prompt(self, tools: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
         question = [{"role": "user", "content": "question"}]
@@ -312,7 +277,7 @@ class ChatRenderer:
                         f"`{function['name']}` is not in the prompt; {_OWN_TEMPLATE}"
                     )
 
-    def _check_turn_end(self, name: str) -> list[str]:
+    def _check_turn_end(self, name: str) -> None:
         if not self._end_of_turn_ids:
             raise ConfigError(
                 "neither the tokenizer nor generation_config.json names a token that ends a turn, so generation would not stop "
@@ -325,42 +290,26 @@ class ChatRenderer:
                 f"{self._encoder.text(self._end_of_turn_ids)} only; set model.end_of_turn_tokens: "
                 f'["{self._encoder.text([last])}"]'
             )
-        if last is None:
-            return [
-                "the chat template ends a turn with text, not with a token: results follow whatever the policy sampled"
-            ]
-        return []
 
     def _check_results(self, names: Sequence[str]) -> list[str]:
-        try:
-            text = self._encoder.text(self._suffix_of([names[0]]))
-        except ChatError as error:
-            raise ConfigError(f"tool results cannot be rendered: {error}; {_OWN_TEMPLATE}") from error
-        if _RESULTS[0] not in text:
-            raise ConfigError(f"the chat template leaves out messages of the role `tool`; {_OWN_TEMPLATE}")
-        notes = []
-        prompt = self._template.generation_prompt
-        if prompt.strip() and not text.endswith(prompt.rstrip()) and not text.rstrip().endswith(prompt.rstrip()):
-            notes.append(
-                f"after tool results the chat template does not add {prompt!r}: the policy continues right after the results"
-            )
-        try:
-            both = self._encoder.text(self._suffix_of([names[0], names[-1]]))
-            problem = None if all(result in both for result in _RESULTS) else "it leaves out one of the results"
-        except ChatError as error:
-            problem = str(error)
-        if problem:
-            notes.append(
-                f"a rollout fails when a turn makes several calls: this chat template cannot render them: {problem}"
-            )
-        return notes
-
-    def _suffix_of(self, names: Sequence[str]) -> list[int]:
-        calls = [dummy_call(name, number) for number, name in enumerate(names)]
-        return self._suffix.ids(calls, [call.result_message(text) for call, text in zip(calls, _RESULTS, strict=False)])
+        """ConfigError where a result is not rendered; a note where two results of one turn are not."""
+        for count in (1, 2):
+            calls = [dummy_call(names[-number], number) for number in range(count)]
+            results = [call.result_message(text) for call, text in zip(calls, _RESULTS, strict=False)]
+            try:
+                text = self._encoder.text(self._suffix.ids(calls, results))
+                problem = (
+                    "" if all(result in text for result in _RESULTS[:count]) else "it leaves out a message of a tool"
+                )
+            except ChatError as error:
+                problem = str(error)
+            if problem and count == 1:
+                raise ConfigError(f"tool results cannot be rendered: {problem}; {_OWN_TEMPLATE}")
+            if problem:
+                return [f"a rollout fails, or lacks a result, when a turn makes several calls: {problem}"]
+        return []
 
     def _check_parser(self, name: str) -> list[str]:
-        """Does the parser read a call as the template writes it?"""
         call = dummy_call(name, 0)
         question = {"role": "user", "content": "question"}
         parameters = {"type": "object", "properties": {"kqkey": {"type": "integer"}}}
@@ -394,15 +343,14 @@ class ChatRenderer:
 
 
 def opening_of(messages: Sequence[TaggedMessage]) -> str | None:
-    """The beginning of the policy's first turn, where the data gives it: the text of a last message of the assistant. None: the
-    policy begins a message of its own."""
+    """The beginning of the policy's first turn, where the data gives it: the text of a last message of the assistant."""
     last = messages[-1] if messages else None
     return last.content if last is not None and (last.role, last.origin) == ("assistant", Origin.PROMPT) else None
 
 
 def _with_ids(calls: Sequence[ToolCall], turn: int) -> list[ToolCall]:
-    """Give each call its id: the one the policy wrote if it can be used (once in the turn), else one made of the turn and the
-    position in hexadecimal, so that no two are alike in a rollout. Call 2 of turn 11: "c000b0002"."""
+    """Give each call its id: the one the policy wrote, once in a turn, else one made of turn and position. Call 2 of turn 11:
+    "c000b0002"."""
     taken: set[str] = set()
     named = []
     for position, call in enumerate(calls):
@@ -440,17 +388,11 @@ def _configured_ends(model_path: str, revision: str | None) -> list[int]:
 
 
 def eos_ids(eos_token_id: int | Sequence[int] | None) -> list[int]:
-    """`eos_token_id` as the configurations of transformers have it: a number, a list, or none."""
     if eos_token_id is None:
         return []
     return [int(end) for end in eos_token_id] if isinstance(eos_token_id, Sequence) else [int(eos_token_id)]
 
 
 def load_renderer(config: ExperimentConfig) -> ChatRenderer:
-    """The chat renderer of a run, the same in the startup check, the rollout thread and the exported model: tokenizer, template,
-    end-of-turn tokens and tool-call parser as the configuration says.
-
-    Raises:
-        ConfigError: one of them cannot be loaded.
-    """
+    """The chat renderer of a run, the same in the startup check, the rollout thread and the exported model."""
     return ChatRenderer.load(config.model, parser=config.tool_calling.parser)

@@ -6,11 +6,8 @@ The suffix is the difference of two renderings of a dummy conversation, which is
     after:   user: dummy | assistant: calls search | tool: 42  ... <|call end|><|im_end|>\\n<|im_start|>tool...42...assistant\\n
     suffix:                                                                            \\n<|im_start|>tool...42...assistant\\n
 
-The cut is at the last end-of-turn token of `before`: the policy sampled that token itself, and nothing after it. A template
-without such a token is not cut. Names and ids of the calls are the real ones, because templates repeat them with the result.
-
+The cut is at the last end-of-turn token of `before`, which the policy sampled itself. Names and ids of the calls are the real ones.
 Invariant: `before` is, token by token, the beginning of `after`; where no form of the dummy gives that, an error says so.
-Cost: two short renderings per turn, the first of them cached; the length of the conversation does not enter.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.template import ChatTemplate, Message
@@ -45,11 +42,9 @@ class DummyForm:
     with_tools: bool = False
 
 
-_THINKING: tuple[Thinking, ...] = ("none", "field", "text")
-_ARGUMENTS: tuple[Arguments, ...] = ("object", "text")
 FORMS = tuple(
     DummyForm(thinking=thinking, arguments=arguments, with_tools=with_tools)
-    for with_tools, thinking, arguments in product((False, True), _THINKING, _ARGUMENTS)
+    for with_tools, thinking, arguments in product((False, True), get_args(Thinking), get_args(Arguments))
 )
 
 
@@ -59,10 +54,8 @@ def dummy_call(name: str, number: int) -> ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendering:
-    """The rendering without results: all its ids, and how many of them the cut leaves.
-
-    `is_open`: the template does not end the turn; what ends it is the first token of the next message, which the policy
-    samples (GLM: <|observation|>)."""
+    """The rendering without results, and how many of its ids the cut leaves. `is_open`: what ends the turn is the first token
+    of the next message, which the policy samples (GLM: <|observation|>)."""
 
     ids: Sequence[int]
     num_kept: int
@@ -71,21 +64,14 @@ class _Rendering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """A form that works for some calls. `renderings` has one entry per assistant message: one for all calls together, or one
-    for each call where a template supports only one call per message (Llama 3, GPT-OSS)."""
+    """A form that works for some calls: one message for all of them, or one each where a template supports no more (Llama 3)."""
 
     form: DummyForm
     renderings: Sequence[_Rendering]
 
 
 class SuffixRule:
-    """Makes the ids that follow the policy's turn: tool results and the next generation prompt.
-
-    Args:
-        template: renders.
-        encoder: tokenizes.
-        end_of_turn_ids: tokens at which the policy's turn ends.
-    """
+    """Makes the ids that follow the policy's turn: tool results and the next generation prompt."""
 
     def __init__(self, template: ChatTemplate, encoder: Encoder, end_of_turn_ids: Sequence[int]) -> None:
         self._template = template
@@ -95,11 +81,7 @@ class SuffixRule:
         self._takes_many: dict[DummyForm, bool] = {}
 
     def ids(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
-        """Ids of `results` and of the next generation prompt. Further messages, of an environment, may follow the results.
-
-        Raises:
-            ChatError: the template cannot render these messages, or its tokens do not line up.
-        """
+        """Ids of `results` and of the next generation prompt. Further messages, of an environment, may follow the results."""
         answered = [result.tool_call_id for result in results if result.role == "tool"]
         if answered != [call.tool_call_id for call in calls]:
             raise ValueError(
@@ -133,7 +115,6 @@ class SuffixRule:
         return None
 
     def _search(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> tuple[_Plan, list[int]]:
-        """The first form, and grouping of the calls, that gives a suffix."""
         problems: list[str] = []
         for form in FORMS:
             for groups in self._groupings(form, calls):
@@ -145,7 +126,6 @@ class SuffixRule:
         raise ChatError(problems[0])
 
     def _groupings(self, form: DummyForm, calls: Sequence[ToolCall]) -> Iterator[Sequence[Sequence[ToolCall]]]:
-        """All calls in one message, or one message per call."""
         if len(calls) < 2:
             yield [calls]
             return
@@ -156,7 +136,6 @@ class SuffixRule:
         yield [[call] for call in calls]
 
     def _renders_both_of_two(self, form: DummyForm) -> bool:
-        """Whether a second call of one message is rendered too, not refused and not left out."""
         calls = [dummy_call(name, number) for number, name in enumerate(_PROBES)]
         try:
             rendered = self._template.render(
@@ -204,8 +183,7 @@ class SuffixRule:
         is_first: bool,
         is_last: bool,
     ) -> list[int]:
-        """Ids that `results` add to `before`. Only the first one is cut: what follows the policy's end-of-turn token
-        belongs between that turn and the first result."""
+        """Ids that `results` add to `before`. Only the first is cut, at the policy's own end-of-turn token."""
         dummy = _dummy(form, calls)
         messages = self._encoder.guard([*dummy, *(r.as_dict() for r in results)], [False] + [True] * (1 + len(results)))
         rendered = self._template.render(

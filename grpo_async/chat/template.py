@@ -24,12 +24,7 @@ NO_TEMPLATE = (
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with the configured arguments.
-
-    Args:
-        tokenizer: the model's tokenizer; its `chat_template` is the one used.
-        arguments: further variables of the template (`model.chat_template_kwargs`).
-    """
+    """A tokenizer's chat template with the configured arguments."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -46,11 +41,7 @@ class ChatTemplate:
         return bool(self._tokenizer.chat_template)
 
     def source(self, *, with_tools: bool = False) -> str:
-        """The Jinja text; a tokenizer may carry a second template for conversations with tools.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The Jinja text; a tokenizer may carry a second template for conversations with tools."""
         if not self.exists:
             raise ConfigError(NO_TEMPLATE)
         try:
@@ -66,12 +57,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         is_open: bool = False,
     ) -> str:
-        """The text of `messages`; `is_open`: it ends inside the last one, which the policy continues.
-
-        Raises:
-            ConfigError: there is no template.
-            ChatError: the template refuses these messages.
-        """
+        """The text of `messages`; `is_open`: it ends inside the last one, which the policy continues."""
         with_tools = bool(tools) or any("tool_calls" in message or message["role"] == "tool" for message in messages)
         source = self.source(with_tools=with_tools)
         try:

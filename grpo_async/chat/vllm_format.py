@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_async.chat.json_calls import named_call
-from grpo_async.chat.turn import ParsedTurn, SampledTurn, explained, joined
+from grpo_async.chat.turn import ParsedTurn, SampledTurn, explained, joined, named_call
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.records import answer_start
 
@@ -22,14 +21,7 @@ def is_vllm_installed() -> bool:
 
 
 class VllmFormat:
-    """Reads turns with the parser `name` of vLLM, which must be installed.
-
-    Args:
-        special_tokens: those that are part of the text that vLLM's server parses: all but those that end a turn.
-
-    Raises:
-        ConfigError: vLLM has no such parser, or it does not fit the tokenizer.
-    """
+    """Reads turns with the parser `name` of vLLM, which must be installed."""
 
     def __init__(self, name: str, tokenizer: Any, special_tokens: Sequence[str]) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -57,7 +49,6 @@ class VllmFormat:
         return form
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
-        """Read a turn; types of arguments that are written as text (Qwen3-Coder, GLM) are those of the tool's schema."""
         text = turn.marked_text
         start = answer_start(text, is_open=turn.thinking_is_open)
         request = self._request(messages=[], tools=[dict(tool) for tool in turn.tools] or None)

@@ -42,7 +42,7 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
 def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
     """Serve the model with the embedded engine, for machines without vLLM. The HTTP API is the same.
 
-    Replicas, address, HTTPS and token work as in serve-vllm.
+    Replicas, address and token work as in serve-vllm.
 
     \b
     Examples:

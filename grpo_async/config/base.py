@@ -94,6 +94,10 @@ _REFERENCE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 
 def _check_reference(text: str) -> str:
+    if text.startswith("grpo_async.rewards.http:"):
+        raise ValueError(
+            f"{clipped(text, 80)} is gone: set `model:` to a reward model's address, or see docs/howto/reward.md"
+        )
     if _REFERENCE.fullmatch(text):
         return text
     module, _, attribute = text.rpartition(".")
@@ -120,7 +124,8 @@ def _check_server_url(url: str) -> str:
     except ValueError:  # brackets that do not close, a port beyond 65535, no name of a host
         is_whole = False
     if not is_whole:
-        raise ValueError(f"{clipped(url, 80)!r} is not http://host:port or https://host:port, without a path")
+        shown = "an address with a password" if "@" in url else repr(clipped(url, 80))
+        raise ValueError(f"{shown} is not http://host:port or https://host:port, without a path")
     return url
 
 

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.keys import REMOVED, RENAMED, ROOT, FieldType, suggest_key
+from grpo_async.config.public import is_public
 from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
     KeyPath,
@@ -43,6 +44,7 @@ from grpo_async.utils.text import clipped, did_you_mean
 logger = logging.getLogger(__name__)
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
+_SECRET = re.compile(r"(?:^|[._])(?:token|key|secret|password)$")
 _MAX_REPORTED = 100  # looking for the nearest key takes 10 ms each
 
 
@@ -152,9 +154,10 @@ class _Loading:
 
     def apply(self, override: str, root: Node) -> None:
         """One `--set`: a value read as YAML, on top of every file. List entries go by index: `rewards.0.weight=2`."""
-        location = Location(f"--set {escape_surrogates(clipped(override, 100))}")
-        self.sources.append(location.source)
         dotted, has_value, text = override.partition("=")
+        shown = f"{dotted}=..." if has_value and (_may_be_secret(dotted) or "@" in text) else override
+        location = Location(f"--set {escape_surrogates(clipped(shown, 100))}")
+        self.sources.append(location.source)
         path = tuple(part.strip() for part in dotted.split("."))
         if not has_value or not all(path):
             self.problems.append((location, "an override is written section.key=value"))
@@ -289,7 +292,8 @@ def _explain(fault: dict[str, Any], path: KeyPath, root: Node) -> Iterator[Probl
                 hint = "; put it in quotes"
             if kind == "literal_error" and isinstance(fault["input"], str):
                 hint = did_you_mean(fault["input"], re.findall(r"'([^']*)'", context["expected"]))
-            yield location, f"{dotted or 'the file'}: {message} (got {_shown(fault['input'])}){hint}"
+            got = "" if _may_be_secret(dotted) else f" (got {_shown(fault['input'])})"
+            yield location, f"{dotted or 'the file'}: {message}{got}{hint}"
 
 
 def _unknown_key(path: KeyPath, root: Node) -> str:
@@ -308,6 +312,11 @@ def _rule(line: str, path: KeyPath, root: Node) -> Problem:
     opens_with_path = bool(known) and line.startswith(".".join(known[0]) + ":")
     message = line if opens_with_path or not path else f"{'.'.join(path)}: {line}"
     return root.nearest(path or written), message
+
+
+def _may_be_secret(dotted: str) -> bool:
+    """Whether a value at this path must not be printed: it may be a password, or stand in the user's own arguments."""
+    return not is_public(dotted) or _SECRET.search(dotted) is not None
 
 
 def _shown(value: object) -> str:

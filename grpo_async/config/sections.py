@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
 from grpo_async.config.base import (
     AttentionName,
@@ -819,7 +819,10 @@ class InferenceSection(StrictModel):
     urls: list[ServerUrl] = Field(default_factory=list)
     """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
     join later. Their token: $GRPO_ASYNC_TOKEN."""
-    replicas: SmallCount | ReplicaRange = 1
+    replicas: Annotated[
+        Annotated[SmallCount, Tag("number")] | Annotated[ReplicaRange, Tag("range")],
+        Discriminator(lambda value: "range" if isinstance(value, dict | ReplicaRange) else "number"),
+    ] = 1
     """Servers that `train`, `serve-vllm` or `serve-embedded` starts; each of vLLM takes as many GPUs as the sizes under `vllm`
     multiply to. With `launch.ray` they are spread over the cluster, and `{min: 2, max: 16}` lets them come and go with its nodes.
     With `urls` only the last two commands read it."""

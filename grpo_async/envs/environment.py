@@ -1,13 +1,8 @@
-"""One instance of an environment, as a rollout uses it: reset, tools, is_done, get_reward; and the description of its class.
+"""One instance of an environment, as a rollout uses it, and `EnvironmentKind`, the description of its class.
 
-Calls of one instance never overlap. Plain methods run in the instance's own thread, async ones on the loop of the async tools, each
-with the environment's time limit. A cancelled caller does not interrupt a call: an interrupted one (a request whose
-answer was not read) would spoil the next rollout. After a timeout the instance is `broken`: every further call is refused,
-and its pool discards it.
-
-`EnvironmentKind` is checked once, on a first instance (the probe), and shared by all. Only methods are inspected, and only through
-the class: a property or attribute of an instance is never read, because reading it may do anything. Tools are the public methods
-except reserved ones; static methods are helpers, as in TRL.
+Calls of one instance never overlap. A cancelled caller does not interrupt a call; after a timeout the instance is
+`broken`. Only methods are inspected, through the class: a property of an instance is never read. Tools are the public
+methods except reserved ones; static methods are helpers, as in TRL.
 """
 
 from __future__ import annotations
@@ -77,9 +72,6 @@ class EnvironmentKind:
     def reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What `reset` gets of a row (its columns and its `prompt`): all of them if it takes **kwargs, otherwise those that it
         names. The column `environment` is left out if it chose the environment.
-
-        Raises:
-            EnvironmentCallError: the row lacks a column.
         """
         if self.selected_by_column:
             row = {name: value for name, value in row.items() if name != ENVIRONMENT_COLUMN}
@@ -96,11 +88,7 @@ class EnvironmentKind:
 def examine(
     probe: Any, *, name: str, factory: Callable[..., Any], section: EnvironmentSection, selected_by_column: bool
 ) -> EnvironmentKind:
-    """Check a new instance of an environment.
-
-    Raises:
-        UnusableError: lists everything that is wrong with it.
-    """
+    """Check a new instance of an environment."""
     problems: list[str] = []
     notes: list[str] = []
     parameters = _reset_parameters(probe, problems)
@@ -179,12 +167,7 @@ tokenize."""
 
 
 class EnvironmentCallError(GrpoAsyncError):
-    """A call of an environment's instance failed; only the rollouts that use the instance are lost.
-
-    Args:
-        name: the environment's name in the config.
-        problem: what happened, with which value, and what to do.
-    """
+    """A call of an environment's instance failed; only the rollouts that use the instance are lost."""
 
     def __init__(self, name: str, problem: str) -> None:
         self.name, self.problem = name, problem
@@ -192,13 +175,7 @@ class EnvironmentCallError(GrpoAsyncError):
 
 
 class Environment:
-    """Calls the methods of one instance.
-
-    Args:
-        instance: the user's object.
-        kind: the description of its class.
-        thread: the thread in which it was constructed.
-    """
+    """Calls the methods of one instance."""
 
     def __init__(self, instance: Any, kind: EnvironmentKind, thread: InstanceThread) -> None:
         self.instance = instance
@@ -234,22 +211,14 @@ class Environment:
             raise
 
     async def is_done(self) -> bool:
-        """Whether the episode is over; False for an environment that has no `is_done`.
-
-        Raises:
-            EnvironmentCallError: `is_done` raised or took too long, or the instance is broken.
-        """
+        """Whether the episode is over; False for an environment that has no `is_done`."""
         if self._is_done is None:
             self._refuse_if_broken()
             return False
         return await self._call("is_done", UserCall(self._is_done, finish=bool))
 
     async def get_reward(self) -> float | None:
-        """The environment's reward of the episode; None = no reward. Only for one with a `kind.reward_name`.
-
-        Raises:
-            EnvironmentCallError: `get_reward` raised, took too long, or returned no finite number.
-        """
+        """The environment's reward of the episode; None = no reward. Only for one with a `kind.reward_name`."""
         return await self._call("get_reward", UserCall(self.instance.get_reward, finish=_reward))
 
     async def run(self, call: UserCall[Result]) -> Result:

@@ -24,11 +24,7 @@ from grpo_async.utils.text import did_you_mean
 
 
 class Environments:
-    """The configured environments, and the choice of one for each row.
-
-    Args:
-        pools: the pools, at least one, by their names in the config.
-    """
+    """The configured environments, and the choice of one for each row."""
 
     def __init__(self, pools: Mapping[str, EnvironmentPool]) -> None:
         self.pools = dict(pools)
@@ -50,11 +46,7 @@ class Environments:
         return [note for pool in self.pools.values() for note in pool.kind.notes]
 
     def for_row(self, columns: Mapping[str, Any]) -> EnvironmentPool:
-        """The pool that the column `environment` names; without that column, the only pool.
-
-        Raises:
-            ConfigError: the column is missing or does not name an environment.
-        """
+        """The pool that the column `environment` names; without that column, the only pool."""
         names = list(self.pools)
         if ENVIRONMENT_COLUMN not in columns:
             if len(names) == 1:

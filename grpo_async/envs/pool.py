@@ -1,11 +1,8 @@
 """The instances of one environment: made when first needed, reset often, at most `max_instances` at a time.
 
-    async with pool.lease(8) as environments:     # all 8 at once, in the order of requests
-        ...                                       # however this ends, all 8 go back
-
-A lease takes all of its instances at once or waits, so two leases cannot each hold half. A broken instance is discarded. One whose
-call still runs when its lease ends (the rollout was cancelled) comes back when the call ends, within its time limit.
-Instances are leased on one event loop, that of the rollouts.
+A lease takes all of its instances at once or waits, so two leases cannot each hold half. A broken instance is
+discarded; one whose call still runs when its lease ends comes back when the call ends. Instances are leased on one
+event loop, that of the rollouts.
 """
 
 from __future__ import annotations
@@ -31,11 +28,6 @@ MAX_STUCK = 16
 class Construction:
     """An instance under construction, in the thread in which it will live, off the event loop, because it may connect to a server.
     `finish` returns the instance when `future` is done; before that, it raises that this takes too long.
-
-    Args:
-        name: name of the environment.
-        factory: class or function.
-        section: its arguments and time limit.
     """
 
     def __init__(self, name: str, factory: Callable[..., Any], section: EnvironmentSection) -> None:
@@ -48,11 +40,7 @@ class Construction:
         self.future: Future[Raised | None] = self.thread.post(call.attempt)
 
     def finish(self) -> Any:
-        """The object that the factory made.
-
-        Raises:
-            EnvironmentCallError: the factory raised, or has not ended yet.
-        """
+        """The object that the factory made."""
         if not self.future.done():
             raise EnvironmentCallError(
                 self._name,
@@ -76,13 +64,7 @@ class Construction:
 
 
 class EnvironmentPool:
-    """Instances of one environment.
-
-    Args:
-        kind: the description of the environment.
-        probe: an existing instance.
-        extra_schemas: schemas of the tools that every rollout has.
-    """
+    """Instances of one environment."""
 
     def __init__(self, kind: EnvironmentKind, probe: Environment, extra_schemas: Sequence[Mapping[str, Any]]) -> None:
         self.kind = kind

@@ -1,16 +1,9 @@
 """The evaluations of a run: before the first step, during training every N steps, and after the last.
 
-    before_training   waits for the evaluation: nothing is generated yet
-    after_step        never waits: collects an evaluation that has ended, starts one that is due
-    end_running       waits for the evaluation that still runs
-    after_training    waits for the last one, of the final policy
-
-Evaluations run on the rollout thread and the servers of training, with a separate limit (`evaluation.max_in_flight`): servers
-take requests in the order in which they arrive. One runs at a time; one that becomes due meanwhile is skipped, with a warning.
-Results are displayed at once and written to evaluations.jsonl, and they are in the metrics of the next step as `eval/...`;
-`eval/step` is the step after which the evaluation began. Its rollouts are in evaluations/step_N/.
-
-An evaluation that is running when the process ends has no result; a run that resumes at its step repeats it.
+Nothing here waits: the trainer waits where it has to, until `is_over`, and calls `collect`. One runs at a time; one that becomes
+due meanwhile is skipped, with a warning. Results are written to evaluations.jsonl, and are in the metrics of the next step as
+`eval/...`; `eval/step` is the step after which the evaluation began. Its rollouts are in evaluations/step_N/. One that runs when
+the process ends has no result; a run that resumes at its step repeats it.
 """
 
 from __future__ import annotations
@@ -25,38 +18,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import GrpoAsyncError, message_of
+from grpo_async.errors import message_of
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
+from grpo_async.processes.control import ControlClient
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import SEAL_TIMEOUT_S, RolloutStore, all_groups
+from grpo_async.tracking import Trackers
 from grpo_async.tracking.evaluation_record import EvaluationRecord, When, read_evaluations, scores_by_step
 from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.tracking.timeline import record
 from grpo_async.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listeners:
-    """Callbacks for results, and for what the main thread does while it waits for one.
-
-    tell: takes (EvaluationRecord.label, metrics), for the display.
-    track: takes (step, metrics) of a result that no later step will report.
-    phase: takes what rank 0 does now.
-    warn: takes warnings for the user.
-    heartbeat: called regularly.
-    on_change: called when the servers have changed.
-    """
-
-    tell: Callable[[str, Mapping[str, float]], None]
-    track: Callable[[int, Mapping[str, float]], None]
-    phase: Callable[[str], None]
-    warn: Callable[[str], None]
-    heartbeat: Callable[[], None]
-    on_change: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +49,9 @@ class RunEvaluations:
     Args:
         evaluator: None if the run has no evaluation; then every method does nothing.
         start: finished steps; records of later steps are dropped from the log.
+        control, trackers: are told of results.
+        shows_results: whether `control` is told of them; the launcher of `eval` shows them itself.
+        hold: called with an evaluation of one policy version (`pin_version`), until whose end no weights may be pushed.
     """
 
     def __init__(
@@ -84,7 +62,10 @@ class RunEvaluations:
         source: RolloutSource,
         evaluator: Evaluator | None,
         start: int,
-        listeners: Listeners,
+        control: ControlClient,
+        trackers: Trackers,
+        hold: Callable[[Future[Any]], None],
+        shows_results: bool = True,
     ) -> None:
         self._config = config
         self._section = config.evaluation
@@ -93,7 +74,10 @@ class RunEvaluations:
         self._evaluator = evaluator
         self._baseline = None if evaluator is None else evaluator.majority_baseline
         self._start = start
-        self._listeners = listeners
+        self._control = control
+        self._trackers = trackers
+        self._hold = hold
+        self._shows_results = shows_results
         keep_steps(run_dir.evaluation_log, start)
         self.records = list(read_evaluations(run_dir.evaluation_log, []))
         """Records of this run and of those that it resumes, up to the step at which it began."""
@@ -126,36 +110,30 @@ class RunEvaluations:
         return scores_by_step(self.records, metric)
 
     @property
-    def blocks_push(self) -> bool:
-        """Whether an evaluation of a single policy version (`pin_version`) is running: no weights are pushed until it ends."""
-        running = self._running
-        is_pinned = self._section is not None and self._section.pin_version
-        return is_pinned and running is not None and not running.future.done()
+    def is_over(self) -> bool:
+        """Whether none is generating: the last one, if any, can be collected."""
+        return self._running is None or self._running.future.done()
 
-    def before_training(self) -> None:
-        """Evaluate the policy that training begins with. Waits for the result if it is the untrained policy; after a resume, an
-        evaluation that is due runs alongside training.
-
-        Raises:
-            GrpoAsyncError: the evaluation before the first step failed, as later ones would, too.
-        """
+    def before_training(self) -> bool:
+        """Evaluate the policy that training begins with. Returns whether to wait for it: the untrained policy is evaluated before
+        the first step; after a resume, an evaluation that is due runs alongside training."""
         section, start = self._section, self._start
         if self._evaluator is None or section is None or any(record.step == start for record in self.records):
-            return
+            return False
         if start == 0 and section.at_start:
-            self._listeners.phase("evaluating")
-            self._begin(start, when="before", max_in_flight=self._config.max_in_flight_evaluation_only)
-            self._await()
-        elif self._is_due(start):
-            self._begin(start, when="during", max_in_flight=self._config.max_in_flight_evaluation)
+            self._begin(start, when="before")
+            return True
+        if self._is_due(start):
+            self._begin(start, when="during")
+        return False
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
         """`step` is done: add the result of an evaluation that has ended to its metrics, and start the one that is due, if the
         weights of this step are served (`is_served`). Never waits."""
         if self._evaluator is None or self._section is None:
             return
-        if self._running is not None and self._running.future.done():
-            self._collect(self._running)
+        if self.is_over:
+            self.collect()
         if self._is_due(step):
             if self._running is not None:
                 why = f"the evaluation of step {self._running.step} was still running"
@@ -163,7 +141,7 @@ class RunEvaluations:
             elif not is_served:
                 self._skip(step, "no server had the weights of this step")
             else:
-                self._begin(step, when="during", max_in_flight=self._config.max_in_flight_evaluation)
+                self._begin(step, when="during")
         metrics.update(self._unreported)
         self._unreported = {}
 
@@ -172,27 +150,43 @@ class RunEvaluations:
         every = None if self._section is None else self._section.every_steps
         return every is not None and step > 0 and step % every == 0 and step < self._config.num_steps
 
-    def end_running(self, step: int) -> None:
-        """The last step, `step`, is done: wait for the evaluation that still runs, if any."""
-        if self._running is not None:
-            self._listeners.phase("waiting for an evaluation to end")
-            self._await_last(step)
-
     def after_training(self, step: int) -> None:
         """Evaluate the final policy, which is served, after `step` steps, unless it has been: data that ends early may end at a
-        step after which an evaluation was due. A failure is only shown and recorded: the model is trained, saved and
-        exported."""
+        step after which an evaluation was due. Wait for it, and `collect_last`."""
         if self._evaluator is None:
             return
         last = self.records[-1] if self.records else None
         if last is not None and last.step == step and last.when != "before" and last.metrics:
             self.records[-1] = last = replace(last, when="after")  # already recorded if the run was killed after it
             self._write_records()
-            self._listeners.tell(last.label, flat_metrics(last.metrics, last.by_group))
+            self._show(last)
             return
-        self._listeners.phase("evaluating")
-        self._begin(step, when="after", max_in_flight=self._config.max_in_flight_evaluation_only)
-        self._await_last(step)
+        self._begin(step, when="after")
+
+    def collect(self, *, is_fatal: bool = False) -> None:
+        """Record the result of the evaluation that has ended, if any. A failure is recorded and shown; training goes on.
+
+        Raises:
+            Exception: with `is_fatal`, its failure: one before the first step fails later, too.
+        """
+        running = self._running
+        if running is None:
+            return
+        try:
+            self._end(running, running.future.result(timeout=0.0))
+        except CancelledError:
+            self._end(running, None)
+        except Exception as error:  # the error is logged and recorded
+            self._fail(running, error)
+            if is_fatal:
+                raise
+
+    def collect_last(self, step: int) -> None:
+        """Collect the result after the last step, `step`: no later one reports it."""
+        self.collect()
+        if self._unreported:
+            self._trackers.log(step, self._unreported)
+            self._unreported = {}
 
     def summary(self) -> dict[str, Any] | None:
         """The part for summary.json; None without evaluation."""
@@ -223,13 +217,18 @@ class RunEvaluations:
             running.store.close()
         self._seal(wait_s=SEAL_TIMEOUT_S)
 
-    def _begin(self, step: int, *, when: When, max_in_flight: int) -> None:
-        evaluator = self._evaluator
+    def _begin(self, step: int, *, when: When) -> None:
+        evaluator, config = self._evaluator, self._config
         assert evaluator is not None
+        assert self._section is not None
+        max_in_flight = config.max_in_flight_evaluation
+        if when != "during":
+            self._control.send("phase", name="evaluating")
+            max_in_flight = config.max_in_flight_evaluation_only
         folder = self._run_dir.evaluation(step)
         self._seal(wait_s=SEAL_TIMEOUT_S if folder.exists() else 0.0)  # must end before a rewrite
         shutil.rmtree(folder, ignore_errors=True)  # left by a cancelled evaluation
-        store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts))
+        store = RolloutStore(folder, settings=all_groups(config.record.rollouts))
         task = EvaluationTask(
             step=step,
             served_version=lambda: self._source.served_version,
@@ -238,6 +237,8 @@ class RunEvaluations:
             tell=self._tell_progress,
         )
         future = self._source.begin_evaluation(evaluator.run(task), num_tokens=lambda: evaluator.num_tokens)
+        if self._section.pin_version:
+            self._hold(future)
         self._running = _Running(step=step, when=when, future=future, store=store, began=time.time())
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
@@ -245,7 +246,7 @@ class RunEvaluations:
         """Say how far the evaluation is, where nothing but it goes on."""
         running = self._running
         if running is not None and running.when != "during":
-            self._listeners.phase(f"evaluating: {done}")
+            self._control.send("phase", name=f"evaluating: {done}")
 
     def _skip(self, step: int, why: str) -> None:
         logger.warning("the evaluation of step %d is skipped: %s", step, why)
@@ -261,37 +262,10 @@ class RunEvaluations:
         lines = "".join(json.dumps(each.as_dict()) + "\n" for each in self.records)
         write_atomically(self._run_dir.evaluation_log, lines)
 
-    def _await(self, *, is_fatal: bool = True) -> None:
-        """Wait for the running evaluation. `is_fatal`: its failure is raised, not only recorded and shown."""
-        running = self._running
-        assert running is not None
-        try:
-            result = self._source.await_evaluation(
-                running.future, heartbeat=self._listeners.heartbeat, on_change=self._listeners.on_change
-            )
-        except GrpoAsyncError as error:
-            if not running.future.done():  # the evaluation is not to blame: a push failed, for example
-                self.close()
-                raise
-            self._fail(running, error)
-            if is_fatal:
-                raise
-        else:
-            self._end(running, result)
-
-    def _collect(self, running: _Running) -> None:
-        """Collect the result of an evaluation that ended during training, which continues whatever the outcome."""
-        try:
-            self._end(running, running.future.result(timeout=0.0))
-        except CancelledError:
-            self._end(running, None)
-        except Exception as error:  # noqa: BLE001 - the error is logged and recorded
-            self._fail(running, error)
-
     def _fail(self, running: _Running, error: Exception) -> None:
         logger.exception("the evaluation of step %d failed", running.step, exc_info=error)
         message = message_of(error)
-        self._listeners.warn(f"the evaluation of step {running.step} failed: {message}")
+        self._control.send("warning", text=f"the evaluation of step {running.step} failed: {message}")
         self._add(EvaluationRecord(step=running.step, when=running.when, error=message))
         self._release(running)
         self._num_failed += 1
@@ -303,7 +277,8 @@ class RunEvaluations:
             self._release(running)
             if running.when == "after":
                 self.is_final_missing = True
-                self._listeners.warn("stopped during the evaluation after training; --resume repeats it")
+                text = "stopped during the evaluation after training; --resume repeats it"
+                self._control.send("warning", text=text)
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})
@@ -316,11 +291,16 @@ class RunEvaluations:
         )
         self._add(record)
         self._release(running)  # only after the record: a checkpoint without a score or evaluation may be removed
-        flat = flat_metrics(record.metrics, record.by_group)
+        flat = self._show(record)
         self._unreported |= {f"eval/{name}": value for name, value in flat.items()}
         self._unreported["eval/step"] = float(running.step)
         self._completions += result.completions if self._config.tracking else ()
-        self._listeners.tell(record.label, flat)
+
+    def _show(self, record: EvaluationRecord) -> dict[str, float]:
+        metrics = flat_metrics(record.metrics, record.by_group)
+        if self._shows_results:
+            self._control.send("evaluation", when=record.label, metrics=metrics)
+        return metrics
 
     def _release(self, running: _Running) -> None:
         self._running = None
@@ -332,10 +312,3 @@ class RunEvaluations:
         store, self._unsealed = self._unsealed, None
         if store is not None:
             store.close(seal_wait_s=wait_s)
-
-    def _await_last(self, step: int) -> None:
-        """Wait for the last evaluation. Training is over: a failure does not matter to it, and no later step reports the result."""
-        self._await(is_fatal=False)
-        if self._unreported:
-            self._listeners.track(step, self._unreported)
-            self._unreported = {}

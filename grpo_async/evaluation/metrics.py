@@ -105,11 +105,7 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
         1 - C(n - c, k) / C(n, k)        n = num_completions, c = num_passed
 
     4 completions of which 1 passes: k = 1: 1 - 3/4 = 0.25; k = 2: 1 - 3/6 = 0.5; k = 4: 1 - 0/1 = 1. The plain estimate
-    1 - (1 - c/n)^k would say 0.4375 for k = 2.
-
-    Raises:
-        ValueError: not 0 <= c <= n, or not 1 <= k <= n.
-    """
+    1 - (1 - c/n)^k would say 0.4375 for k = 2."""
     if not 0 <= num_passed <= num_completions or not 1 <= k <= num_completions:
         raise ValueError(f"pass@{k} of {num_completions} completions with {num_passed} that pass is not defined")
     return 1.0 - math.comb(num_completions - num_passed, k) / math.comb(num_completions, k)

@@ -8,36 +8,21 @@ which the servers allow only on a loopback address. Errors are JSON `{"error": "
     GET  /rollout/parameters            ServedParameters: what a weight update has to contain
     POST /rollout/generate              GenerateRequest -> NDJSON stream of GenerateChunk (application/x-ndjson)
     POST /rollout/score                 ScoreRequest -> ScoreAnswer: log-probabilities of given tokens
-    POST /pause?mode=M&keep_cache=B     freezes generation between two tokens; answers when it is frozen. Later requests
-                                        wait for /resume. Requests in flight, by mode:
-                                          keep   stays and continues after /resume
-                                          drain  runs to its end first (&timeout_s=S: 504 when it has not by then; not paused)
-                                          abort  ends at once with finish_reason "abort" and all tokens it has
-                                        keep_cache=false (default): what continues recomputes its context with whatever weights
-                                        are then loaded. true: it continues over the KV cache it has
+    POST /pause?mode=M&keep_cache=B     freezes generation between two tokens. Requests in flight stay (keep), run to their end
+                                        first (drain, for &timeout_s=S) or end at once with what they have (abort); later ones
+                                        wait. Without keep_cache, what continues recomputes its context with the new weights
     POST /resume                        allowed when not paused, too; 409 while a part of an update is loaded
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
     POST /init_weight_transfer_engine   WeightInitInfo: joins the weight group (again, after a trainer restart)
     POST /start_weight_update           WeightUpdateInfo: says what follows; refused when it does not fit the model
     POST /update_weights                {}: receives every parameter and loads it in place. The server has to be paused
     POST /finish_weight_update          {"weight_version": "17"}: "17" is the policy version of every token from now on
-
     POST /sleep                         (vLLM on a GPU) gives the GPU's memory back; no request runs until /wake_up
     POST /wake_up                       (vLLM on a GPU) takes the memory again, and resumes
 
-Weights are loaded as they arrive. From /update_weights to /finish_weight_update a server may hold parts of two versions, so it
-generates and scores nothing: requests wait, and if the update breaks (a trainer may die at any moment) they wait for the next
-one, which may come from another trainer. A refused update has changed nothing. A worker that cannot load parameters that
-arrived ends its server.
-
-Prefix caches: no request starts from a KV cache of other weights, even if they had the same version (a trainer that went back to a
-checkpoint). With keep_cache=true, requests in flight continue over theirs.
-
-The paths outside /rollout, and `weight_version`, have the names that vLLM gives them; both engines serve them as described here.
-
-Token tagging: a chunk holds tokens of one policy version, stamped by the server. The server flushes a chunk when the version
-changes, when the request ends, and otherwise about every `flush_interval_s`, so a client that loses the connection keeps what
-was sampled until then.
+From /update_weights to /finish_weight_update a server generates and scores nothing; if the update breaks, requests wait for the
+next one, which may come from another trainer. No request starts from a KV cache of other weights, even of the same version. A chunk
+holds tokens of one version, stamped by the server.
 """
 
 from __future__ import annotations
@@ -58,14 +43,9 @@ from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPen
 from grpo_async.records import FinishReason
 
 PauseMode = Literal["keep", "drain", "abort"]
-
-OUT_OF_ORDER = 409
-"""Status of a call that the server cannot make in its present state, such as /resume with a part of an update loaded."""
+OUT_OF_ORDER = 409  # status of a call that the server cannot make in its present state
 NOT_DRAINED = 504
-"""Status of a /pause that could not drain in time."""
-KEEP_ALIVE_S = 600
-"""Idle connections are closed by servers after this time, and by clients after half of it: a request that is sent into a connection
-that is just being closed is lost."""
+KEEP_ALIVE_S = 600  # servers close idle connections after it, clients after half of it: no request meets a closing one
 
 
 class ApiModel(BaseModel):
@@ -151,22 +131,14 @@ class ServerInfo(ApiModel):
     vocab_size: NonNegativeInt = 0
     """Rows of the embedding; every token id is below it."""
     policy_version: NonNegativeInt
-    num_workers: PositiveInt = 1
-    """Processes that join the weight group (vLLM: tensor-parallel size)."""
-    active_requests: NonNegativeInt = 0
-    """Requests that are not finished, including those that wait for the end of a pause."""
-    running_requests: NonNegativeInt = 0
-    """The active requests for which the engine generates."""
-    waiting_requests: NonNegativeInt = 0
-    """The active requests that wait inside the engine for room."""
-    kv_usage: NonNegativeFloat | None = None
-    """Fraction of the KV cache in use; null if the engine does not report it."""
+    num_workers: PositiveInt = 1  # processes that join the weight group
+    active_requests: NonNegativeInt = 0  # not finished, including those that wait for the end of a pause
+    running_requests: NonNegativeInt = 0  # of the active ones, those for which the engine generates
+    waiting_requests: NonNegativeInt = 0  # ... and those that wait inside the engine for room
+    kv_usage: NonNegativeFloat | None = None  # fraction of the KV cache; null if the engine does not report it
     max_running_requests: PositiveInt | None = None
-    """Maximum number of requests for which the engine generates at once; null if it does not report it."""
-    generated_tokens: NonNegativeInt = 0
-    """Tokens generated since the server started."""
-    busy_s: NonNegativeFloat = 0.0
-    """Seconds since start in which at least one request was generating (not paused)."""
+    generated_tokens: NonNegativeInt = 0  # since the server started
+    busy_s: NonNegativeFloat = 0.0  # seconds since then in which something was generated
 
 
 class ServedParameters(ApiModel):
@@ -198,16 +170,11 @@ class WeightInitInfo(ApiModel):
 
     transport: TransportKind = "gloo"
     master_address: str
-    """Address of the trainer in the group."""
     master_port: int = Field(ge=1, le=65_535)
-    """Port of the trainer's TCP store."""
-    rank_offset: int
-    """Group rank of this server's first worker."""
-    world_size: int
-    """1 + number of workers of all servers in the group."""
+    rank_offset: int  # group rank of this server's first worker
+    world_size: int  # 1 + number of workers of all servers in the group
     timeout_s: Seconds
-    key: str = Field(pattern=r"^weights/[0-9a-f]{1,64}$")
-    """Prefix in the store: random, new for every connect, and known only to the members."""
+    key: str = Field(pattern=r"^weights/[0-9a-f]{1,64}$")  # in the store: random, new for every connect
 
     @model_validator(mode="after")
     def _can_exist(self) -> Self:
@@ -221,10 +188,8 @@ class WeightInitInfo(ApiModel):
 class AdapterBase(ApiModel):
     """The base to which pushed adapters are added."""
 
-    digest: str
-    """Digest of the trainer's base; must equal the server's own."""
-    dtype_name: str
-    """dtype in which the merged weights are served."""
+    digest: str  # must equal that of the server's own
+    dtype_name: str  # of the merged weights that are served
 
 
 class WeightUpdateInfo(ApiModel):
@@ -245,8 +210,7 @@ class PauseQuery(ApiModel):
 
     mode: PauseMode = "keep"
     keep_cache: bool = False
-    timeout_s: Seconds = 600.0
-    """With mode=drain, the longest wait for requests in flight, in seconds."""
+    timeout_s: Seconds = 600.0  # of a drain
 
 
 class FinishBody(ApiModel):

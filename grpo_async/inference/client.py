@@ -10,10 +10,7 @@ tokens, on the same server or another, and those tokens keep the logprobs and ve
                                          reported, so that it is fenced before the next attempt if it is dead
     4xx, an unusable answer              raised at once
 
-`max_retries` bounds the consecutive attempts without a token, and all attempts of a request that starts over.
-
-It uses aiohttp, and not httpx like `control`: a request costs a fifth of the CPU (benchmarks/NOTES.md), and the trainer waits
-while this thread runs Python.
+It uses aiohttp, not httpx like `control`: a request costs a fifth of the CPU, and the trainer waits while this thread runs Python.
 """
 
 from __future__ import annotations
@@ -41,11 +38,8 @@ from grpo_async.tracking.timeline import SHORTEST_WAIT_S, record
 from grpo_async.utils.retry import RetryPolicy
 from grpo_async.utils.text import clipped, count
 
-_FREE_ABORTS = 3
-"""Consecutive aborts without a token that are not attempts: several pushes may follow each other while a request waits."""
-
-_CHUNKS_PER_TIMEOUT = 4
-"""A stream sends at least this many chunks within the shorter of the two limits of silence."""
+_FREE_ABORTS = 3  # in a row, without a token: several pushes may follow each other while a request waits
+_CHUNKS_PER_TIMEOUT = 4  # at least, within the shorter of the two limits of silence
 
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
 _MAX_CONNECT_S = 30.0
@@ -68,11 +62,9 @@ class Generation:
     policy_versions: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
-    """The stop string that ended it."""
     duration_s: float = 0.0
     started_at: float = 0.0  # seconds since the epoch
-    waits: list[tuple[float, float]] = field(default_factory=list)
-    """Times in which no server had the request: (start, end), seconds since the epoch."""
+    waits: list[tuple[float, float]] = field(default_factory=list)  # without a server: (start, end)
 
     def add(self, chunk: GenerateChunk) -> None:
         """Append a chunk, which `answer.Answer` has checked."""
@@ -120,11 +112,9 @@ class InferenceClient:
 
     Args:
         servers: where requests may go.
-        token: bearer token, or None.
         request_timeout_s: maximum time of a server without a token within a request.
         progress_timeout_s: time without tokens after which the run counts as stalled.
         wait_timeout_s: maximum wait of a request while no server serves.
-        retry: the retry policy.
         vocab_size: rows of the policy's embedding; no token id of an answer may be outside.
     """
 
@@ -172,11 +162,8 @@ class InferenceClient:
         """Run one request to its end.
 
         Args:
-            request: its `instance_id` is set to that of the chosen server; its `flush_interval_s` is shortened if the stream
-                would otherwise be silent for too long.
             on_tokens: called as tokens arrive; not for those already in `partial`.
-            partial: filled and returned, so that others see the tokens as they arrive; may already hold the first tokens, from
-                before a resume.
+            partial: filled and returned, so that others see the tokens as they arrive; may hold the first, from before a resume.
             affinity: a path that requests with a common context share, such as "group/rollout"; see `router`.
 
         Raises:
@@ -260,7 +247,7 @@ class InferenceClient:
         )
         async with self._post(server.url, request.model_dump_json().encode()) as (response, silence):
             if response.status != 200:
-                raise error_for_status(response.status, await _error_body(response.content))
+                raise error_for_status(response.status, await response.content.read(_MAX_ERROR_BYTES))
             async for line in response.content:  # ended by `silence`
                 if not line.strip():
                     continue
@@ -281,9 +268,8 @@ class InferenceClient:
 
     @asynccontextmanager
     async def _post(self, url: str, body: bytes) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Send a generation request; the caller reads the lines of the answer, and reschedules the limit of silence whenever one
-        brings tokens: bytes alone are no sign of life.
-        """
+        """Send a generation request. The caller reschedules the limit of silence whenever a line brings tokens: bytes alone are no
+        sign of life."""
         session = self._session = self._session or self._open_session()
         url = url.rstrip("/") + "/rollout/generate"
         limit_s = self._request_timeout_s
@@ -316,14 +302,6 @@ class InferenceClient:
             auto_decompress=False,
             trust_env=False,  # a proxy from the environment must not see prompts and tokens
         )
-
-
-async def _error_body(content: aiohttp.StreamReader) -> bytes:
-    """The body of an error, as far as it is of use."""
-    try:
-        return await content.readexactly(_MAX_ERROR_BYTES)
-    except asyncio.IncompleteReadError as whole:
-        return whole.partial
 
 
 def _lost_finish_reason(request: GenerateRequest, generation: Generation) -> FinishReason | None:

@@ -28,10 +28,7 @@ from grpo_async.utils.retry import RetryPolicy
 from grpo_async.utils.text import count
 from grpo_async.utils.validation import problems_of
 
-_DRAIN_MARGIN_S = 5.0
-"""How much longer than a drain its answer may take; less than push.GRACE_S, so that this call's own error comes first."""
-
-_MAX_BYTES = 1 << 26  # the longest honest answer is that to /rollout/parameters
+_DRAIN_MARGIN_S = 5.0  # for the answer to a drain; less than push.GRACE_S, so that this call's own error comes first
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -49,12 +46,6 @@ class ServerControl:
 
     Every call raises RequestRejectedError on 4xx, ServerUnavailableError when retries are exhausted (`answered` says whether the
     server answered at all), BadResponseError when the answer is unusable.
-
-    Args:
-        url: base address, such as http://127.0.0.1:8000.
-        token: bearer token, or None.
-        timeout_s: default for calls without their own.
-        name: name of the server in messages; its address if None.
     """
 
     def __init__(
@@ -67,8 +58,7 @@ class ServerControl:
     ) -> None:
         self.url = url
         self.name = name or url
-        self.num_workers = 1
-        """Processes that join the weight group, as the server last reported."""
+        self.num_workers = 1  # as the server last reported
         self._retry = RetryPolicy()
         self._timeout_s = timeout_s
         self._http = httpx.Client(
@@ -221,14 +211,12 @@ class ServerControl:
 
 
 def _content(response: httpx.Response, ends_at: float) -> bytes:
-    """The body. A timeout of httpx begins anew with each byte, and a body has no limit of its own."""
+    """The body, within the time of the call: a timeout of httpx begins anew with each byte."""
     content = bytearray()
     for part in response.iter_bytes():
         content += part
         if time.monotonic() > ends_at:
             raise httpx.ReadTimeout("the answer did not end in time")
-        if len(content) > _MAX_BYTES:
-            raise BadResponseError(f"{response.url} sent more than {_MAX_BYTES >> 20} MiB")
     return bytes(content)
 
 

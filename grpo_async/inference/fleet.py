@@ -13,25 +13,12 @@
        |-- healthy, a new instance: READY                 |
     GONE                                             <-- "given_up": too many restarts in a row; without another the run ends
 
-Every start of a server is an instance, with a random `instance_id`. A server that this run started is restarted when it is
-fenced, and comes back only as a new instance: one that hung must not come back if it wakes before it is killed. A server that
-others run comes back when it answers again, but not at once if it failed several times without having served. A fenced server
-gets no requests, and those that it has move to other servers.
+Every start of a server is an instance, with a random `instance_id`. A server of this run comes back only as a new instance: one
+that hung must not come back if it wakes before it is killed. A server that others run comes back when it answers again, after a
+while if it failed several times without having served. A daemon thread polls each server, and fences it by the rules of `_judge`.
 
-Each server is watched by a daemon thread that polls: HTTP has no event for "is still alive".
-
-    STARTING, DOWN    asked for /health, then the engine, then its info
-    READY, SERVING    heartbeat through the engine, then its info. If one fails:
-                        refused or reset, twice in a row           fenced at once: nobody listens anymore
-                        no answer within heartbeat_timeout_s       fenced, unless weights were loaded meanwhile: an engine that
-                                                                   loads them is silent, and a push has its own deadlines
-                        answers >= 400, /health says dead          fenced at once
-                        answers >= 400 for heartbeat_timeout_s     fenced, unless weights were loaded
-
-Invariant: a server is SERVING only if its current instance has received the current weights. A record (`Server`) describes one
-instance; calls with an outdated record change nothing.
-
-All methods are thread-safe. Listeners are called outside the lock, after every change of state.
+Invariant: a server is SERVING only if its current instance has the current weights. A record (`Server`) describes one instance;
+calls with an outdated record change nothing. All methods are thread-safe; listeners are called outside the lock.
 """
 
 from __future__ import annotations
@@ -48,7 +35,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import groupby
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import httpx
 
@@ -68,18 +55,15 @@ _INFO_TIMEOUT_S = 2.0
 _MAX_INFOS = 1000
 _STOP_INTERVAL_S = 0.2
 _STARTING_INTERVAL_S = 0.1
-_PROBE_TIMEOUT_S = 10.0
-"""Timeout of a request to a server that is not up, and of /health after a failed heartbeat."""
+_PROBE_TIMEOUT_S = 10.0  # of a request to a server that is not up, and of /health after a failed heartbeat
 _CLOSE_TIMEOUT_S = 1.0
-_NUM_ASKED = 4
+_NUM_ASKED = 8
 SEVERAL_SERVERS = (
     "several servers take turns at this URL, as behind a load balancer, and weights would reach only one of them; name "
     "each by its own address in inference.urls"
 )
 
-
-ServerEvent = Literal["exited", "starting", "given_up"]
-"""What the launcher reports about the process of a server."""
+ServerEvent = Literal["exited", "starting", "given_up"]  # what the launcher reports about the process of a server
 
 
 class ServerState(StrEnum):
@@ -104,22 +88,19 @@ class Server(ServerAddress):
 
     control: ServerControl
     state: ServerState
-    since: float
-    """When the record was made, on the monotonic clock."""
-    info: ServerInfo | None = None
-    """Its report when it became READY; None while STARTING."""
+    since: float  # when the record was made, on the monotonic clock
+    info: ServerInfo | None = None  # its report when it became READY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailure:
-    """A server that was fenced. `recovery_s`: seconds until it served again; None before that."""
+    """A server that was fenced. Everything that happens to it until it serves again is one failure."""
 
     index: int
     name: str
     reason: str
-    at: float
-    """Time on the monotonic clock."""
-    recovery_s: float | None = None
+    at: float  # on the monotonic clock
+    recovery_s: float | None = None  # seconds until it served again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,42 +111,27 @@ class ServerCounters:
     busy for 11 s with 600: busy_s = (10 + 2 + 11) / 2 = 11.5, generated_tokens = 500 + 90 + 600 = 1190.
     """
 
-    busy_s: float
-    """Seconds in which a server was generating, averaged over all servers of the run; a server that is down is not busy."""
-    generated_tokens: int
-    """Tokens of all servers together."""
+    busy_s: float  # in which a server was generating, averaged over all servers of the run
+    generated_tokens: int  # of all servers together
 
 
 @dataclass(slots=True, kw_only=True)
 class _Tracked:
-    """One server over all its instances; times are on the monotonic clock. The fleet's lock is held while fields change, except for
-    the last three."""
+    """One server over all its instances. The fleet's lock is held while fields change, except for the last three."""
 
     server: Server
     last_instance_id: str = ""
-    replaced_ids: set[str] = field(default_factory=set)
-    """Its instances before the last."""
-    last_message: str = "never answered"
-    """Its last answer, or why it cannot be reached."""
+    last_message: str = "never answered"  # its last answer, or why it cannot be reached
     failures: list[ServerFailure] = field(default_factory=list)
-    """Its failures in order. Everything that happens until it serves again is one failure."""
     num_restarts: int = 0
-    """Number of restarts seen."""
-    num_failed: int = 0
-    """Times it failed since it last served."""
-    exit_message: str = ""
-    """The launcher's message that the process has ended; the launcher restarts it by itself."""
+    num_failed: int = 0  # since it last served
+    exit_message: str = ""  # the launcher has seen its process end, and restarts it by itself
     last_info: ServerInfo | None = None
-    recent_infos: list[ServerInfo] = field(default_factory=list)
-    """Its reports since the last `Fleet.metrics`."""
-    counters: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Busy seconds and generated tokens of each instance, by its id."""
-    ask_now: threading.Event = field(default_factory=threading.Event)
-    """Ends the wait for its next heartbeat."""
-    errors_since: float | None = None
-    """When heartbeats began to return errors."""
-    is_silent: bool = False
-    """Whether its last request was not answered."""
+    recent_infos: list[ServerInfo] = field(default_factory=list)  # since the last `Fleet.metrics`
+    counters: dict[str, tuple[float, int]] = field(default_factory=dict)  # busy seconds and tokens, by instance
+    ask_now: threading.Event = field(default_factory=threading.Event)  # ends the wait for its next heartbeat
+    errors_since: float | None = None  # when heartbeats began to return errors
+    is_silent: bool = False  # its last request was not answered
 
     @property
     def current_info(self) -> ServerInfo | None:
@@ -218,9 +184,7 @@ class Fleet:
         self._listeners: list[Callable[[], None]] = []
         self._info_listeners: list[Callable[[], None]] = []
         self.num_changes = 0
-        """Grows with every change of state."""
-        self.versions = ANY_VERSION
-        """See `router.Servers`. Set by the trainer; whoever pushes nothing cannot know it."""
+        self.versions = ANY_VERSION  # see `router.Servers`; set by the trainer
         self._num_loading = 0  # pushes in phases in which engines receive and load
         self._loaded_at = -math.inf
         self._busy_s = self._counted_busy_s = 0.0
@@ -272,7 +236,6 @@ class Fleet:
             return self._tracked[index].server
 
     def servers(self) -> list[Server]:
-        """All servers, as they are now."""
         with self._lock:
             return [tracked.server for tracked in self._tracked]
 
@@ -295,16 +258,13 @@ class Fleet:
             return self._tracked[index].current_info
 
     def restarts(self, index: int) -> int:
-        """Number of restarts of a server that were seen."""
         return self._tracked[index].num_restarts
 
     def last_message(self, index: int) -> str:
-        """The last answer of a server that is not up, or why it cannot be reached."""
         return self._tracked[index].last_message
 
     @property
     def failures(self) -> list[ServerFailure]:
-        """All failures so far, in order. Everything that happens to a server until it serves again is one failure."""
         with self._lock:
             failures = [failure for tracked in self._tracked for failure in tracked.failures]
         return sorted(failures, key=lambda failure: failure.at)
@@ -451,11 +411,8 @@ class Fleet:
         self._tracked[index].ask_now.set()
 
     def on_server_event(self, message: Mapping[str, Any]) -> None:
-        """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}, with "url" where its address has changed
-
-        By themselves, only "starting" and "given_up" change the state. "exited" makes the monitor check at once: the server may
-        have ended and be up again before the message is read.
-        """
+        """{"kind": "server_event", "index": 0, "event": a ServerEvent, "detail": "..."}, with "url" where its address has changed.
+        "exited" only makes the watcher check at once: the server may be up again before the message is read."""
         index, event, detail = int(message["index"]), message["event"], str(message.get("detail", ""))
         tracked = self._tracked[index]
         if event == "given_up":
@@ -464,7 +421,7 @@ class Fleet:
             with self._lock:
                 tracked.exit_message = tracked.last_message = detail or "its process ended"
             self.suspect(index)
-        elif event == "starting":
+        else:
             url = message.get("url", tracked.server.url)
             if url != tracked.server.url:  # on another node than before
                 self._fence(tracked.server, detail, ask=False)
@@ -475,9 +432,6 @@ class Fleet:
                 if tracked.server.state in (ServerState.DOWN, ServerState.STARTING):
                     self._set(tracked, changed, state=ServerState.STARTING, info=None, instance_id="")
             self.suspect(index)
-        else:
-            known = ", ".join(get_args(ServerEvent))
-            raise ValueError(f"the launcher reported {event!r} for a server; known events are {known}")
 
     # ---- the watcher of each server ----
 
@@ -570,7 +524,6 @@ class Fleet:
     # ---- results of a watcher; outdated records are ignored ----
 
     def note(self, server: Server, info: ServerInfo) -> None:
-        """A server that is up has answered."""
         with self._lock:
             self._tracked[server.index].note(info)
         for listener in self._info_listeners:
@@ -582,19 +535,15 @@ class Fleet:
             tracked = self._tracked[server.index]
             if server is not tracked.server:
                 return
-            is_another_again = info.instance_id in tracked.replaced_ids
-            why_not = SEVERAL_SERVERS if is_another_again else self._why_not_back(tracked, info.instance_id)
+            why_not = self._why_not_back(tracked, info.instance_id)
             if not why_not:
                 if tracked.last_instance_id not in ("", info.instance_id):
                     tracked.num_restarts += 1
-                    tracked.replaced_ids.add(tracked.last_instance_id)
                 tracked.last_instance_id, tracked.last_message, tracked.exit_message = info.instance_id, "up", ""
                 tracked.note(info)
                 self._set(tracked, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
                 logger.info("%s is up", server.name)
-        if is_another_again:
-            self.give_up(server, SEVERAL_SERVERS)
-        elif why_not:
+        if why_not:
             self.not_found(server, why_not)
 
     def not_found(self, server: Server, reason: str) -> None:
@@ -680,12 +629,9 @@ def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
     is_unknown = isinstance(error, RequestRejectedError) and error.status in (404, 405)
     if is_healthy and (is_unknown or isinstance(error, BadResponseError)):
         return f"it is not a server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with `vllm serve`"
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return (
-            f"its certificate was rejected ({error}); $SSL_CERT_FILE names the PEM file of trusted certificates, and the "
-            "certificate has to include the address in the URL"
-        )
-    return ""
+    return (
+        f"{error}; $SSL_CERT_FILE names the trusted certificates" if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+    )
 
 
 def instances_at(control: ServerControl, *, timeout_s: float) -> list[str]:

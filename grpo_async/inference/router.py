@@ -29,8 +29,7 @@ from grpo_async.errors import DeadlineError, ServerUnavailableError
 MAX_INT32 = (1 << 31) - 1
 ANY_VERSION = range(MAX_INT32 + 1)
 _MAX_EXTRA_REQUESTS = 8  # above the least loaded server
-_MAX_AFFINITIES = 16_384
-"""Number of affinities remembered, the most recently used; far more than are in flight, so that forgotten ones are over."""
+_MAX_AFFINITIES = 16_384  # far more than are in flight, so that forgotten ones are over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,16 +39,13 @@ class ServerAddress:
     index: int
     name: str
     url: str
-    instance_id: str = ""
-    """Identifies a start of the server, at random; sent with every request, so that no other instance accepts it. Empty if
-    unknown; then any instance accepts it."""
+    instance_id: str = ""  # of this start; sent with every request, so that no other accepts it. Empty: any does
 
 
 class Servers(Protocol):
     """The servers for requests: `fleet.Fleet`, or `FixedServers`."""
 
-    versions: range
-    """From the policy version that every serving server has to the newest that was pushed to any."""
+    versions: range  # from the version that every serving server has to the newest that was pushed to any
 
     def serving(self) -> Sequence[ServerAddress]: ...
 
@@ -70,14 +66,11 @@ class FixedServers:
         self._servers = [ServerAddress(index=index, name=url, url=url) for index, url in enumerate(urls)]
 
     def serving(self) -> Sequence[ServerAddress]:
-        """All servers, always."""
         return self._servers
 
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Does nothing: the servers never change."""
+    def subscribe(self, listener: Callable[[], None]) -> None: ...
 
-    def suspect(self, index: int) -> None:
-        """Does nothing: the servers are not watched."""
+    def suspect(self, index: int) -> None: ...
 
 
 class FencedError(ServerUnavailableError):
@@ -100,12 +93,7 @@ class _Route:
 
 
 class Router:
-    """Leases servers to requests on one event loop; changes of the servers may come from any thread.
-
-    Args:
-        servers: the servers for requests.
-        wait_timeout_s: maximum wait while no server serves.
-    """
+    """Leases servers to requests on one event loop; changes of the servers may come from any thread."""
 
     def __init__(self, servers: Servers, *, wait_timeout_s: float) -> None:
         self._servers = servers

@@ -1,10 +1,8 @@
-"""One call of a reward function: its arguments, its valid results, and the errors of rewards. The same code
-runs on the event loop, in a thread and in a worker process.
+"""One call of a reward function: its arguments, passed as keywords as in TRL, its valid results, and the errors of
+rewards.
 
-Arguments are passed as keywords, as in TRL: `prompts`, `completions`, `completion_ids`, every column, the section's `arguments`,
-`trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`, and, if the run has environments, `environments`:
-the user's own instances, one per completion. A function gets those that its signature names, or all of them if it takes
-**kwargs. If names clash, ours win over `arguments`, and `arguments` over columns.
+A function gets the arguments that its signature names, or all of them if it takes **kwargs. If names clash, the run's
+own win over the section's `arguments`, and those over columns of the data.
 """
 
 from __future__ import annotations
@@ -65,13 +63,7 @@ def with_checked_arguments(reward: Reward) -> Reward:
 
 
 class RewardError(GrpoAsyncError):
-    """A reward function failed one call; only the group of that call is lost.
-
-    Args:
-        name: name of the reward function.
-        problem: what happened, with which value, and what to do.
-        is_lost: it or the start of its process took too long, or its process ended.
-    """
+    """A reward function failed one call; only the group of that call is lost."""
 
     def __init__(self, name: str, problem: str, is_lost: bool = False) -> None:
         self.name, self.problem, self.is_lost = name, problem, is_lost

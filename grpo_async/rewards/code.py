@@ -6,14 +6,10 @@
     [{"input": "1 2", "output": "3"}, ...]                            LiveCodeBench
     {"inputs": [...], "outputs": [...], "fn_name": optional}          APPS, TACO `input_output`, as JSON text too
 
-Rename your column to `tests` with `data.train.columns`. Two processes that share nothing take part, each in a separate
-sandbox: one has the completion's code, the other the tests, and they exchange plain data (see `code_peer`). So the code cannot see
-the expected results, patch the comparison, or write the verdict. Printing the result, exiting early or exiting with code 0
-gains nothing.
-
-With an `entry_point`, the tests get that name (or `Solution`) from the code and nothing else: helpers that they need belong in
-`setup`. Anything that only the code could decide (such as whether two objects of its classes are equal) is refused: such a test
-fails, and the log says so once.
+Two processes that share nothing take part, each in a separate sandbox: one has the completion's code, the other the tests, and
+they exchange plain data (see `code_peer`). So the code cannot see the expected results, patch the comparison, or write the
+verdict. With an `entry_point`, the tests get that name (or `Solution`) from the code and nothing else. Anything that only the
+code could decide is refused: such a test fails, and the log says so once.
 """
 
 from __future__ import annotations
@@ -53,23 +49,21 @@ logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
 
 
-def _compiled(name: str) -> bytes:
-    """Compiled bytecode of one of our modules: compiling it takes longer than the rest of the start."""
-    path = Path(__file__).with_name(f"{name}.py")
+def _compiled() -> bytes:
+    """Bytecode of `code_peer`: compiling it takes longer than the rest of the start."""
+    path = Path(__file__).with_name("code_peer.py")
     code = compile(path.read_bytes(), path.name, "exec", dont_inherit=True, optimize=0)
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
-# Both processes get these modules in their working directories.
-_MODULES: dict[str, str | bytes] = {
-    f"grpo_async/rewards/{name}.pyc": _compiled(name) for name in ("code_peer", "code_examiner")
-}
+# Both processes get it in their working directories.
+_MODULES: dict[str, str | bytes] = {"grpo_async/rewards/code_peer.pyc": _compiled()}
 _MAIN = """
 import sys
 for name in ("grpo_async", "grpo_async.rewards"):
     sys.modules[name] = package = type(sys)(name)
     package.__path__ = [sys.path[0] + "/" + name.replace(".", "/")]
-from grpo_async.rewards.code_examiner import {main}
+from grpo_async.rewards.code_peer import {main}
 {main}({descriptor})
 """
 _TOLERANCE = 1e-6  # for numbers in the output of programs

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from grpo_async.rewards.code_examiner import CHECK_CALL
+from grpo_async.rewards.code_peer import CHECK_CALL
 from grpo_async.rewards.text import after_thinking
 from grpo_async.utils.text import clipped
 
@@ -63,10 +63,6 @@ def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, t
 
     Example: "assert math.isclose(area(1), 2)" -> ["area"], {"math": ("math", "")};
     "assert gcd(4, 6) == 2" -> ["gcd"], {}, although `math` has one.
-
-    Raises:
-        ValueError: it is not clear which of several builtins the code defines, or a helper is defined nowhere, so that the code
-            would decide the test: `is_close` in "assert is_close(area(2), 12.56)".
     """
     free = {name for name in _free_names(text) if not name.startswith("__")}
     modules = _used_as_modules(text) & free
@@ -153,19 +149,9 @@ _ALIASES = {"np": "numpy", "pd": "pandas"}
 _HELPERS = ("math", "collections", "itertools", "functools", "decimal", "fractions", "datetime")
 # Of the first six only the modules, because words like `choice`, `mean` and `search` are names of variables.
 _USUAL_MODULES = (
-    "json",
-    "random",
-    "re",
-    "statistics",
-    "sys",
-    "operator",
-    "string",
-    "typing",
-    "copy",
-    "bisect",
-    "heapq",
-    *_HELPERS,
-)
+    "json", "random", "re", "statistics", "sys", "operator",
+    "string", "typing", "copy", "bisect", "heapq", *_HELPERS,
+)  # fmt: skip
 
 
 @functools.cache
@@ -217,11 +203,7 @@ def with_usual_imports(code: str) -> str:
 
 
 def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests | None:
-    """The tests of one row; None if it has none.
-
-    Raises:
-        ValueError: the tests are in no known form, or cannot be parsed.
-    """
+    """The tests of one row; None if it has none."""
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         tests = _json_or(tests)  # a script may also begin with a bracket
     if not tests:
@@ -294,20 +276,11 @@ def _check(row: RowTests) -> None:
             compile(text, "tests", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the tests are not valid Python: {error}; in {clipped(repr(text), 200)}") from error
-    if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
-        raise ValueError("the script defines `check` and never calls it; name its argument in the column `entry_point`")
     wanted, _ = names_of("\n".join(row.sources), row.entry_point)
     if not wanted:
         raise ValueError(
             "the tests use no name that the code could define; they have to use its functions and classes without importing them"
         )
-
-
-def _only_defines_check(tree: ast.Module) -> bool:
-    defines = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
-    outside = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
-    names = {node.id for statement in outside for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    return defines and "check" not in names
 
 
 def _json_or(value: Any) -> Any:

@@ -1,9 +1,4 @@
-"""A reward function with its name, weight, place to run and time limit, and how the config's `rewards` are loaded.
-
-`outcome = await reward.score(...)` returns a RewardOutcome: `.values` ([num_completions] of float or None), and what the
-function logged with `log_extra` and `log_metric`: `.extra_columns` and `.metrics`. Any failure in the function
-is a RewardError that names it, with the original error chained. `close()` ends its worker processes.
-"""
+"""A reward function with its name, weight, place to run and time limit, and how the config's `rewards` are loaded."""
 
 from __future__ import annotations
 
@@ -42,21 +37,6 @@ class RewardFunction:
 
     An async function runs on an event loop apart from the run's, which it may block; a plain one runs in a thread;
     `run_in="process"` runs either in worker processes, which are killed on timeout.
-
-    Args:
-        function: callable with TRL's signature `f(prompts, completions, completion_ids, **columns)`.
-        name: name in metrics and errors; None = the function's own.
-        weight: factor in the sum of the rewards; not applied here.
-        arguments: extra keyword arguments of every call.
-        run_in: where calls run.
-        timeout_s: time limit of one call, in seconds.
-        reference: `module:attribute` of the function; needed for `run_in="process"`.
-        setting: dotted path of its section in the config, for errors.
-        factory_arguments: `reference` is a function that made this one of these arguments.
-        loop: event loop of an async function; None = a new one. `close` ends it.
-
-    Raises:
-        TypeError: the function cannot be called as a reward.
     """
 
     def __init__(
@@ -64,14 +44,14 @@ class RewardFunction:
         function: RewardCallable,
         *,
         name: str | None = None,
-        weight: float = 1.0,
+        weight: float = 1.0,  # in the sum of the rewards; not applied here
         arguments: Mapping[str, Any] | None = None,
         run_in: Literal["thread", "process"] = "thread",
         timeout_s: float = 60.0,
-        reference: str | None = None,
-        setting: str = "rewards",
-        factory_arguments: Mapping[str, Any] | None = None,
-        loop: UserLoop | None = None,
+        reference: str | None = None,  # `module:attribute` of the function; needed for `run_in="process"`
+        setting: str = "rewards",  # dotted path of its section in the config, for errors
+        factory_arguments: Mapping[str, Any] | None = None,  # of these `reference` has made the function
+        loop: UserLoop | None = None,  # of an async function; `close` ends it
     ) -> None:
         self.name = name or own_name(function)
         self.weight = weight

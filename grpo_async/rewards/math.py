@@ -1,12 +1,8 @@
 r"""Mathematical answers, compared symbolically by math-verify (extra `math`).
 
-Intended for `run_in: process`: math-verify limits its time with signals, which work only in the main thread of a process.
-In a thread it runs without that limit, and only the reward's own `timeout_s` applies.
-
-A guard keeps expressions from sympy that would take forever: `\boxed{9^{9^{9^{9}}}}`, `99999999!`, a set of 3000. Such a
-power is one C call: it holds the GIL, so that no time limit inside the process ends it, and one sample of a policy is
-enough. Refused expressions are compared as text only. Sizes are estimated in decimal digits:
-digits(b^e) = log10(b) x |e|; 9^9^9: 0.95 x 387420489, refused; 2^2^3: 0.3 x 8 = 2.4.
+Intended for `run_in: process`: math-verify limits its time with signals, which work only in the main thread of a
+process. A guard keeps expressions from sympy that would take forever, such as `\boxed{9^{9^{9^{9}}}}`: such a power
+is one C call that holds the GIL, so that no time limit inside the process ends it. They are compared as text only.
 """
 
 from __future__ import annotations

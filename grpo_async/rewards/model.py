@@ -1,13 +1,5 @@
-"""A reward model by name: a sequence classifier with one output, in one process next to the trainer.
-
-    rewards:
-      - model: my-org/my-reward-model
-        arguments: {device: "cuda:7", batch_size: 16}
-
-It gets the same input as a model in TRL's `reward_funcs`: messages through the chat template of the model's own tokenizer, plain
-text as prompt + completion, without added special tokens. Its only logit is the reward. For models that need one or more GPUs of
-their own, let vLLM serve them: `http`.
-"""
+"""A reward model by name: a sequence classifier with one output, in one process next to the trainer. It gets the same
+input as a model in TRL's `reward_funcs`."""
 
 from __future__ import annotations
 
@@ -67,8 +59,6 @@ def startup_notes(settings: Mapping[str, Any]) -> list[str]:
         return [f"reward model {name}: no local folder, so it is taken as a hub name and not checked here; {where}"]
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("its config.json is no mapping")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} is not the folder of a Hugging Face model: {error}") from error
     outputs = config.get("num_labels") or len(config.get("id2label") or ()) or None

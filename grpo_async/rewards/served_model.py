@@ -1,11 +1,4 @@
-"""A reward model at an address: vLLM's `/classify`, of a model with one output.
-
-vllm serve my-org/my-reward-model --runner pooling
-
-rewards:
-  - model: http://judge:8000
-    arguments: {token_env: JUDGE_TOKEN}
-"""
+"""A reward model at an address: vLLM's `/classify`, of a model with one output (`vllm serve MODEL --runner pooling`)."""
 
 from __future__ import annotations
 

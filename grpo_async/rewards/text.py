@@ -1,5 +1,5 @@
-"""Rewards that compare text: 1.0 for a match, 0.0 for none, None if the row has no usable answer. Also how all built-in rewards
-read a completion, be it plain text or a list of messages."""
+"""Rewards that compare text: 1.0 for a match, 0.0 for none, None if the row has no usable answer. Also how all built-
+in rewards read a completion, be it plain text or a list of messages."""
 
 from __future__ import annotations
 

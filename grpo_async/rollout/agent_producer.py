@@ -2,10 +2,8 @@
 
     open a session -> agent.run(row, session) -> close it -> session.completion
 
-Invariant: however a run of the agent ends, its session is closed at once, so its key is refused and its requests are cancelled. The
-rollout is always a completion, with status FAILED and the reason if it failed. A rollout that used up its token budget counts as
-truncated, whatever the agent returned or raised. A resume keeps the finished rollouts of a group and restarts the
-others: an agent's state cannot be restored.
+However a run of the agent ends, its session is closed at once: its key is refused and its requests are cancelled. A rollout that
+used up its tokens is truncated, whatever the agent returned or raised. A resume restarts the rollouts that were not over.
 """
 
 from __future__ import annotations
@@ -31,17 +29,11 @@ from grpo_async.tracking.timeline import span
 from grpo_async.user_code.copies import own_copy
 from grpo_async.utils.seeds import seed_of
 
-_TIMEOUT_MARGIN_S = 5.0
-"""Added to `timeout_s`: an agent that enforces the limit itself reports better what it was doing."""
+_TIMEOUT_MARGIN_S = 5.0  # an agent that enforces the limit itself reports better what it was doing
 
 
 class AgentHost:
-    """The agent of a run and the endpoint that it calls. One in a process, for training and evaluation.
-
-    Args:
-        agent: the user's agent.
-        max_concurrent: maximum number of concurrent runs.
-    """
+    """The agent of a run and the endpoint that it calls. One in a process, for training and evaluation."""
 
     def __init__(self, agent: Agent, section: AgentSection, *, max_concurrent: int) -> None:
         self.agent = agent
@@ -51,20 +43,14 @@ class AgentHost:
         self._endpoint: AgentEndpoint | None = None
 
     async def endpoint(self, client: InferenceClient, renderer: ChatRenderer) -> AgentEndpoint:
-        """Return the endpoint. The first call makes it listen, on the event loop of that call.
-
-        Raises:
-            FatalRolloutError: the endpoint cannot listen at its address, so no rollout can be made.
-        """
-        section = self.section
+        """Return the endpoint. The first call makes it listen, on the event loop of that call."""
         if self._endpoint is None:
-            self._endpoint = AgentEndpoint(client, renderer, host=section.host, port=section.port)
-        endpoint = self._endpoint
+            self._endpoint = AgentEndpoint(client, renderer, host=self.section.host, port=self.section.port)
         try:
-            await endpoint.start()  # no effect if it already listens
+            await self._endpoint.start()  # no effect if it already listens
         except RunError as error:  # every group would fail in the same way
             raise FatalRolloutError(str(error)) from error
-        return endpoint
+        return self._endpoint
 
     async def aclose(self) -> None:
         """Stop listening and release the resources that the agent's runs share."""
@@ -75,16 +61,7 @@ class AgentHost:
 
 
 class AgentProducer:
-    """See the module's docstring; implements rollout.group.GroupProducer.
-
-    Args:
-        host: holds the agent and its endpoint.
-        client: the inference client.
-        renderer: the run's chat renderer.
-        settings: sampling parameters and token limits.
-        needs_reward: no reward functions are configured, so a run of the agent that returns no reward has failed.
-        errors: counts failures.
-    """
+    """See the module's docstring; implements rollout.group.GroupProducer."""
 
     def __init__(
         self,
@@ -174,9 +151,8 @@ class AgentProducer:
         )
         if completion.num_sampled_tokens == 0 and not session.is_truncated:
             raise AgentError(
-                "the agent ended without an answered call to the model; it has to call the endpoint of its rollout, with "
-                "its key (in a function: client.openai, or client.base_url and client.api_key; in a command: $OPENAI_BASE_URL and "
-                "$OPENAI_API_KEY, or $ANTHROPIC_BASE_URL and $ANTHROPIC_API_KEY)"
+                "the agent ended without an answered call to the model; it has to call the endpoint of its rollout, with its key "
+                "(in a function: client.openai; in a command: $OPENAI_BASE_URL and $OPENAI_API_KEY, or those of $ANTHROPIC)"
             )
         if self._needs_reward and not completion.environment_rewards:
             raise AgentError(

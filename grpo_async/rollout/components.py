@@ -40,21 +40,19 @@ class Components:
     agent: AgentHost | None = None
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The tools that the model is offered in rollouts of a row with these columns."""
         if self.environments is not None:
             return self.environments.schemas_for(columns)
         return [tool.schema for tool in self.tools]
 
     @property
     def tool_sets(self) -> list[list[Mapping[str, Any]]]:
-        """The sets of tools that rollouts may be offered: one for each environment."""
         if self.environments is not None:
             return [pool.schemas for pool in self.environments.pools.values() if pool.schemas]
         return [[tool.schema for tool in self.tools]] if self.tools else []
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight, by name, of each reward that does not come from a reward function."""
+        """Of the rewards that do not come from reward functions."""
         if self.agent is not None:
             return {AGENT_REWARD: self.agent.section.reward_weight}
         return self.environments.reward_weights if self.environments is not None else {}
@@ -62,9 +60,7 @@ class Components:
     @property
     def notes(self) -> list[str]:
         """Notes for the user at startup, without duplicates."""
-        found: list[str] = []
-        if self.environments is not None:
-            found += self.environments.notes
+        found = [*self.environments.notes] if self.environments is not None else []
         for tool in self.tools:
             found += startup_notes(tool.function, tool.fixed)
         return list(dict.fromkeys(found))
@@ -108,14 +104,7 @@ class Components:
             )
             return FunctionProducer(self.function, setup)
         if self.agent is not None:
-            return AgentProducer(
-                self.agent,
-                client,
-                renderer,
-                settings,
-                needs_reward=not config.rewards,
-                errors=errors,
-            )
+            return AgentProducer(self.agent, client, renderer, settings, needs_reward=not config.rewards, errors=errors)
         return ConversationProducer(
             client,
             renderer,
@@ -139,12 +128,8 @@ class Components:
 
 
 def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> list[str]:
-    """The lines of an object's `startup_notes()`, if it has any, such as what the machine lacks. The method gets those of
-    the section's `arguments` that it names; of a partial, also those that are fixed in it.
-
-    Raises:
-        ConfigError: something that the object needs is missing.
-    """
+    """The lines of an object's `startup_notes()`, if it has any, such as what the machine lacks; ConfigError if that is needed. The
+    method gets those of the section's `arguments` that it names; of a partial, also those that are fixed in it."""
     notes = getattr(unwrap_partial(owner), "startup_notes", None)
     if not callable(notes):
         return []
@@ -156,8 +141,7 @@ def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> lis
 
 
 def token_counter(renderer: ChatRenderer, components: Components) -> Callable[[Prompt], int]:
-    """A function that counts a prompt's tokens as they will be sent: with chat template and tools, without what an environment
-    adds."""
+    """A function that counts a prompt's tokens as they will be sent, without what an environment adds."""
 
     def count(prompt: Prompt) -> int:
         tools = components.schemas_for(prompt.columns)
@@ -180,22 +164,15 @@ def load_components(config: ExperimentConfig) -> Components:
     with problems.collecting():
         environments = load_environments(config.environments, tools) if config.environments else None
     with problems.collecting():
-        function = _load_function(config)
+        if (section := config.rollout_function) is not None:
+            given: dict[str, Any] = {"prompts": [], "trainer": None}
+            function = resolve_and_check(section.function, "rollout_function.function", given=given, may_be_async=True)
     with problems.collecting():
         agent = _load_agent(config)
     if problems and environments is not None:
         asyncio.run(environments.aclose())
     problems.raise_if_any()
     return Components(tools=tools, environments=environments, function=function, agent=agent)
-
-
-def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:
-    if config.rollout_function is None:
-        return None
-    given: dict[str, Any] = {"prompts": [], "trainer": None}
-    return resolve_and_check(
-        config.rollout_function.function, "rollout_function.function", given=given, may_be_async=True
-    )
 
 
 def _load_agent(config: ExperimentConfig) -> AgentHost | None:

@@ -2,9 +2,8 @@
 
     prompt ids -> [generate] -> output ids -> [parse, call tools] -> suffix ids -> [generate] -> ...
 
-Invariant: token-in/token-out. The next turn's prompt is prompt ids + output ids + suffix ids; nothing sampled is decoded and
-tokenized again, so only the bytes of a request grow with the history. A turn without tool calls ends the rollout.
-Text that a stop string ended keeps all of its tokens, and tool calls are parsed from all of them; only the message's text is cut.
+Invariant: nothing sampled is decoded and tokenized again. Text that a stop string ended keeps all of its tokens, and tool calls are
+parsed from all of them; only the message's text is cut.
 
 How a rollout ends:
 
@@ -14,11 +13,8 @@ How a rollout ends:
     the last allowed turn calls a tool                             truncated; the call is not made
     no token is left after the tools' results                      truncated; the results are kept as messages, not as tokens
 
-A request, a tool server or an environment that fails raises; the producer then marks the rollout as failed.
-
-`ConversationProducer` makes groups of them: it leases environments, renders prompts, and runs the rollouts of a group at the same
-time. Whatever a rollout does (fails, hangs, is cancelled), its slot is free again, its environment's instance goes back to the
-pool or is discarded, and the others of the group are not touched.
+`ConversationProducer` runs the rollouts of a group at the same time. Whatever one does (fails, hangs, is cancelled), its slot
+is free again, its environment's instance goes back to the pool or is discarded, and the others of the group are not touched.
 """
 
 from __future__ import annotations
@@ -61,14 +57,7 @@ from grpo_async.utils.seeds import seed_of
 
 @dataclass(slots=True, kw_only=True)
 class Rollout(TokenPath):
-    """One rollout while it runs. Its turns stay readable after it fails, and a checkpoint can take a `snapshot` at any moment.
-
-    Attributes:
-        client: the inference client.
-        renderer: parses the policy's text and renders tool results.
-        settings: sampling parameters and token limits.
-        on_tokens: called as tokens arrive.
-    """
+    """One rollout while it runs. Its turns stay readable after it fails, and a checkpoint can take a `snapshot` at any moment."""
 
     client: InferenceClient
     renderer: ChatRenderer
@@ -77,22 +66,18 @@ class Rollout(TokenPath):
     seed: int
     on_tokens: OnTokens | None = None
     prompt_ids: IntArray = field(default_factory=no_tokens)
-    prompt_messages: Sequence[TaggedMessage] | None = None
-    """Set where they differ from the group's; see RolloutCompletion."""
-    opening: str | None = None
-    """The beginning of the first turn, where the prompt has it; see ChatRenderer.parse."""
-    tools: ToolExecutor | None = None
-    """None for a single-turn rollout."""
+    prompt_messages: Sequence[TaggedMessage] | None = None  # where they differ from the group's
+    opening: str | None = None  # the beginning of the first turn, where the prompt has it
+    tools: ToolExecutor | None = None  # None for a single-turn rollout
     tool_names: Sequence[str] = ()
     environment: Environment | None = None
-    affinity: str = ""
-    """Names what its requests share with others, such as "group/rollout"; see inference.router."""
+    affinity: str = ""  # see inference.router
     turns: list[TurnRecord] = field(default_factory=list)
-    open_turn: Generation = field(default_factory=Generation)
-    """The turn that is being generated, or whose tools are being called."""
+    open_turn: Generation = field(
+        default_factory=Generation
+    )  # that is being generated, or whose tools are being called
     is_truncated: bool = False
-    is_done: bool = False
-    """The environment has said that it is done."""
+    is_done: bool = False  # as the environment says
 
     @property
     def num_completion_tokens(self) -> int:
@@ -109,8 +94,7 @@ class Rollout(TokenPath):
         self.open_turn = Generation()
 
     def snapshot(self) -> PartialRollout | None:
-        """A copy of the current state; None before the first token. Not called for a rollout with an environment, whose state
-        cannot be restored."""
+        """A copy of the current state; None before the first token."""
         if not self.turns and not self.open_turn.token_ids:
             return None
         return PartialRollout(
@@ -136,14 +120,8 @@ class Rollout(TokenPath):
         )
 
     async def run(self) -> RolloutCompletion:
-        """Generate until the conversation ends or is truncated. The caller measures the time.
-
-        A prompt that leaves no room for a token gives a truncated completion without turns.
-
-        Raises:
-            InferenceError: a generation failed.
-            GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
-        """
+        """Generate until the conversation ends. A prompt that leaves no room for a token gives a truncated completion without
+        turns."""
         self.is_done = await self._is_done()
         is_over = self.is_done
         while not is_over:
@@ -234,24 +212,11 @@ class Rollout(TokenPath):
             return await self.environment.is_done()
 
 
-Rendered = dict[tuple[tuple[Origin, str], ...], IntArray]
-"""Token ids of the prompts of a group, by their messages."""
+Rendered = dict[tuple[tuple[Origin, str], ...], IntArray]  # token ids of the prompts of a group, by their messages
 
 
 class ConversationProducer:
-    """See the module's docstring; implements rollout.group.GroupProducer.
-
-    Args:
-        client: the inference client.
-        renderer: renders prompts and tool results.
-        settings: sampling parameters and token limits.
-        max_in_flight: maximum number of concurrent rollouts.
-        rollout_timeout_s: time limit of one rollout.
-        max_result_chars: longer tool results are cut.
-        errors: counts failures.
-        tools: offered in every rollout.
-        environments: None when the run has none.
-    """
+    """See the module's docstring; implements rollout.group.GroupProducer."""
 
     def __init__(
         self,

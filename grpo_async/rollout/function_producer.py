@@ -2,13 +2,9 @@
 
     rollout_func(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs": ..., **extra}
 
-Each value is a list with one entry per rollout. Extra keys reach the reward functions as columns; `env_mask` (1 = sampled by the
-policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread (an async function on a separate loop, which it may
-block without blocking the run's). Groups that are admitted together go into one call, and every token is stamped with the policy
-version that was served when the call began, the oldest that it can come from.
-
-Invariant: a call that nobody waits for anymore (timeout, cancelled groups, a run that stops) sends no more requests: its `trainer`
-is closed. The thread itself cannot be ended.
+Each value has one entry per rollout. Extra keys reach the reward functions as columns; `env_mask` (0: not sampled) becomes the
+loss mask. Groups that are admitted together go into one call, in a thread (an async function on a loop of its own); its tokens are
+stamped with the version served when it began. A call that nobody waits for anymore sends no more requests: its `trainer` is closed.
 """
 
 from __future__ import annotations
@@ -16,13 +12,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -30,7 +24,16 @@ import numpy as np
 from grpo_async.buffer.group import OpenGroup
 from grpo_async.errors import DeadlineError, FatalRolloutError, RunError
 from grpo_async.inference.sampling import find_stop
-from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
+from grpo_async.records import (
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Origin,
+    RolloutCompletion,
+    RolloutStatus,
+    TaggedMessage,
+    TurnRecord,
+)
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from grpo_async.tracking.timeline import span
 from grpo_async.user_code.calls import Caller, CallError, UserCall
@@ -51,12 +54,7 @@ class _Call:
 
 
 class FunctionProducer:
-    """See the module's docstring; implements rollout.group.GroupProducer.
-
-    Args:
-        function: the user's function, sync or async.
-        setup: how the function is called, and the client and settings of its calls.
-    """
+    """See the module's docstring; implements rollout.group.GroupProducer."""
 
     def __init__(self, function: Callable[..., Any], setup: FunctionSetup) -> None:
         self._function = function
@@ -137,95 +135,77 @@ class FunctionProducer:
 
 # -- reading the function's output
 
-
 REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 _OPTIONAL_LISTS = ("env_mask", "logprob_token_ids")
-_MIN_LOGPROB = -100.0  # nothing that is sampled is less likely
-_ROUNDING = 1e-3
+_LOGPROBS = -100.0, 1e-3  # nothing that is sampled is less likely; rounding
 
 
 def read_output(
     output: Any, rollout_ids: Sequence[str], setup: FunctionSetup, *, version: int, started_at: float
 ) -> list[RolloutCompletion]:
-    """Convert the output to one completion per rollout, with all tokens stamped with `version`; the caller adds the duration. A
-    completion that ends in no stop token, and whose last sampled turn has no stop string, counts as truncated.
+    """Convert the output to one completion per rollout, with all tokens stamped with `version`; the caller adds the duration.
 
     Raises:
-        FatalRolloutError: a key is missing, a list does not have one entry per rollout, the lists of one rollout differ in length,
-            a token id is not in the vocabulary, a prompt is empty, a rollout is longer than the model's limit, or the logprob of a
-            sampled token is missing or not finite.
+        FatalRolloutError: the function does not keep its side of the contract, and would not the next time.
     """
-    settings, num_tokens = setup.settings, len(setup.renderer.tokenizer)
     if not isinstance(output, Mapping):
         raise FatalRolloutError(f"rollout_func must return a dict, got {type(output).__name__}")
-    missing = sorted(set(REQUIRED_KEYS) - output.keys())
-    if missing:
+    if missing := sorted(set(REQUIRED_KEYS) - output.keys()):
         raise FatalRolloutError(f"rollout_func must return keys {missing} in its output dict.")
     given = {key: value for key, value in output.items() if value is not None or key not in _OPTIONAL_LISTS}
-    columns = {key: _listed(key, value, len(rollout_ids)) for key, value in given.items()}
-    required = {key: columns.pop(key) for key in REQUIRED_KEYS}
-    masks, token_ids = (columns.pop(key, None) for key in _OPTIONAL_LISTS)
+    columns = {key: _per_rollout(key, value, len(rollout_ids)) for key, value in given.items()}
     completions = []
     for index, rollout_id in enumerate(rollout_ids):
-        ids = _ids(required["completion_ids"][index], f"completion_ids[{index}]", num_tokens)
-        prompt_ids = _ids(required["prompt_ids"][index], f"prompt_ids[{index}]", num_tokens)
-        if not prompt_ids:
-            raise FatalRolloutError(
-                f"rollout_func: prompt_ids[{index}] is empty; return the tokens that the first sampled one was sampled after"
-            )
-        if len(prompt_ids) + len(ids) > settings.max_model_len:
-            raise FatalRolloutError(
-                f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "
-                f"tokens, inference.max_model_len is {settings.max_model_len}"
-            )
-        mask = [1] * len(ids)
-        if masks is not None:
-            mask = [int(bool(entry)) for entry in _one_each(masks[index], len(ids), f"env_mask[{index}]")]
-        candidates = None if token_ids is None else token_ids[index]
-        logprobs = _logprobs(required["logprobs"][index], ids, mask, candidates, index)
-        text, has_stop = _text(ids, mask, setup)
-        is_whole = has_stop or (bool(ids) and ids[-1] in settings.stop_token_ids)
-        message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)  # of all turns, stored once
-        # the first turn begins with the function's call; when the others began is unknown
-        turns = [
-            TurnRecord(
-                output_ids=np.array(ids[begin:cut], np.int32),
-                output_logprobs=np.array(logprobs[begin:cut], np.float32),
-                policy_versions=np.full(cut - begin, version, np.int32),
-                finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
-                messages=[message] if begin == 0 else [],
-                tool_response_ids=np.array(ids[cut:end], np.int32),
-                started_at=started_at if begin == 0 else 0.0,
-            )
-            for begin, cut, end in turn_boundaries(mask)
-        ]
-        completions.append(
-            RolloutCompletion(
-                rollout_id=rollout_id,
-                prompt_ids=np.array(prompt_ids, np.int32),
-                turns=turns,
-                status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
-                reward_columns={key: own_copy(values[index]) for key, values in columns.items()},
-                started_at=started_at,
-            )
-        )
+        row = {key: values[index] for key, values in columns.items()}
+        try:
+            completions.append(_completion(row, rollout_id, setup, version=version, started_at=started_at))
+        except (TypeError, ValueError) as error:
+            raise FatalRolloutError(f"rollout_func: rollout {index} of {len(rollout_ids)}: {error}") from error
     return completions
 
 
-def _ids(value: Any, where: str, num_tokens: int) -> list[int]:
-    value = _plain_list(value)
-    if value is None or not all(isinstance(token, Integral) for token in value):
-        raise FatalRolloutError(f"rollout_func: {where} must be a list of token ids")
-    ids = [int(token) for token in value]
-    unknown = next((token for token in ids if not 0 <= token < num_tokens), None)
-    if unknown is not None:
-        raise FatalRolloutError(
-            f"rollout_func: {where} holds {unknown}, but the model's tokens are 0 to {num_tokens - 1}"
+def _completion(
+    row: dict[str, Any], rollout_id: str, setup: FunctionSetup, *, version: int, started_at: float
+) -> RolloutCompletion:
+    """One rollout. If it ends in no stop token, and its last sampled turn has no stop string, it counts as truncated."""
+    settings, num_tokens = setup.settings, len(setup.renderer.tokenizer)
+    prompt_ids, ids = (_tokens(row.pop(key), key, num_tokens) for key in ("prompt_ids", "completion_ids"))
+    if not prompt_ids.size:
+        raise ValueError("prompt_ids is empty; return the tokens that the first sampled one was sampled after")
+    if len(prompt_ids) + len(ids) > settings.max_model_len:
+        raise ValueError(
+            f"prompt_ids and completion_ids have {len(prompt_ids)} + {len(ids)} tokens, inference.max_model_len is "
+            f"{settings.max_model_len}"
         )
-    return ids
+    mask = [bool(entry) for entry in _one_each(row.pop("env_mask", [1] * len(ids)), len(ids), "env_mask")]
+    logprobs = _logprobs(row.pop("logprobs"), row.pop("logprob_token_ids", None), ids.tolist(), mask)
+    text, has_stop = _text(ids.tolist(), mask, setup)
+    is_whole = has_stop or (ids.size > 0 and ids[-1] in settings.stop_token_ids)
+    message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)  # of all turns, stored once
+    # the first turn begins with the function's call; when the others began is unknown
+    turns = [
+        TurnRecord(
+            output_ids=ids[begin:cut],
+            output_logprobs=logprobs[begin:cut],
+            policy_versions=np.full(cut - begin, version, np.int32),
+            finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
+            messages=[message] if begin == 0 else [],
+            tool_response_ids=ids[cut:end],
+            started_at=started_at if begin == 0 else 0.0,
+        )
+        for begin, cut, end in turn_boundaries(mask)
+    ]
+    return RolloutCompletion(
+        rollout_id=rollout_id,
+        prompt_ids=prompt_ids,
+        turns=turns,
+        status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
+        reward_columns={key: own_copy(value) for key, value in row.items()},
+        started_at=started_at,
+    )
 
 
-def _text(ids: list[int], mask: list[int], setup: FunctionSetup) -> tuple[str, bool]:
+def _text(ids: list[int], mask: Sequence[bool], setup: FunctionSetup) -> tuple[str, bool]:
     """The text of a completion, and whether the last of its sampled turns has a stop string; where the completion ends with that
     turn, its text ends before the string. The strings that ended earlier turns stay in the text."""
     text = setup.renderer.completion_text(ids)
@@ -248,65 +228,65 @@ def turn_boundaries(mask: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(begin, begin + sum(mask[begin:end]), end) for begin, end in pairwise([*begins, len(mask)])]
 
 
-def _plain_list(value: Any) -> list[Any] | None:
-    """Convert a list, tuple, tensor or array to a list; None for anything else."""
+def _entries(value: Any) -> list[Any] | None:
+    """The entries of a list, tuple, tensor or array; None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, list | tuple) else None
 
 
-def _listed(key: str, value: Any, count: int) -> Sequence[Any]:
-    """One entry per rollout: a list as it is, any other value repeated for every rollout."""
-    values = _plain_list(value)
-    if values is None:
-        if key in (*REQUIRED_KEYS, *_OPTIONAL_LISTS):
-            raise FatalRolloutError(
-                f"rollout_func: {key} must be a list with one entry per rollout, got {type(value).__name__}"
-            )
+def _per_rollout(key: str, value: Any, count: int) -> Sequence[Any]:
+    """One entry per rollout: a list as it is, an extra value that is no list repeated for every rollout."""
+    values = _entries(value)
+    if values is None and key not in (*REQUIRED_KEYS, *_OPTIONAL_LISTS):
         return [value] * count
-    if len(values) != count:
-        raise FatalRolloutError(
-            f"rollout_func: {key} has {len(values)} entries, expected {count}, one for each completion asked for"
-        )
-    return values
-
-
-def _one_each(value: Any, count: int, where: str) -> list[Any]:
-    """The entries of a list with one for each token."""
-    values = _plain_list(value)
     if values is None or len(values) != count:
+        found = type(value).__name__ if values is None else f"{len(values)} entries"
         raise FatalRolloutError(
-            f"rollout_func: {where} has {'no' if values is None else len(values)} entries for {count} completion_ids; it needs "
-            "one for each"
+            f"rollout_func: {key} must be a list with one entry per rollout, {count}; it is {found}"
         )
     return values
 
 
-def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: Any, index: int) -> list[float]:
-    """One logprob per completion token; 0.0 where the mask is 0. An entry may be a number or a list (TRL's form), whose value for
-    the sampled token in `logprob_token_ids` counts, or else the first."""
-    values = _one_each(value, len(ids), f"logprobs[{index}]")
-    candidates = [] if token_ids is None else [_plain_list(each) for each in _plain_list(token_ids) or []]
-    if token_ids is not None and (len(candidates) != len(ids) or None in candidates):
-        raise FatalRolloutError(
-            f"rollout_func: logprob_token_ids[{index}] must have one list of token ids for each of the {len(ids)} completion_ids"
+def _one_each(value: Any, count: int, what: str) -> list[Any]:
+    """The entries of a list with one for each token."""
+    values = _entries(value)
+    if values is None or len(values) != count:
+        found = "no" if values is None else len(values)
+        raise ValueError(f"{what} has {found} entries for {count} completion_ids; it needs one for each")
+    return values
+
+
+def _tokens(value: Any, what: str, num_tokens: int) -> IntArray:
+    ids = np.asarray(_entries(value))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"{what} must be a list of token ids")
+    if ids.size and not (ids.min() >= 0 and ids.max() < num_tokens):
+        raise ValueError(f"{what} has ids from {ids.min()} to {ids.max()}, but the model's are 0 to {num_tokens - 1}")
+    return ids.astype(np.int32)
+
+
+def _logprobs(value: Any, token_ids: Any, ids: Sequence[int], mask: Sequence[bool]) -> FloatArray:
+    """One logprob per completion token; 0.0 where it was not sampled. An entry may be a number or a list (TRL's form), whose value
+    for the sampled token in `logprob_token_ids` counts, or else the first."""
+    values = _one_each(value, len(ids), "logprobs")
+    names = [()] * len(ids) if token_ids is None else _one_each(token_ids, len(ids), "logprob_token_ids")
+    picked = [
+        _of_token(*entry) if is_sampled else 0.0
+        for entry, is_sampled in zip(zip(values, ids, names, strict=True), mask, strict=True)
+    ]
+    logprobs = np.array(picked, np.float64)  # NaN for None
+    wrong = np.flatnonzero(~((logprobs >= _LOGPROBS[0]) & (logprobs <= _LOGPROBS[1])))
+    if wrong.size:
+        raise ValueError(
+            f"logprobs[{wrong[0]}] is {picked[wrong[0]]!r}; the natural logarithm of the probability of a token that was sampled "
+            f"lies between {_LOGPROBS[0]:g} and 0 (not a probability or a logit)"
         )
-    checked = []
-    for position, (entry, token, sampled) in enumerate(zip(values, ids, mask, strict=True)):
-        if not sampled:
-            checked.append(0.0)
-            continue
-        if isinstance(entry, list | tuple):
-            named = (candidates[position] if candidates else None) or []
-            rank = named.index(token) if token in named else 0
-            entry = entry[rank] if rank < len(entry) else None
-        if not isinstance(entry, Real) or not math.isfinite(entry):
-            raise FatalRolloutError(
-                f"rollout_func: logprobs[{index}][{position}] is {entry!r}; a sampled token needs a finite number"
-            )
-        if not _MIN_LOGPROB <= float(entry) <= _ROUNDING:
-            raise FatalRolloutError(
-                f"rollout_func: logprobs[{index}][{position}] is {float(entry):g}; the natural logarithm of the probability of a "
-                f"token that was sampled lies between {_MIN_LOGPROB:g} and 0 (not a probability or a logit)"
-            )
-        checked.append(float(entry))
-    return checked
+    return logprobs.astype(np.float32)
+
+
+def _of_token(entry: Any, token: int, names: Any) -> Any:
+    if not isinstance(entry, list | tuple):
+        return entry
+    names = _entries(names) or []
+    rank = names.index(token) if token in names else 0
+    return entry[rank] if rank < len(entry) else None

@@ -1,11 +1,5 @@
-"""The `trainer` argument of a rollout function: the attributes that TRL's rollout functions use, over our client.
-
-    processing_class   the tokenizer, with the chat template of the run; a copy, so that it may be changed and used in threads
-    args               num_generations, max_completion_length, temperature, chat_template_kwargs, ...
-    state              global_step (steps done), max_steps
-    generate(...)      completions of the served policy; `agenerate` for async functions
-
-It lives as long as its call: afterward it sends no more requests.
+"""The `trainer` argument of a rollout function: the attributes that TRL's rollout functions use (processing_class, args,
+state), and `generate` with the served policy (`agenerate` for async functions). After its call it sends no more requests.
 """
 
 from __future__ import annotations
@@ -39,19 +33,7 @@ _OVERRIDES = (*SAMPLING, "stop", "max_tokens", "seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSetup:
-    """What all calls of a rollout function share.
-
-    Attributes:
-        client: the inference client.
-        renderer: renders prompts as the run does.
-        settings: sampling parameters and token limits.
-        section: how the function is called.
-        num_generations: completions per prompt.
-        groups_per_call: maximum number of groups in one call.
-        max_steps: optimizer steps of the run.
-        seed: seed of the run.
-        chat_template_kwargs: those of the run.
-    """
+    """What all calls of a rollout function share."""
 
     client: InferenceClient
     renderer: ChatRenderer
@@ -65,12 +47,7 @@ class FunctionSetup:
 
 
 class FunctionTrainer:
-    """See the module's docstring. It must be made on the loop on which its requests run.
-
-    Args:
-        seed: seed of this call, from which each request gets its own.
-        served_version: the policy version that the server serves now.
-    """
+    """See the module's docstring. It must be made on the loop on which its requests run."""
 
     def __init__(self, setup: FunctionSetup, *, seed: int, served_version: Callable[[], int]) -> None:
         self._client, self._renderer, self._settings = setup.client, setup.renderer, setup.settings
@@ -97,16 +74,14 @@ class FunctionTrainer:
 
     @cached_property
     def processing_class(self) -> Any:
-        """The tokenizer, as a copy for this call: truncation set on it must not cut the run's own prompts."""
+        """A copy for this call: truncation set on it must not cut the run's own prompts."""
         return copy.deepcopy(self._renderer.tokenizer)
 
     @property
     def state(self) -> TrainerState:
-        """`global_step`: optimizer steps that the served policy has behind it; `max_steps`: optimizer steps of the run."""
         return TrainerState(global_step=self._served_version(), max_steps=self._setup.max_steps)
 
     def close(self) -> None:
-        """End the call: cancel its requests and refuse later ones. Call this on the loop."""
         self._loop = None
         for task in self._asking:
             task.cancel()
@@ -114,7 +89,7 @@ class FunctionTrainer:
     def generate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Generate one completion for each prompt, all concurrently; for functions that run in a thread.
+        """Generate one completion for each prompt, all concurrently.
 
         Args:
             prompts: text, message lists (rendered by the chat template) or token ids (lists, arrays or tensors; used as they are).
@@ -123,10 +98,6 @@ class FunctionTrainer:
 
         Returns:
             For each prompt {"prompt_ids", "completion_ids", "logprobs", "text", "finish_reason"}.
-
-        Raises:
-            RunError: the call of the rollout function is over.
-            DeadlineError: no answer within the call's time limit.
         """
         future = self._submit(prompts, generation_overrides)
         try:
@@ -155,7 +126,6 @@ class FunctionTrainer:
     def _submit(
         self, prompts: Sequence[Any], generation_overrides: Mapping[str, Any] | None
     ) -> concurrent.futures.Future[list[dict[str, Any]]]:
-        """Submit the requests to the run's loop."""
         if self._loop is None:
             raise _call_is_over()
         overrides = dict(generation_overrides or {})
@@ -189,7 +159,6 @@ class FunctionTrainer:
         changes = {
             **overrides,
             "max_tokens": min(budget, int(overrides.get("max_tokens", budget))),
-            # a seed of the user gives the same completions in every call
             "seed": seed_of(overrides["seed"], place) if "seed" in overrides else seed_of(self._seed, number),
         }
         settings = replace(self._settings, stop=overrides.get("stop", self._settings.stop))
@@ -211,7 +180,7 @@ class FunctionTrainer:
             prompt = prompt.tolist()
         if all(isinstance(token, Integral) for token in prompt):
             return [int(token) for token in prompt]
-        # the function is the user's own, so control tokens in its prompts are control tokens, and an open message is continued
+        # the user's own: control tokens in it are control tokens, and an open message is continued
         messages = [TaggedMessage.from_dict(each, origin_of(each["role"], Origin.PROMPT)) for each in prompt]
         if messages and messages[-1].role == "assistant":
             messages[-1] = replace(messages[-1], origin=Origin.PROMPT)

@@ -1,10 +1,4 @@
-"""The protocol of what makes the rollouts of a group:
-
-    worker -> OpenGroup -> GroupProducer.produce: completions -> scoring -> environments are given back
-
-Three producers: our conversations (conversation), the user's agent (agent_producer), the user's function
-(function_producer). A rollout that fails raises nothing: it is a completion with status FAILED and its `error`.
-"""
+"""The protocol of what makes the rollouts of a group. One that fails is a completion with status FAILED and its `error`."""
 
 from __future__ import annotations
 
@@ -30,14 +24,10 @@ class GroupProducer(Protocol):
 
 
 class ErrorLog:
-    """Counts failures by kind, such as "rollout: ServerUnavailableError".
-
-    Attributes:
-        tell: gets what the user should see while the run goes on; set by who can show it.
-    """
+    """Counts failures by kind, such as "rollout: ServerUnavailableError". `tell` gets what the user should see while the run
+    goes on; `counts` come from a checkpoint."""
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        """`counts` come from a checkpoint; their kinds were already logged."""
         self._counts: Counter[str] = Counter(counts or {})
         self.tell: Callable[[str], None] = lambda text: None
 
@@ -57,5 +47,4 @@ class ErrorLog:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Everything counted so far, by kind."""
         return dict(self._counts)

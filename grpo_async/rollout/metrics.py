@@ -18,12 +18,7 @@ _PERCENTS = (10, 50, 90)
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale. The rollout store has the same
-    groups under this step, so both report the same statistics.
-
-    reward and reward_std are over all of its rewards; frac_reward_zero_std is the fraction of its groups with a reward that have
-    no signal (`has_zero_variance`), whatever they are compared with.
-    """
+    """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale, as in the rollout store."""
     metrics: dict[str, float] = {}
     rewards = [reward for group in groups for reward in scored_rewards(group.rewards)]
     if rewards:
@@ -75,13 +70,8 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
 
 
 def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
-    """Tool metrics over the completions that were offered tools; a completion without calls counts as 0 calls, not as missing.
-
-    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of all calls that failed;
-    tools/parse_error_frequency: fraction of turns whose text could not be parsed for calls; tools/duration_s/...: how long
-    calls took. Calls, failures and durations are also counted for each tool. How long an agent's calls took, and which failed, is
-    not known.
-    """
+    """Tool metrics over the completions that were offered tools, of all calls and for each tool. How long an agent's calls
+    took, and which failed, is not known."""
     if not completions:
         return {}
     turns = [turn for completion in completions for turn in completion.all_turns]
@@ -110,8 +100,5 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
 
 
 def _quantiles(values: Sequence[float]) -> dict[int, float]:
-    """The 10%, 50% and 90% quantiles, by linear interpolation between two values.
-
-    Worked example: [4, 1, 2, 9], sorted [1, 2, 4, 9] -> p10 at place 0.1 x 3: 1.3; p50 at 1.5: 3; p90 at 2.7: 7.5.
-    """
+    """By linear interpolation: [1, 2, 4, 9] -> p10 at place 0.1 x 3: 1.3; p50 at 1.5: 3; p90 at 2.7: 7.5."""
     return dict(zip(_PERCENTS, np.percentile(values, _PERCENTS).tolist(), strict=True))

@@ -1,7 +1,6 @@
 """The rollout side as the trainer sees it: a thread that generates and scores, and a queue to take from.
 
-It owns the loop thread and the worker, with its buffer and its ledger. Call `start` after the first weight push, and `close` in any
-case.
+Call `start` after the first weight push, and `close` in any case.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ import uvloop
 
 from grpo_async.buffer.group import describe as describe_in_flight
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, Watch
+from grpo_async.buffer.sample_buffer import HEARTBEAT_S, Watch
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
@@ -35,9 +34,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _SHUTDOWN_TIMEOUT_S = 10.0  # the rollout thread's, to finish its tasks when the run stops
+# Python's default is 5 ms: so long the training thread would wait at each of hundreds of operations while this one computes
 _SWITCH_INTERVAL_S = 5e-5
-"""How long a thread that computes may hold the GIL while another thread wants it (Python's default: 5 ms). The training thread
-releases it at each of hundreds of operations a step, and waits that long whenever the rollout thread computes then."""
 
 
 class RolloutSource:
@@ -60,7 +58,11 @@ class RolloutSource:
         self._worker = worker
         self._buffer = worker.buffer
         self._table = worker.table
-        self._server_changes = server_changes
+        self._watch = Watch(
+            timeout_s=config.training.queue_timeout_s,
+            progress=lambda: self._table.num_events + server_changes() + self._evaluated_tokens(),
+            describe=self.describe,
+        )
         self._attention = threading.Event()
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
@@ -71,15 +73,12 @@ class RolloutSource:
         self._usual_switch_interval_s = sys.getswitchinterval()
         self._generation: Future[None] | None = None
         self._evaluation: Future[Any] | None = None
-        self._evaluated_tokens: Callable[[], int] = lambda: 0
-        """Grows while an evaluation runs: an evaluation that holds back the next push is not a stall."""
+        self._evaluated_tokens: Callable[[], int] = lambda: 0  # an evaluation that holds back the next push is no stall
 
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
 
-        What was loaded until now (libraries, model, data: hundreds of thousands of objects) is frozen for the garbage
-        collector: it lives as long as the run, and collecting it stops every thread for a third of a second. Until `close`, threads
-        release the GIL to each other sooner than by default.
+        What was loaded until now is frozen for the garbage collector: collecting it stops every thread for a third of a second.
         """
         self._has_started = True
         gc.collect()
@@ -87,6 +86,10 @@ class RolloutSource:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._generation = self._thread.submit(self._worker.run())  # a loop has only weak references to its tasks
         self._generation.add_done_callback(self._on_generation_end)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
 
     def interrupt(self) -> None:
         """Stop the run: the current and every later `take` returns None, and a running evaluation is cancelled."""
@@ -101,29 +104,14 @@ class RolloutSource:
             self._buffer.fail(error)
 
     def wake(self) -> None:
-        """Make the thread that waits in `take` or `await_evaluation` call its `on_change`. Thread-safe."""
+        """End the current or the next wait in `take`, and in `wait_for_change`. Thread-safe."""
         self._buffer.wake()
         self._attention.set()
 
-    def take(
-        self,
-        num_groups: int,
-        *,
-        trainer_version: int,
-        heartbeat: Callable[[], None],
-        on_change: Callable[[], None],
-    ) -> list[ScoredGroup] | None:
-        """The groups of the next step: see SampleBuffer.take. None: the run is to stop; []: the data is at its end."""
-        watch = Watch(
-            timeout_s=self._config.training.queue_timeout_s,
-            progress=lambda: self._table.num_events + self._server_changes() + self._evaluated_tokens(),
-            heartbeat=heartbeat,
-            on_change=on_change,
-            describe=self.describe,
-        )
-        try:
-            groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
-        except BufferInterrupted:
+    def take(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup] | None:
+        """The groups of the next step: see SampleBuffer.take. None: not yet, or `is_stopping`; []: the data is at its end."""
+        groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=self._watch)
+        if groups is None:
             return None
         reserved, self._reserved = self._reserved, []
         return reserved if _ids(reserved) == _ids(groups) else self._worker.scorer.advantages.over_step(groups)
@@ -135,14 +123,13 @@ class RolloutSource:
         return self._reserved
 
     def describe(self) -> str:
-        """Describe what is in flight and what the oldest group waits for. Thread-safe, and works when the rollout thread hangs."""
+        """Describe what is in flight. Thread-safe, also while the rollout thread hangs, like `task_stacks`."""
         running = "" if self._evaluation is None or self._evaluation.done() else "; an evaluation is running"
         num_failed = self._table.ledger()["groups"]["failed"]
         in_flight = describe_in_flight(self._table.started())
         return f"{in_flight}; {count(len(self._table.queued()), 'group')} queued, {num_failed} failed so far{running}"
 
     def task_stacks(self) -> str:
-        """Where the tasks of the rollout thread wait. Thread-safe, and works when that thread hangs."""
         return self._thread.task_stacks()
 
     def close_groups(
@@ -158,12 +145,10 @@ class RolloutSource:
             self._worker.close_group(group.group, status, scored=group, step=step, stats=mine)
 
     def take_group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Rewards and lengths over the groups taken, and those that became filtered or stale since the step before: call it once
-        for each step."""
+        """Of the groups taken, and those that became filtered or stale since the step before: call it once for each step."""
         return group_metrics([*groups, *self._buffer.take_dropped()])
 
     def advance(self, version: int) -> None:
-        """The servers serve `version` from now on."""
         self._thread.post(lambda: self._worker.on_version(version))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -202,7 +187,6 @@ class RolloutSource:
         return gauges
 
     def tell_of_failures(self, tell: Callable[[str], None]) -> None:
-        """Pass on what the user should see of groups that fail or teach nothing, from now on."""
         self._worker.errors.tell = tell
 
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
@@ -210,12 +194,11 @@ class RolloutSource:
 
     @property
     def served_version(self) -> int:
-        """The policy version that the servers serve."""
         return self._table.version
 
     def begin_evaluation(self, run: Coroutine[Any, Any, Result], *, num_tokens: Callable[[], int]) -> Future[Result]:
         """Start an evaluation of the served policy, alongside generation, on the same thread and servers. Its end wakes the
-        thread that waits in `take` or `await_evaluation`; a request to stop cancels it. Only one may run at a time. `num_tokens`
+        thread that waits in `take` or `wait_for_change`; a request to stop cancels it. Only one may run at a time. `num_tokens`
         returns the number of tokens sampled for evaluations so far.
         """
         self._evaluated_tokens = num_tokens
@@ -226,24 +209,10 @@ class RolloutSource:
         running.add_done_callback(lambda _: self.wake())
         return running
 
-    def await_evaluation(
-        self, running: Future[Result], *, heartbeat: Callable[[], None], on_change: Callable[[], None]
-    ) -> Result | None:
-        """Wait for its result; None when the run is to stop. Calls `heartbeat` regularly, and `on_change` when the servers change.
-
-        Raises:
-            GrpoAsyncError: too many rollouts failed.
-        """
-        while not running.done():
-            if not self._attention.wait(timeout=HEARTBEAT_S):
-                heartbeat()
-            elif not running.done():
-                self._attention.clear()
-                on_change()
-        try:
-            return running.result(timeout=0.0)
-        except CancelledError:
-            return None
+    def wait_for_change(self) -> None:
+        """Wait until `wake` is called, or for as long as the other ranks may go without a sign of life."""
+        self._attention.wait(timeout=HEARTBEAT_S)
+        self._attention.clear()
 
     def stop_generating(self) -> None:
         """Cancel the groups in flight and close the queued ones; the client stays usable (for a last evaluation)."""

@@ -43,15 +43,7 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Methods run on the worker's loop, except those that say that they are thread-safe.
-
-    Args:
-        section: `rollout` of the configuration.
-        seed: seed of the run.
-        num_steps: optimizer steps of the run.
-        resume: what a checkpoint held of the rollout side; its queued groups are put into the buffer here.
-        version: policy version at the start.
-    """
+    """Its methods run on the worker's loop, except those that say that they are thread-safe."""
 
     def __init__(
         self,
@@ -95,14 +87,13 @@ class RolloutWorker:
         self._keeps_open_turns = section.max_staleness > 0
         self._failures_in_a_row = 0
         self._without_signal_in_a_row = 0
-        self._again: dict[int, GroupSnapshot | None] = {}
-        """Prompts of the checkpoint that are not started again yet, and what it held of their groups."""
+        self._again: dict[int, GroupSnapshot | None] = {}  # prompts of the checkpoint, not started again yet
         if resume is not None:
             self._restore(resume)
 
     def _restore(self, resume: ResumeState) -> None:
-        """Queue the finished groups of the checkpoint, except those that are too stale by now (max_staleness was lowered): their
-        prompts are issued again, like those of the groups that were in progress."""
+        """Queue the finished groups of the checkpoint. The prompts of those that are too stale by now are issued again, like
+        those of the groups that were in progress."""
         queued = [scored for scored in resume.queued if not self.table.is_stale(scored.oldest_version)]
         for scored in queued:
             self.table.restore(scored)
@@ -125,9 +116,8 @@ class RolloutWorker:
     async def run(self) -> None:
         """Start groups while there are prompts.
 
-        Consumes: prompts. Waits for: a free place. Unblocked by: weight pushes, closed groups. It ends by cancellation,
-        which cancels every group in flight and closes it as cancelled; or at the end of the data, when every group is closed or
-        queued.
+        Consumes: prompts. Waits for: a free place. Unblocked by: weight pushes, closed groups. Its cancellation cancels every
+        group.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -147,8 +137,7 @@ class RolloutWorker:
             self._drop_not_running()
 
     def _drop_not_running(self) -> None:
-        """Close the groups whose tasks were cancelled before they began. A group that cannot be stored does not keep the others
-        from being closed."""
+        """Close the groups whose tasks were cancelled before they began, also where one cannot be stored."""
         for group in self.table.started():
             try:
                 self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
@@ -221,10 +210,8 @@ class RolloutWorker:
                 ) from error
 
     async def _make(self, group: OpenGroup) -> ScoredGroup | None:
-        """Generate and score. Returns None when there is nothing to score: fewer than two rollouts sampled a token.
-
-        This is not a failure: the prompt is too long, or its environment was done immediately.
-        """
+        """Generate and score. None where fewer than two rollouts sampled a token: the prompt is too long, or the environment
+        done."""
         async with self._producer.produce(group):
             if self.table.is_bound_stale(group.group_id):  # of a producer that reports its tokens only at the end
                 raise _TooStaleError
@@ -284,19 +271,14 @@ class RolloutWorker:
         step: int | None = None,
         stats: Mapping[str, TokenStats] | None = None,
     ) -> None:
-        """Give a group its final status, in the table and in the store. Thread-safe.
-
-        Args:
-            scored: the group's rewards, if it got that far.
-            step: the optimizer step that used or dropped it, and whose metrics see its rewards; None where no step saw it.
-            stats: of its trained tokens, by rollout id, where they are stored.
-        """
+        """Give a group its final status, in the table and in the store. Thread-safe. `step`: the optimizer step that used or
+        dropped it, and whose metrics see its rewards; `stats`: of its trained tokens, by rollout id."""
         self.table.close(group.group_id, status)
         self._store.append(group, status, step, scored=scored, stats=stats)
 
     def resume_state(self) -> ResumeState:
-        """The rollout side at this instant. Runs on the loop, so nothing is issued or finished meanwhile; the trainer's thread
-        calls this, so it takes and closes nothing meanwhile."""
+        """The rollout side at this instant: nothing is issued or finished meanwhile on the loop, nor taken by who waits for
+        this."""
         in_progress = [
             group.snapshot() for group in self.table.started() if group.task is not None and not group.is_too_stale
         ]

@@ -1,9 +1,5 @@
-"""One run from the owner's side: its limits, its interpreter, and its course from start to end.
-
-`execute` starts the launcher, feeds and reads it, and ends it in time, also when cancelled; every process that the launcher started
-ends with it. `execute` waits for each line of the launcher's report under a deadline. Output beyond its limit ends the run, so
-that neither memory nor CPU is spent on output that nobody reads.
-"""
+"""One run from the owner's side: its limits, its interpreter, and its course from start to end. `execute` ends every
+process that it started, in time, also when cancelled."""
 
 from __future__ import annotations
 
@@ -42,11 +38,7 @@ class SandboxError(GrpoAsyncError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """Limits of one run.
-
-    Raises:
-        ConfigError: a value that cannot be a limit.
-    """
+    """Limits of one run."""
 
     wall_s: float = 10.0  # from the start of the code
     cpu_s: float = 10.0  # CPU seconds, in whole seconds (at least 1)
@@ -150,12 +142,7 @@ class Interpreter:
 
 @functools.cache
 def find_interpreter(*, with_site_packages: bool = False) -> Interpreter:
-    """The Python installation on which this process's virtual environment is based.
-
-    Args:
-        with_site_packages: whether the packages of this process can be imported. Those that are installed as a link to
-            their sources (`pip install -e`) cannot.
-    """
+    """The Python installation on which this process's virtual environment is based."""
     executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     packages: list[str] = []
     if with_site_packages:
@@ -260,11 +247,7 @@ class Job:
 
 
 async def execute(job: Job) -> SandboxResult:
-    """Run the code. The calling thread must outlive the run.
-
-    Raises:
-        SandboxError: the sandbox failed, not the code.
-    """
+    """Run the code. The calling thread must outlive the run."""
     if not job.is_confined:
         return await _execute(job, "")
     base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")

@@ -4,8 +4,7 @@ and weight updates, and answers. An `Engine` does the rest.
     400 the request is wrong | 409 out of order, or another call came in the meantime | 500 a weight update failed
     503 the engine is dead or does not answer, or the request is meant for another server | 504 not drained in time
 
-Errors are `{"error": "..."}`. It runs in one event loop. A client that disconnects ends its request; pauses and weight updates
-run to their end, because half of one would leave the server in an unknown state.
+A client that disconnects ends its request; pauses and weight updates run to their end: half of one would be an unknown state.
 """
 
 from __future__ import annotations
@@ -66,10 +65,8 @@ class Engine(ABC):
 
     def __init__(self, description: ServerInfo, *, revision: str | None) -> None:
         self.requests = RequestTracker()
-        self.description = description
-        """The part of the server's info that never changes."""
-        self.base = BaseWeights(description.model, revision=revision)
-        """The base to which pushed adapters are added."""
+        self.description = description  # the part of the server's info that never changes
+        self.base = BaseWeights(description.model, revision=revision)  # to which pushed adapters are added
 
     @property
     @abstractmethod
@@ -78,8 +75,7 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def policy_version(self) -> int:
-        """Policy version of the served weights."""
+    def policy_version(self) -> int: ...
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -112,8 +108,7 @@ class Engine(ABC):
         """Ask the engine itself, so that an answer shows that it is alive."""
 
     @abstractmethod
-    async def join_weight_group(self, info: WeightInitInfo) -> None:
-        """Make all workers join the trainer's weight group."""
+    async def join_weight_group(self, info: WeightInitInfo) -> None: ...
 
     async def check_update(self, info: WeightUpdateInfo) -> None:
         """Raise UpdateRefusedError if this update does not fit the model."""
@@ -136,13 +131,11 @@ class Engine(ABC):
         """The loaded weights are `version`: every token from now on carries it."""
 
     async def sleep(self) -> None:
-        """Freeze generation, and free the GPU's memory."""
         raise HTTPException(
             OUT_OF_ORDER, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU"
         )
 
     async def wake_up(self) -> None:
-        """Undo `sleep`; allowed when awake."""
         raise HTTPException(OUT_OF_ORDER, "this server cannot sleep")
 
 
@@ -209,8 +202,7 @@ class RolloutApp:
         mine = self._requests.instance_id
         if wanted.instance_id not in ("", mine):
             raise HTTPException(
-                503,
-                f"this request is for server {wanted.instance_id}, but this is {mine}: it has restarted since",
+                503, f"this request is for server {wanted.instance_id}, and this is {mine}: it has restarted"
             )
         self._check_tokens(wanted.token_ids, f"prompt tokens + max_tokens {wanted.max_tokens}", extra=wanted.max_tokens)
         self._check_tokens(wanted.stop_token_ids, "stop tokens")
@@ -240,7 +232,6 @@ class RolloutApp:
         return _json(answer)
 
     async def _scored(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        """Score, while paused too if the engine can (vLLM waits for /resume), but not with parts of two versions."""
         if not self._is_whole:
             await self._requests.gate.wait()
         return await self._engine.score(token_ids)
@@ -327,7 +318,6 @@ class RolloutApp:
         return JSONResponse({"is_paused": True})
 
     async def _wake_up(self, request: Request) -> Response:
-        """Undo /sleep; also resumes."""
         async with self._lock:
             await self._engine.wake_up()
         return await self._resume(request)
@@ -389,11 +379,7 @@ class RolloutApp:
 
 
 async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result:
-    """Await `work`, and cancel it when the client disconnects. Call it after the body has been read.
-
-    Raises:
-        ClientDisconnect: the client disconnected first. Errors of `work` propagate.
-    """
+    """Await `work`, and cancel it when the client disconnects. Call it after the body has been read."""
     me = asyncio.current_task()
     assert me is not None
 
@@ -425,7 +411,6 @@ class _Streaming:
 
 
 async def _read(kind: type[Body], request: Request) -> Body:
-    """The body of a request. Raises ValidationError, ClientDisconnect."""
     return kind.model_validate_json(await request.body())
 
 

@@ -12,12 +12,11 @@ from grpo_async.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """The decision. `engine` is external if this machine starts no servers. `reason` says why, for messages."""
+    """The decision. `engine` is external if this machine starts no servers; `on_gpu`: those that it starts work on GPUs."""
 
     engine: Literal[EngineName, "external"]
     reason: str
     on_gpu: bool = False
-    """Whether the servers that are started work on GPUs."""
 
 
 def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineChoice:

@@ -1,8 +1,4 @@
-"""A server's state of its requests, for either engine: token streams for the HTTP responses, the gate of a pause,
-the requests inside the engine, busy time.
-
-It depends on neither HTTP nor an engine, and is used from one event loop.
-"""
+"""A server's state of its requests, for either engine: token streams, the gate of a pause, the requests in it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_async.errors import GrpoAsyncError
@@ -34,7 +30,6 @@ class EngineOutput:
     logprobs: Sequence[float] = ()
     finish_reason: str | None = None
     stop_reason: str | None = None
-    """The stop string that ended it."""
     error: str | None = None
 
     @property
@@ -136,11 +131,7 @@ class Gate:
         self._opened.set()
 
     async def wait(self) -> None:
-        """Return at a moment when the gate is open; nothing else runs between that moment and the caller's next line.
-
-        Raises:
-            EngineDeadError: the gate was broken down.
-        """
+        """Return at a moment when the gate is open; nothing else runs between that moment and the caller's next line."""
         while not self._opened.is_set():
             await self._opened.wait()  # ended by /resume, the end of the engine, or the client's disconnect
         if self._failure is not None:
@@ -148,35 +139,26 @@ class Gate:
 
 
 class RequestTracker:
-    """Tracks the requests of a server. `clock` gives monotonic seconds."""
+    """Tracks the requests of a server. `is_paused`: the engine is frozen between two tokens."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.instance_id = secrets.token_hex(8)
         self.gate = Gate()
-        self.num_active = 0
-        """Requests that are being answered, including those that wait at the gate."""
+        self.num_active = 0  # requests that are being answered, including those that wait at the gate
         self.num_generated_tokens = 0
-        self.in_engine: set[TokenStream] = set()
-        """Requests that the engine has not ended."""
+        self.in_engine: set[TokenStream] = set()  # that it has not ended
         self._empty = asyncio.Event()
         self._empty.set()
-        self._is_paused = False
-        self._clock = clock
+        self.is_paused = False
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the engine is frozen between two tokens."""
-        return self._is_paused
-
-    @property
     def busy_s(self) -> float:
         """Seconds in which at least one request was in the engine and the engine was not paused."""
-        return self._busy_s + (self._clock() - self._busy_since if self._busy_since is not None else 0.0)
+        return self._busy_s + (time.monotonic() - self._busy_since if self._busy_since is not None else 0.0)
 
     def enter(self, stream: TokenStream) -> None:
-        """The request is in the engine from now on."""
         self.in_engine.add(stream)
         self._empty.clear()
         self._update_busy()
@@ -204,17 +186,16 @@ class RequestTracker:
             stream.flush()
 
     def set_paused(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
+        self.is_paused = is_paused
         self._update_busy()
 
     async def wait_until_empty(self) -> None:
-        """Return when no request is in the engine. The caller sets the deadline."""
         await self._empty.wait()
 
     def _update_busy(self) -> None:
-        is_busy = bool(self.in_engine) and not self._is_paused
+        is_busy = bool(self.in_engine) and not self.is_paused
         if is_busy and self._busy_since is None:
-            self._busy_since = self._clock()
+            self._busy_since = time.monotonic()
         elif not is_busy and self._busy_since is not None:
-            self._busy_s += self._clock() - self._busy_since
+            self._busy_s += time.monotonic() - self._busy_since
             self._busy_since = None

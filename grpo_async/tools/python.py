@@ -1,8 +1,8 @@
 """A tool that runs Python in the sandbox. In a config: `function: grpo_async.tools.python:run_python`.
 
-The model sees only `code`. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages (whether the
-code may import installed packages) and require (the parts of the sandbox's wall without which it refuses). The tool's own
-`timeout_s` must be above wall_s.
+The model sees only `code`. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages
+(whether the code may import installed packages) and require (the parts of the sandbox's wall without which it
+refuses). The tool's own `timeout_s` must be above wall_s.
 """
 
 from __future__ import annotations

@@ -29,9 +29,6 @@ class ToolResult:
         """Text parts joined, everything else by `str()`, as in TRL.
 
         3 -> `3`; {"a": "é"} -> `{'a': 'é'}`; [("a", 1)] -> `[('a', 1)]`; [{"type": "text", "text": "a"}] -> `a`; None -> `None`.
-
-        Raises:
-            ValueError: the value contains an image or a part that is not text.
         """
         text = joined_parts(value)
         returned = own_copy(value) if isinstance(value, list) else None  # a tool may go on changing it
@@ -41,9 +38,6 @@ class ToolResult:
 def joined_parts(value: Any) -> str | None:
     """The text of content parts, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}] -> "ab"; None if `value` is
     not a list of content parts.
-
-    Raises:
-        ValueError: some part is not text.
     """
     if not isinstance(value, list) or not value:
         return None

@@ -1,13 +1,7 @@
-"""A function's JSON schema for the model, which Transformers makes from its type hints and Google-style docstring, and the check
-of a call's arguments against the type hints before the tool is called. Types that Transformers does not know (enums, dates,
-dataclasses, TypedDict, models of pydantic, Annotated) have pydantic's schema, and the tool gets instances of them.
-
-It supports functions, partials, callable objects and bound methods; arguments that a partial or the config fixes are hidden.
-Transformers reports problems of a docstring or a type hint.
-
-pydantic checks arguments strictly: "3" is not an integer, and the error teaches the model to write 3. The only conversion is
-3.0 -> 3 for integers, because JSON has only one kind of number and JSON schema calls 3.0 an integer.
-"""
+"""A function's JSON schema for the model, which Transformers makes from type hints and docstring, and the strict
+check of a call's arguments by pydantic. Types that Transformers does not know have pydantic's schema, and the tool
+gets instances of them; arguments that a partial or the config fixes are hidden. 3.0 is an integer, because JSON
+has only one kind of number."""
 
 from __future__ import annotations
 
@@ -40,11 +34,7 @@ def validator_of(name: str, hints: Mapping[str, Any], required: Collection[str])
 def check_arguments(
     validator: Validator, parameters: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Check the arguments of a call; `parameters` is that part of the tool's schema.
-
-    Raises:
-        ToolError: lists the errors in them, and says what the tool takes.
-    """
+    """Check the arguments of a call; `parameters` is that part of the tool's schema."""
     try:
         return validator.validate_json(json.dumps(_with_integers(arguments)))
     except ValidationError as error:
@@ -127,19 +117,16 @@ class ToolSpec:
 def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden: Collection[str] = ()) -> ToolSpec:
     """The spec of `function`. `name` = None uses its own; the model does not see the `hidden` arguments.
 
-        def add(a: int, b: int) -> int:
-            '''Adds.
+    def add(a: int, b: int) -> int:
+        '''Adds.
 
-            Args:
-                a: One number.
-                b: The other.
-            '''
+        Args:
+            a: One number.
+            b: The other.
+        '''
 
-        hidden=["b"] -> {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type":
-        "object", "properties": {"a": {"type": "integer", "description": "One number."}}, "required": ["a"]}, ...}}
-
-    Raises:
-        UnusableError: the function cannot be described.
+    hidden=["b"] -> {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type":
+    "object", "properties": {"a": {"type": "integer", "description": "One number."}}, "required": ["a"]}, ...}}
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,

@@ -1,12 +1,4 @@
-"""One tool: what the model sees of it, and how it is called; also the calls of one turn.
-
-`result = await tool.call({"number": 3})` gives the result, whose text is for the model, or raises a ToolError whose message is.
-No failure of the function reaches the event loop: a SystemExit is a failed call, and a hanging call ends at its time limit.
-
-`ToolExecutor` answers every call of a turn, in order: with the tool's text, or with {"error": ...} and `failed`. Calls run
-concurrently, but those of an environment's instance run one after the other. Cancelling `execute` abandons the
-running calls.
-"""
+"""One tool, what the model sees of it and how it is called; and `ToolExecutor`, which answers all calls of a turn."""
 
 from __future__ import annotations
 
@@ -55,18 +47,7 @@ class _Caller(Protocol):
 
 
 class Tool:
-    """A typed function that the model may call.
-
-    Args:
-        function: sync or async; gets keyword arguments.
-        spec: name and schema.
-        caller: runs the calls.
-        fixed: arguments of every call that the model does not see.
-        setting: path of its section in the config, for errors.
-        warn: logs the traceback of each kind of failure once (the model gets one line each time); shared by an environment's
-            instances.
-        lock: held during a call; calls of tools that share it wait for each other.
-    """
+    """A typed function that the model may call."""
 
     def __init__(
         self,
@@ -101,9 +82,6 @@ class Tool:
     ) -> Tool:
         """Make a tool of a function: plain functions run in threads, async ones on the loop of the tools, or, with a `reference`
         (`module:attribute` of the function), either in worker processes.
-
-        Raises:
-            UnusableError: the function cannot be described to a model.
         """
         spec = build_spec(function, hidden=set(arguments or {}))
         pool = None if reference is None else WorkerPool(f"tool {spec.name}", reference)
@@ -125,11 +103,7 @@ class Tool:
         return self._spec.schema
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """The function's result.
-
-        Raises:
-            ToolError: wrong arguments, or the function raised or took too long.
-        """
+        """The function's result."""
         checked = check_arguments(self._spec.validator, self._spec.parameters, arguments)
         try:
             result = await self._caller.run(UserCall(self.function, self.fixed, ToolResult.of, live=checked))
@@ -216,12 +190,7 @@ MAX_CALLS_PER_TURN = 32
 
 
 class ToolExecutor:
-    """Calls the tools of one rollout.
-
-    Args:
-        tools: the tools, with different names.
-        max_result_chars: longer results are truncated, with a note that says so.
-    """
+    """Calls the tools of one rollout."""
 
     def __init__(self, tools: Sequence[Tool], *, max_result_chars: int) -> None:
         self._tools = {tool.name: tool for tool in tools}

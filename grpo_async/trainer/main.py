@@ -1,6 +1,6 @@
 """Entry point of every trainer rank (`torchrun -m grpo_async.trainer.main`).
 
-Rank 0 leads (trainer.lead), the others follow its commands (training.ranks.follow).
+Rank 0 decides (trainer.start), the others follow its commands (training.ranks.follow).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
 
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.trainer.context import build_context, join_process_group
-    from grpo_async.trainer.lead import lead_ranks
+    from grpo_async.trainer.start import run_rank_zero
     from grpo_async.training.checkpoint import find_undamaged
     from grpo_async.training.ranks import follow
 
@@ -68,7 +68,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
         context = build_context(assignment, config, tokenizer=renderer.tokenizer)
         record("loading the model", began, time.time())
         if assignment.rank == 0:
-            lead_ranks(assignment, control, context, renderer)
+            run_rank_zero(assignment, control, context, renderer)
         else:
             if assignment.resume_step is not None:
                 context.load(assignment.resume_step)

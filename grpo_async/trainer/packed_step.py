@@ -1,7 +1,8 @@
-"""The groups of one step, divided into minibatches, and each of these among the ranks."""
+"""Divides the groups of a step into minibatches, and each of these among the ranks, which pack their parts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,11 @@ from grpo_async.batching.minibatch import Minibatch, split_groups, token_weights
 from grpo_async.batching.pack import RankSamples, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.config import ExperimentConfig
-from grpo_async.records import ScoredGroup
-from grpo_async.training.ranks import PackCommand
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.rollout.source import RolloutSource
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.tracking.timeline import record
+from grpo_async.training.ranks import PackCommand, TrainerContext
 from grpo_async.training.token_statistics import TokenPlan
 
 
@@ -22,6 +26,59 @@ class PackedStep:
     minibatches: Sequence[Minibatch]
     tokens: TokenPlan
     padding_fraction: float  # of the tokens that the ranks compute
+
+    def outcomes(self, trained: Sequence[bool]) -> dict[GroupStatus, list[ScoredGroup]]:
+        """The groups by what became of them. `trained`: whether any update of each minibatch was made. [num_minibatches]"""
+        outcomes: dict[GroupStatus, list[ScoredGroup]] = {
+            GroupStatus.FILTERED: [group for group in self.groups if not group.samples],
+            GroupStatus.TRAINED: [],
+            GroupStatus.FAILED: [],
+        }
+        for minibatch, is_trained in zip(self.minibatches, trained, strict=True):
+            outcomes[GroupStatus.TRAINED if is_trained else GroupStatus.FAILED] += minibatch.groups
+        return outcomes
+
+
+class Packer:
+    """Has the ranks pack the samples of a step: ahead, while the step before it trains, or when the step begins."""
+
+    def __init__(self, context: TrainerContext, source: RolloutSource, store: RolloutStore) -> None:
+        self._context = context
+        self._source = source
+        self._store = store
+        self._ahead: PackedStep | None = None
+
+    def pack_next(self, step: int) -> None:
+        """Called while the device computes the step before: pack the groups that `step` will train, if they are there."""
+        config, groups = self._context.config, list[ScoredGroup]()
+        if step <= config.num_steps:
+            groups = self._source.reserve(config.rollout.groups_per_step, trainer_version=step - 1)
+        if groups:
+            self._ahead = self._pack(groups, step)
+        else:
+            self._context.channel.heartbeat()  # the other ranks wait for one command in every step
+
+    def pack(self, groups: Sequence[ScoredGroup], step: int) -> PackedStep:
+        """Pack the groups of `step`, unless just these were packed ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and [g.group_id for g in ahead.groups] == [g.group_id for g in groups]:
+            return ahead
+        return self._pack(groups, step)
+
+    def _pack(self, groups: Sequence[ScoredGroup], step: int) -> PackedStep:
+        context, began = self._context, time.time()
+        has_stats = context.config.record.rollouts.token_stats
+        packed, commands = divide_step(
+            groups,
+            context.config,
+            world_size=context.world_size,
+            trainer_version=step - 1,
+            is_stored=lambda group_id: has_stats and self._store.stores(group_id, GroupStatus.TRAINED),
+        )
+        context.channel.send(commands)
+        context.pack(commands[0])
+        record("plan and pack", began, time.time(), step=step, rows=sum(len(group.samples) for group in groups))
+        return packed
 
 
 def divide_step(
@@ -66,4 +123,4 @@ def divide_step(
     step = PackedStep(
         groups=groups, minibatches=minibatches, tokens=tokens, padding_fraction=1.0 - num_tokens / num_computed
     )
-    return step, [PackCommand(minibatches=mine) for mine in zip(*parts, strict=True)]
+    return step, [PackCommand(minibatches=part) for part in zip(*parts, strict=True)]

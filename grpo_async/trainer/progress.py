@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Self
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import MAX_RESTART_DELAY_S
@@ -13,6 +14,7 @@ from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.heartbeat import report_progress
 from grpo_async.rollout.source import RolloutSource
+from grpo_async.trainer.publish import Publisher
 from grpo_async.training.timing import Activity
 
 logger = logging.getLogger(__name__)
@@ -22,12 +24,12 @@ _REPORTS_PER_TIMEOUT = 10
 
 
 class ProgressReporter:
-    """A thread of rank 0, from `start` to `stop`. It goes on when the main thread hangs in a collective, or the rollout thread in
-    a user's function.
+    """A thread of rank 0, for a `with` block that begins when servers serve. It goes on when the main thread hangs in a
+    collective, or the rollout thread in a user's function.
 
     Args:
         source: generated tokens, and what is in flight.
-        version: number of finished steps.
+        publisher: the number of finished steps.
         activity: what the main thread is doing.
         fleet: tokens of evaluations, and whether servers are starting.
     """
@@ -38,25 +40,24 @@ class ProgressReporter:
         config: ExperimentConfig,
         *,
         source: RolloutSource,
-        version: Callable[[], int],
+        publisher: Publisher,
         activity: Activity,
         fleet: Fleet,
     ) -> None:
         self._socket = assignment.heartbeat_socket
         self._config = config
         self._source = source
-        self._version = version
+        self._publisher = publisher
         self._activity = activity
         self._fleet = fleet
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="progress", daemon=True)
 
-    def start(self) -> None:
-        """Begin to report. Call it when servers serve."""
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """The run is over."""
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     def _report(self) -> None:
@@ -64,7 +65,7 @@ class ProgressReporter:
         interval_s = min(_MAX_INTERVAL_S, timeout_s / _REPORTS_PER_TIMEOUT)
         seen: object = None
         changed_at = slept_at = time.monotonic()
-        while not self._ended.wait(timeout=interval_s):  # until `stop`; a daemon thread
+        while not self._ended.wait(timeout=interval_s):  # a daemon thread
             was_stopped = time.monotonic() - slept_at > interval_s + timeout_s / 2  # SIGSTOP: not a stall
             progress = self._progress()
             now = slept_at = time.monotonic()
@@ -80,7 +81,7 @@ class ProgressReporter:
         """Changes while the run makes progress."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
         # only the servers know the tokens of evaluations; the end of a run (save, export) shows in what the main thread begins
-        return self._version(), tokens, self._fleet.read_counters().generated_tokens, self._activity.num_begun
+        return self._publisher.version, tokens, self._fleet.read_counters().generated_tokens, self._activity.num_begun
 
     def _is_excused(self) -> bool:
         """Whether a server loads or is restarted: nothing else may be able to continue. The fleet has limits for that."""
@@ -96,7 +97,7 @@ class ProgressReporter:
         servers = _servers(self._fleet.servers(), time.monotonic())
         return (
             f"no step was finished and no token generated for {unchanged_s:.0f} s; raise `training.stall_timeout_s` if this is "
-            f"expected. The trainer has finished step {self._version()} and is {self._activity}. "
+            f"expected. The trainer has finished step {self._publisher.version} and is {self._activity}. "
             f"{self._source.describe()}. Servers: {servers}. "
             "The stacks of all threads are in the folder of the logs, and where tasks wait is in trainer.log."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,7 @@ class RolloutSide:
         first_prompts: a few prompts of the data.
         first_prompt_ids: their tokens, as rollouts begin with them; empty if a rollout function or an agent makes the prompts.
         tool_sets: the sets of tools that rollouts may be offered.
-        supersede: flags the store's rows of steps after the checkpoint; call it when the checkpoint is loaded, before anything is
-            generated.
+        next_seq: number of the first row that the store has from after the checkpoint to resume from.
     """
 
     config: ExperimentConfig
@@ -53,7 +52,7 @@ class RolloutSide:
     first_prompts: Sequence[Prompt]
     first_prompt_ids: Sequence[Sequence[int]]
     tool_sets: Sequence[Sequence[Mapping[str, Any]]]
-    supersede: Callable[[], None]
+    next_seq: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +66,7 @@ class RolloutInputs:
 
 
 def load_rollout_inputs(config: ExperimentConfig, renderer: ChatRenderer) -> RolloutInputs:
-    """Import and read what the configuration names, and check that it fits together.
-
-    Raises:
-        ConfigError: data or reward functions cannot be used.
-    """
+    """Import and read what the configuration names, and check that it fits together."""
     components = load_components(config)
     data = load_data(
         config.data,
@@ -115,11 +110,7 @@ def build_rollout_side(
     state: CheckpointState | None,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` comes from the checkpoint to resume from, `vocab_size` is the
-    number of rows of the policy's embedding.
-
-    Raises:
-        ConfigError: data or reward functions cannot be used.
-    """
+    number of rows of the policy's embedding."""
     start = state.step if state else 0
     inputs = load_rollout_inputs(config, renderer)
     components, data, scorer = inputs.components, inputs.data, inputs.scorer
@@ -136,10 +127,6 @@ def build_rollout_side(
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt) if state else None
-
-    def supersede() -> None:
-        if resume is not None and resume.next_seq is not None:
-            store.supersede_from(resume.next_seq, step=start)
 
     client = make_client(config, fleet, vocab_size=vocab_size)
     errors = ErrorLog(resume.failures if resume else None)
@@ -188,5 +175,5 @@ def build_rollout_side(
             if prompt.messages and not config.has_own_rollouts
         ],
         tool_sets=components.tool_sets,
-        supersede=supersede,
+        next_seq=resume.next_seq if resume else None,
     )

@@ -9,7 +9,7 @@ To follow a push: FleetSync.push here, then weights/push.py.
 
 A server that fails is fenced, and the push is repeated with the others; those that loaded a part of it pause until
 then. With no server left the push is skipped: training continues with the queued groups, and the weights follow when a server is
-back (Leader.push_if_needed).
+back (Publisher.push_if_due).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError,
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
+from grpo_async.processes.control import ControlClient
 from grpo_async.tracking.timeline import span
 from grpo_async.training.verify import LogprobDifference, Score, coarsest_dtype, compare_server
 from grpo_async.utils.text import count, format_bytes, shortlist
@@ -41,7 +42,10 @@ class FleetSync:
     Args:
         parameters: parameters of the policy, gathered on every rank.
         probes: token sequences whose log-probabilities are compared.
-        on_serving: called with each server that serves for the first time after a start.
+        control: told of each server that serves for the first time after a start.
+
+    Attributes:
+        served_version: of the last complete push; None before the first.
     """
 
     def __init__(
@@ -52,18 +56,17 @@ class FleetSync:
         parameters: GatheredParameters,
         *,
         probes: Sequence[Sequence[int]],
-        on_serving: Callable[[Server], None],
+        control: ControlClient,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._transport = transport
         self._parameters = parameters
         self._probes = probes
-        self._on_serving = on_serving
+        self._control = control
         self._num_pushes = 0
-        self._version = -1
+        self.served_version: int | None = None
         self._verify_now = False
-        self._has_served = False
         self._group: list[tuple[str, str]] = []  # members of the transport's group
         self._sleeping: list[Server] = []
 
@@ -79,8 +82,9 @@ class FleetSync:
             WeightPushError: an update was refused, or pushes fail although every server is well.
         """
         self._wake_up()
-        oldest = max(0, self._version)
-        self._fleet.versions = range(oldest, version + 1)  # a server may generate before all have the weights
+        self._fleet.versions = range(
+            self.served_version or 0, version + 1
+        )  # a server may generate before all have the weights
         unattributed = 0
         while servers := self._fit_servers():
             try:
@@ -140,11 +144,10 @@ class FleetSync:
         is_due = self._num_pushes % every == 0 or bool(joined) if every else False
         self._verify_now = self._verify_now or (is_due and not is_first)
         self._num_pushes += 1
-        self._version = version
+        self.served_version = version
         self._fleet.versions = range(version, version + 1)
-        self._has_served = True
         for server in joined:
-            self._on_serving(server)
+            self._control.send("server_serving", index=server.index)
 
     def _fence(self, servers: Sequence[Server], error: PushFailedError) -> bool:
         """Fence the servers that failed; returns whether there were any."""
@@ -158,7 +161,7 @@ class FleetSync:
                 continue
             if not isinstance(cause, RequestRejectedError):
                 self._fleet.fence(server, reason)
-            elif self._has_served and server.state is not ServerState.SERVING:
+            elif self.served_version is not None and server.state is not ServerState.SERVING:
                 logger.error("%s cannot take part in this run: %s", server.name, cause)
                 self._fleet.give_up(server, reason)
             else:
@@ -186,7 +189,7 @@ class FleetSync:
                 if server.state is ServerState.SERVING or self._is_fit(server, server.info):
                     fit.append(server)
             except ConfigError as error:
-                if not self._has_served:
+                if self.served_version is None:
                     raise
                 logger.error("%s cannot take part in this run: %s", server.name, error)
                 self._fleet.give_up(server, str(error))
@@ -226,6 +229,8 @@ class FleetSync:
         """
         if not self._verify_now or not self._probes:
             return {}
+        version = self.served_version
+        assert version is not None
         self._verify_now = False
         servers = self._fleet.serving()
         expected = score(
@@ -234,9 +239,7 @@ class FleetSync:
         found: list[LogprobDifference] = []
         for server in servers:
             try:
-                compared = compare_server(
-                    server.control, self._probes, expected, config=self._config, version=self._version
-                )
+                compared = compare_server(server.control, self._probes, expected, config=self._config, version=version)
             except RequestRejectedError as error:
                 raise RunError(f"{server.name} does not score sequences for the verification: {error}") from error
             except GrpoAsyncError as error:
@@ -247,7 +250,7 @@ class FleetSync:
                 if self._was_restarted(server):
                     continue
                 raise RunError(
-                    f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it reports "
+                    f"{server.name} does not serve the trainer's weights after the push of version {version}: it reports "
                     f"version {compared.versions}, and log-probabilities of fixed sequences differ: {compared.text}; see "
                     "weights.verify_tolerance"
                 )
@@ -284,11 +287,7 @@ class FleetSync:
 
 
 def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
-    """Refuse a server that cannot serve this run.
-
-    Raises:
-        ConfigError: it takes shorter sequences than the run makes, or computes logits in another dtype than the run asks for.
-    """
+    """Refuse a server that cannot serve this run."""
     if info.max_model_len < config.inference.max_model_len:
         raise ConfigError(
             f"the server accepts {info.max_model_len} tokens, but inference.max_model_len is {config.inference.max_model_len}; "

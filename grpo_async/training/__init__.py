@@ -1,6 +1,6 @@
 """Training, on every rank.
 
-ranks                           the commands by which the other ranks follow rank 0 (trainer.lead)
+ranks                           the commands by which the other ranks follow rank 0 (trainer.loop)
 step, loss, logprobs            one step; the loss; log-probabilities and entropies in chunks
 model, attention, families      the sharded policy; attention within packed samples; the supported model families
 load, parameters, lora          loading Hugging Face files into shards; the tensors that a push sends; adapters

@@ -94,9 +94,6 @@ def choose_attention(
     Args:
         dtype: dtype of the forward pass (`model.compute_dtype`).
         config: Hugging Face config of the model, if known: some models need what varlen lacks.
-
-    Raises:
-        ConfigError: varlen was asked for where it cannot run.
     """
     obstacle = _obstacle_to_varlen(device, dtype, config)
     if wanted == "varlen" and obstacle is not None:
@@ -125,11 +122,7 @@ def _obstacle_to_varlen(device: torch.device, dtype: torch.dtype, config: Any) -
 
 
 def use_attention(model: Any, name: AttentionName) -> None:
-    """Make every layer of a Hugging Face model call our function.
-
-    Raises:
-        ConfigError: the model's attention cannot be replaced.
-    """
+    """Make every layer of a Hugging Face model call our function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     full_name = f"grpo_async_{name}"

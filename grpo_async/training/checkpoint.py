@@ -178,11 +178,7 @@ def load_tensors(
     run_dir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, reference: Policy | None = None
 ) -> None:
     """Load model and optimizer of a checkpoint into this rank's shards, and the reference where it is synced. Every rank
-    calls it. A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: nothing is loaded.
-
-    Raises:
-        CheckpointError: files are missing or do not fit the model.
-    """
+    calls it. A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: nothing is loaded."""
     if step == 0:
         return
     folder = run_dir.checkpoint(step)

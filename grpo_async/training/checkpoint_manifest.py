@@ -85,9 +85,6 @@ def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> 
 
     Args:
         checksums: SHA-256 by name of files that need not be read again.
-
-    Raises:
-        OSError: a file cannot be read or the list cannot be written.
     """
     files: dict[str, dict[str, Any]] = {
         path.name: {"bytes": path.stat().st_size, "sha256": checksums.get(path.name) or checksum(path)}
@@ -100,22 +97,14 @@ def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> 
 
 
 def write_synced(path: Path, parts: Iterable[str]) -> None:
-    """Write a file and flush it to the disk.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
+    """Write a file and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(parts)
     sync(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the list.
-
-    Raises:
-        CheckpointError: it is missing, unreadable or of another format.
-    """
+    """Read the list."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(f"{path} is missing")

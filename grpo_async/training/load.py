@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int) -> Policy:
     """Load the whole model in `model.dtype` into this process's memory; see `build_policy` for the rest. A collective if there are
-    several ranks.
-
-    Raises:
-        ConfigError: no model at `model.path`, or one whose log-probabilities the trainer would get wrong.
-    """
+    several ranks."""
     policy = build_policy(section, temperature=temperature, chunk_tokens=chunk_tokens, max_model_len=max_model_len)
     load_weights(policy, section, device=torch.device("cpu"))
     return policy

@@ -24,11 +24,7 @@ from grpo_async.utils.extras import needs
 
 def add_adapters(model: Any, section: LoraSection) -> None:
     """Add adapters to the layers that `target_modules` names, and freeze everything else except `modules_to_save`. A model on
-    "meta" stays there.
-
-    Raises:
-        ConfigError: peft is missing, a name fits no layer, or a module is tied to one that is not named.
-    """
+    "meta" stays there."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -116,11 +112,7 @@ def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
 
 
 def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Write the `state` that `gather_adapter` returned as a folder for `PeftModel.from_pretrained(base, folder)`. Rank 0 only.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write the `state` that `gather_adapter` returned as a folder for `PeftModel.from_pretrained(base, folder)`. Rank 0 only."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

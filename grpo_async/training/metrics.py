@@ -229,19 +229,18 @@ class Totals:
 
 
 class PipelineMeter:
-    """Turns readings into metrics. Call `step` once per optimizer step.
+    """Turns readings into metrics. Call `begin` when training begins, and `step` once per optimizer step.
 
     Args:
-        first: the counters when training began.
         totals: totals of the steps before a resume.
     """
 
-    def __init__(self, first: CounterSnapshot, totals: Totals | None = None) -> None:
-        self._last = first
+    def __init__(self, totals: Totals | None = None) -> None:
+        self._last: CounterSnapshot | None = None
         self.totals = totals or Totals()
 
-    def restart(self, now: CounterSnapshot) -> None:
-        """Ignore what happened since the last reading (evaluation, startup)."""
+    def begin(self, now: CounterSnapshot) -> None:
+        """Training begins: what happened before (startup, evaluation) belongs to no step."""
         self._last = now
 
     def step(
@@ -260,11 +259,13 @@ class PipelineMeter:
             reward: mean reward of the step; None if nothing was scored.
             spent: seconds since the previous reading, by activity.
         """
-        wall = max(now.time_s - self._last.time_s, 1e-9)
-        busy = min(max(now.generation_busy_s - self._last.generation_busy_s, 0.0), wall)
-        generated = max(now.generated_tokens - self._last.generated_tokens, 0)
+        last = self._last
+        assert last is not None, "call `begin` first"
+        wall = max(now.time_s - last.time_s, 1e-9)
+        busy = min(max(now.generation_busy_s - last.generation_busy_s, 0.0), wall)
+        generated = max(now.generated_tokens - last.generated_tokens, 0)
         # tokens of evaluations may be subtracted late, so a reading may fall: nothing may be counted twice
-        self._last = replace(now, generated_tokens=max(now.generated_tokens, self._last.generated_tokens))
+        self._last = replace(now, generated_tokens=max(now.generated_tokens, last.generated_tokens))
         totals = self.totals
         totals.wall_s += wall
         totals.generation_busy_s += busy

@@ -146,9 +146,6 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[F
     Args:
         model: the Hugging Face model that knows how it was loaded.
         sources: by name, a tensor of the same shape and dtype on the device "meta".
-
-    Raises:
-        ConfigError: the model's tensors cannot be split into groups.
     """
     try:
         everything = _shapes(to_checkpoint(model, sources))
@@ -229,9 +226,6 @@ class ShardedParameters(GatheredParameters):
         model: the Hugging Face model inside the policy.
         wire_dtype: dtype in which parameters are sent, as the server serves them. Buffers keep their own.
         device: device of the buckets: the CPU for gloo, otherwise this rank's GPU.
-
-    Raises:
-        ConfigError: the model has fused parameters that cannot be split.
     """
 
     def __init__(self, model: Any, *, wire_dtype: torch.dtype, device: torch.device | None = None) -> None:
@@ -275,9 +269,6 @@ class AdapterParameters(GatheredParameters):
         path: `model.path`, where servers find the base.
         served_dtype: dtype in which the merged weights are served.
         device: device of the buckets.
-
-    Raises:
-        ConfigError: servers cannot combine these adapters with this base.
     """
 
     def __init__(self, model: Any, *, path: str, served_dtype: torch.dtype, device: torch.device | None = None) -> None:

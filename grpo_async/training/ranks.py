@@ -1,6 +1,6 @@
 """Keeps the trainer's ranks in lockstep: rank 0 decides, the others follow its commands.
 
-    rank 0     Leader (trainer.lead) sends a command and does its own part of it
+    rank 0     sends a command and does its own part of it (trainer.loop)
     others     follow: receive a command -> do the same, until StopCommand
 
 A command travels on a separate gloo group, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
@@ -121,6 +121,14 @@ class CommandChannel:
         """On rank 0: send each rank its command. [world_size]"""
         if self._group is not None:
             dist.scatter_object_list([None], list(commands), src=0, group=self._group)
+
+    def send_all(self, command: Command) -> None:
+        """On rank 0: send every rank the same command."""
+        self.send([command] * self._world_size)
+
+    def heartbeat(self) -> None:
+        """On rank 0: tell the other ranks, which wait with a deadline, that it is still waiting."""
+        self.send_all(WaitCommand())
 
     def receive(self) -> Command:
         """On the other ranks: wait for the next command.

@@ -123,9 +123,6 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
 
     Args:
         trainer, server: one list per sequence, of the same lengths.
-
-    Raises:
-        ValueError: the lengths differ, or there is nothing to compare.
     """
     if [len(scores) for scores in trainer] != [len(scores) for scores in server]:
         raise ValueError(

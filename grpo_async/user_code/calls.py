@@ -1,15 +1,8 @@
-"""One call of a user's function: in a thread if it is plain, on an event loop if it is async, always with a time limit.
+"""One call of a user's function, always with a time limit: in a thread if it is plain (`threads`), on an event loop
+apart from the run's if it is async (`loop`); `workers` runs either in a process, which is killed on timeout.
 
-    await Caller(...).run(UserCall(function, arguments)) -> its result, or a CallError that says what happened
-      |- async function   on a separate event loop             `loop`     cancelled on timeout, abandoned if it blocks
-      `- plain function   in a thread                          `threads`  abandoned on timeout
-    await WorkerPool(...).run(request) -> the same
-      `- any function     in a process                         `workers`  killed on timeout
-
-The function's exceptions leave its thread or loop as a value (`Raised`), because a SystemExit or KeyboardInterrupt inside an
-event loop would end the loop. The function sees the caller's context variables. An async function that blocks (time.sleep)
-blocks its own loop and not the run's. There is one loop for rewards, one for tools and environments, one for rollout functions,
-and one for agents.
+The function's exceptions leave its thread or loop as a value (`Raised`), because a SystemExit inside an event loop
+would end it.
 """
 
 from __future__ import annotations
@@ -132,13 +125,7 @@ class UserCall(Generic[Result]):
 
 
 class Caller:
-    """Makes calls with a time limit.
-
-    Args:
-        threads: runs plain functions.
-        timeout_s: limit of one call, in seconds.
-        loop: runs async functions; None makes a new one.
-    """
+    """Makes calls with a time limit."""
 
     def __init__(
         self, threads: ThreadRunner | InstanceThread, timeout_s: float, *, loop: UserLoop | None = None
@@ -245,11 +232,7 @@ class Parameters:
 
 
 def read_number(value: Any) -> float | None:
-    """Convert a reward that a user's function returned: a number of any library, or None.
-
-    Raises:
-        ValueError: the value is not a finite number; the text continues "returned": "'good' (str); it must be a number or None".
-    """
+    """Convert a reward that a user's function returned: a number of any library, or None."""
     if hasattr(value, "tolist"):  # numpy scalar; tensor with one element
         value = value.tolist()
         while isinstance(value, list) and len(value) == 1:
@@ -272,9 +255,6 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
 
     Args:
         of: the thing that has one number each: "completion".
-
-    Raises:
-        ValueError: the result is unusable; the text continues the function's name, and names the index.
     """
     if not isinstance(raw, Iterable) or isinstance(raw, (str, bytes, Mapping, Set)) or getattr(raw, "ndim", 1) == 0:
         raise ValueError(f"returned {shown(raw)}; it must return a list with one number or None per {of}")

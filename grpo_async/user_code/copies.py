@@ -1,5 +1,5 @@
-"""What a user's code may touch: the copies that each call gets, so that changing its arguments changes nothing of the run, of
-another call, or of the record; and the copies that are kept of what it returned."""
+"""What a user's code may touch: the copies that each call gets, so that changing its arguments changes nothing of the
+run, of another call, or of the record; and the copies that are kept of what it returned."""
 
 from __future__ import annotations
 

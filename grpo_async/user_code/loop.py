@@ -1,9 +1,5 @@
-"""A separate event loop for users' async functions, in a daemon thread: a function that blocks (`time.sleep`, a plain HTTP call)
-blocks this loop and not the run's, so that its time limit still applies.
-
-A thread cannot be killed. A loop that is blocked past a call's limit is abandoned, and the next call gets a new one; if too
-many of them are blocked, further calls are refused.
-"""
+"""A separate event loop for users' async functions, in a daemon thread: a function that blocks it does not block the
+run's. A loop that is blocked past a call's limit is abandoned; if too many are blocked, further calls are refused."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ class BlockedLoopError(TimeoutError):
 
 
 class UserLoop:
-    """An event loop for some functions; started at the first call.
-
-    Args:
-        name: what runs on it, for thread names and errors ("reward judge").
-    """
+    """An event loop for some functions; started at the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,11 +1,7 @@
-"""Finds the object that `module:attribute` names. The working directory comes first on `sys.path`, as with `python -m`.
-
-Every problem is a ConfigError that says what failed, what exists instead, and how to fix it.
-"""
+"""Finds the object that `module:attribute` names. The working directory comes first on `sys.path`, as with `python -m`."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -32,34 +28,16 @@ def resolve(reference: str) -> Any:
     found: Any = _import(module_name)
     for depth, attribute in enumerate(names := path.split(".")):
         if not hasattr(found, attribute):
-            if (place := _place_inside(sys.modules[module_name], names[-1])) is not None:
-                raise ConfigError(
-                    f"`{module_name}` defines `{names[-1]}` inside `{place}`, where no other module can reach it; move it to the "
-                    "top level of the file (what it uses from there becomes its arguments or constants)"
-                )
             owner = ".".join([module_name, *names[:depth]]) if depth else module_name
             theirs = [
                 name
                 for name, value in inspect.getmembers(found, callable)
                 if name[0] != "_" and getattr(value, "__module__", module_name) == module_name
             ]
-            raise ConfigError(f"`{owner}` has no `{attribute}`; it has {_choices(attribute, theirs)}")
+            where = "" if depth else " at the top level of its file"
+            raise ConfigError(f"`{owner}` has no `{attribute}`{where}; it has {_choices(attribute, theirs)}")
         found = getattr(found, attribute)
     return found
-
-
-def _place_inside(module: ModuleType, name: str) -> str | None:
-    """The function or condition of the module inside which `name` is defined: "main"; None if nowhere."""
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for outer in ast.walk(tree):
-        inner = {each.name for each in ast.walk(outer) if each is not outer and isinstance(each, definitions)}
-        if name in inner and isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef, ast.If)):
-            return f"if {ast.unparse(outer.test)}" if isinstance(outer, ast.If) else outer.name
-    return None
 
 
 def resolve_function(reference: str, where: str) -> Callable[..., Any]:

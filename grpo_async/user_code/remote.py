@@ -1,8 +1,5 @@
-"""Stand-ins for tools and environments that run in worker processes: in their main thread, so that `signal.alarm` works.
-
-A stand-in is called like the original, from a thread: it blocks until the worker has answered, and raises a CallError. It is plain
-even where the original is async, which the worker awaits.
-"""
+"""Stand-ins for tools and environments that run in worker processes: in their main thread, so that `signal.alarm`
+works. A stand-in is called like the original, from a thread, and is plain even where the original is async."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Runs users' blocking functions in daemon threads, off the event loop: a ThreadRunner runs those that may run concurrently
-(rewards, tools), an InstanceThread those of one environment.
+"""Runs users' blocking functions in daemon threads, off the event loop.
 
-A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; once as many of them
-are stuck as calls may run, further calls are refused. (Not before: if whatever they all wait for hangs, they exceed their limits
-together.) A thread whose caller was cancelled keeps its slot until it ends or the limit of its call has passed, and only then
-counts as abandoned. So neither hanging nor cancelled calls pile up threads: there are never more than twice `max_threads`, or
-`max_threads` + 4 if that is more. Threads are daemons, so an abandoned one does not keep the process from ending.
+A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; once as
+many are stuck as calls may run, further calls are refused. A thread whose caller was cancelled keeps its slot until
+it ends or its limit has passed.
 """
 
 from __future__ import annotations
@@ -32,12 +29,7 @@ class ThreadsExhaustedError(GrpoAsyncError):
 
 
 class ThreadRunner:
-    """Threads for one function.
-
-    Args:
-        name: what runs in them, for thread names and errors ("reward length").
-        max_threads: maximum concurrent calls, including those of cancelled callers; further ones wait.
-    """
+    """Threads for one function."""
 
     def __init__(self, name: str, *, max_threads: int = 8) -> None:
         self._name = name
@@ -97,9 +89,6 @@ class InstanceThread:
 
     Environments may hold objects that belong to a thread (an sqlite connection, a browser, an event loop of a client library), and
     one thread also makes sure that no two calls overlap.
-
-    Args:
-        name: for debuggers.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,14 +1,8 @@
-"""Worker processes that run one function: started at the first call, killed on timeout, replaced when they die. A death or a
-timeout is an error of that call only.
+"""Worker processes that run one function: started at the first call, killed on timeout, replaced when they die. A
+death or a timeout is an error of that call only.
 
-    WorkerPool   runs calls, each on a worker of its own, on a separate event loop
-    Worker       one process from its owner's side: start, exchange messages, kill
-    main         the worker itself: imports the function by name, so it may be a lambda, a partial or an object, then answers calls
-
-A worker is a fresh interpreter with a socket to its owner. (multiprocessing's spawn would import the trainer's main module, and so
-torch, into every worker.) It has a process group of its own, so Ctrl-C does not reach it and killing it also kills what the
-function started. It dies with the *thread* that made it (see `grpo_async.utils.processes`). Requests and answers are bytes, pickled
-at either end, so that what cannot be pickled is an error of one call.
+A worker is a fresh interpreter (multiprocessing's spawn would import the trainer's main module, and so torch) in a
+process group of its own, which dies with the thread that made it. What cannot be pickled is an error of one call.
 """
 
 from __future__ import annotations
@@ -51,17 +45,11 @@ class Request(Protocol):
 
 
 class WorkerPool:
-    """Worker processes for one function.
-
-    Args:
-        name: what runs in them, for thread names ("reward judge").
-        reference: `module:attribute` of the function.
-        first: a first call of each worker, part of its start, which then has more time: it loads something large, so there is only
-            one worker; otherwise there is one for every second CPU, 1 to 4. What it raises, the next call raises again and reports.
-        size: maximum number of workers; None = as above.
-    """
+    """Worker processes for one function."""
 
     def __init__(self, name: str, reference: str, *, first: Request | None = None, size: int | None = None) -> None:
+        """Serve the function `reference`. `first` is a call that loads something large in the only worker, as part of its start;
+        what it raises, the next call raises again and reports. Otherwise there is a worker for every second CPU, 1 to 4."""
         self._reference = reference
         self._first = None if first is None else pickle.dumps(first)
         self._loop = UserLoop(f"workers of {name}")  # nothing but this class runs there

@@ -53,9 +53,6 @@ class Rendezvous:
 
     Args:
         address: the trainer's IP address in the group.
-
-    Raises:
-        OSError: the store cannot listen there.
     """
 
     def __init__(self, address: str, *, world_size: int, timeout_s: float) -> None:
@@ -86,10 +83,6 @@ def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Back
 
     Args:
         device: device of the worker's model.
-
-    Raises:
-        RuntimeError: the group did not form within `info.timeout_s`, or this transport is impossible on `device`.
-        OSError: no route of this machine leads to the trainer.
     """
     check_device(info.transport, device)
     timeout = timedelta(seconds=info.timeout_s)
@@ -199,9 +192,6 @@ class GlooBackend(_BroadcastBackend):
     Args:
         store: store of a complete rendezvous.
         address: address at which the other members reach this one.
-
-    Raises:
-        RuntimeError: a member vanished, or did not connect within `timeout_s`.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
@@ -219,11 +209,7 @@ class GlooBackend(_BroadcastBackend):
         self._num_started = 0
 
     def confirm(self, *, timeout_s: float) -> None:
-        """Return when every member has called this.
-
-        Raises:
-            RuntimeError: a peer vanished or the deadline passed.
-        """
+        """Return when every member has called this."""
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=timeout_s)
         self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
@@ -268,9 +254,6 @@ class NcclBackend(_BroadcastBackend):
     Args:
         group: the weight group's own process group; see `_nccl_group`.
         timeout_s: deadline for forming the communicator.
-
-    Raises:
-        RuntimeError: the communicator did not form.
     """
 
     def __init__(self, group: Any, *, device: torch.device, timeout_s: float) -> None:

@@ -33,11 +33,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def find_weights(path: str, revision: str | None = None) -> list[Path]:
-    """The safetensors files of a model's folder, or of a hub name that was downloaded before in that revision (None: `main`).
-
-    Raises:
-        ConfigError: there are no such files, or the index is broken.
-    """
+    """The safetensors files of a model's folder, or of a hub name that was downloaded before in that revision (None: `main`)."""
     if (folder := Path(path)).is_dir():
         if files := weight_files(folder):
             return files

@@ -316,15 +316,6 @@ def test_an_action_is_the_call_of_a_tool_and_what_an_environment_of_openenv_does
     assert "metadata" not in offered
 
 
-@pytest.mark.usefixtures("openenv", "verifiers")
-def test_actions_that_are_the_text_of_the_answer_are_taken_by_the_taskset_of_verifiers() -> None:
-    with _serving("sums_server:app") as environment:
-        taskset = {"base_url": environment.removeprefix("openenv:"), "resets": [{"answer": "-11"}]}
-        (row,) = tasks("verifiers:openenv", taskset=taskset)
-        result, _ = _play(_section("verifiers:openenv", taskset=taskset), row, "12 + 7 - 30")
-    assert result.reward == 1.0
-
-
 @pytest.mark.usefixtures("openenv")
 def test_tools_that_an_environment_of_openenv_lists_are_offered_and_a_server_without_room_says_what_to_set() -> None:
     policy = FakePolicy(renderer(), lambda _: calls("shout", text="a"), per_chunk=1)

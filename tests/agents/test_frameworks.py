@@ -40,11 +40,6 @@ def _load(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
     return load_function_agent(AgentSection(function=f"{name}:run"), max_concurrent=4)
 
 
-def test_the_page_has_the_files_that_it_speaks_of() -> None:
-    assert len(AGENTS) == 5
-    assert set(FILES) == {f"{name}.py" for name in AGENTS} | {"agent.js", "sums_taskset.py", "sums_server.py"}
-
-
 @pytest.mark.parametrize("name", [*APPENDING, "agent"])
 def test_an_agent_that_only_appends_is_one_sample(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = _load(name, tmp_path, monkeypatch)

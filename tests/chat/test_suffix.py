@@ -102,13 +102,6 @@ def test_several_results_of_one_turn(name: str, expected: str) -> None:
     assert family(name).decode(ids) == expected
 
 
-def test_a_template_without_end_of_turn_token_is_not_cut() -> None:
-    """R4.6: no cut if the template has none."""
-    made = call()
-    suffix = renderer_of("no_end_token").suffix_ids([made], [made.result_message("hello")])
-    assert family("no_end_token").decode(suffix) == "Tool: hello\n\nAssistant:"
-
-
 def test_a_turn_may_be_ended_by_the_first_token_of_the_next_message() -> None:
     """GLM: the policy samples <|observation|>, which the template writes before the result."""
     tokenizer = copy.deepcopy(family("chatml"))

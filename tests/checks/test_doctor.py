@@ -138,7 +138,7 @@ def test_vllm_is_judged_without_importing_it(
 
 
 def test_a_part_of_the_sandbox_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"landlock": "no such call"})
+    monkeypatch.setattr("grpo_async.sandbox.sandbox._missing", {"landlock": "no such call"})
     ((status, text),) = doctor.check_sandbox()
     assert status == "warn"
     assert "no landlock here (no such call)" in text

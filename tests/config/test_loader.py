@@ -384,3 +384,20 @@ def test_mutated_configurations_are_read_or_refused_and_nothing_else(tmp_path: P
             config = load_config(file, overrides)
             file.write_text(dump_config(config), encoding="utf-8")
             assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.chat_template_kwargs=sk-123",
+        "tracking=[{type: wandb, project: [sk-123]}]",
+        "inference.urls=[http://u:sk-123@h:1]",
+    ],
+)
+def test_an_error_does_not_print_what_may_be_secret(tmp_path: Path, override: str) -> None:
+    (problem,) = _problems(_write(tmp_path, MINIMAL), override)
+    assert "sk-123" not in problem
+
+
+def test_a_wrong_range_of_replicas_is_one_problem(tmp_path: Path) -> None:
+    assert len(_problems(_write(tmp_path, MINIMAL), "inference.replicas={min: 3, max: 2}")) == 1

@@ -10,9 +10,7 @@ from grpo_async.config.sections import ToolSection
 from grpo_async.envs import load_environments
 from grpo_async.errors import ConfigError
 from grpo_async.tools import load_tools
-from tests.envs import sample_environments as samples
 from tests.envs.helpers import SAMPLES, loaded, section
-from tests.support.waiting import until
 
 
 def test_every_problem_of_every_environment_is_in_one_error() -> None:
@@ -29,19 +27,13 @@ def test_every_problem_of_every_environment_is_in_one_error() -> None:
         f"environments.NoReset.factory: {SAMPLES}:NoReset: makes a NoReset, which has no method `reset(**row)`",
         f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but cannot be",
         f"environments.Unreachable.factory: {SAMPLES}:Unreachable: making an instance raised ConnectionError: nobody answers",
-        f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful`; it has `AsyncClose`, ",
+        f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful` at the top level of its file; it has `AsyncClose`, ",
         f"environments.Slow.factory: {SAMPLES}:Slow: making an instance took longer than 0.05 s; raise `environments.Slow.timeout",
         f"environments.Extra.factory: {SAMPLES}:Full: making an instance raised TypeError: Full.__init__() got an",
     ]
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start)
-
-
-def test_a_probe_beside_a_bad_environment_is_closed() -> None:
-    with pytest.raises(ConfigError):
-        load_environments({"good": section("AsyncClose"), "bad": section("NoReset")})
-    asyncio.run(until(lambda: samples.events == ["closed"]))
 
 
 def test_a_tool_and_a_method_of_one_name_are_refused() -> None:
@@ -87,21 +79,6 @@ def test_rows_that_select_no_environment_are_reported_with_the_names_of_all() ->
             environments.for_row(rows[1])
         with pytest.raises(ConfigError, match="is missing"):
             environments.for_row({})
-
-
-def test_a_column_that_chose_the_environment_is_missing_where_reset_requires_it() -> None:
-    with loaded(chosen=section("Chosen"), bare=section("Bare")) as environments:
-        (problem,) = environments.check_rows([{"environment": "bare"}, {"environment": "chosen", "level": 2}])
-        assert problem.startswith(
-            "row 1: environment `chosen`: `reset` needs the column(s) ['environment'], but the row has "
-        )
-
-
-def test_one_environment_needs_no_column_but_a_column_must_name_it() -> None:
-    with loaded(full=section("Full")) as environments:
-        assert environments.for_row({}) is environments.for_row({"environment": "full"})
-        with pytest.raises(ConfigError, match=r"says 'other'.* rename it with `data.train.columns`"):
-            environments.for_row({"environment": "other"})
 
 
 def test_reward_weights_are_by_class_and_one_class_has_one_weight() -> None:

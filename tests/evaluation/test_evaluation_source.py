@@ -58,9 +58,6 @@ def _sample(request: Request) -> int:
     return int(request["request_id"].split("-")[3].removeprefix("r"))
 
 
-def _nothing() -> None: ...
-
-
 async def _slow_evaluation(request: Request) -> AsyncIterator[bytes]:
     """Training's requests are silent; those of an evaluation take almost three seconds, token by token."""
     if not _is_evaluation(request):
@@ -81,8 +78,10 @@ def test_whoever_waits_for_samples_is_woken_when_an_evaluation_ends_and_its_toke
         running = _begin(side, tmp_path, max_in_flight=12)
         seen: list[bool] = []
         began = time.monotonic()
+        assert side.source.take(2, trainer_version=0) is None
+        seen.append(running.done())
         with pytest.raises(DeadlineError, match=r"training\.queue_timeout_s"):
-            side.source.take(2, trainer_version=0, heartbeat=_nothing, on_change=lambda: seen.append(running.done()))
+            side.source.take(2, trainer_version=0)
         assert time.monotonic() - began > 2.0
         assert seen[-1:] == [True]
 
@@ -98,5 +97,6 @@ def test_a_stop_ends_an_evaluation_that_is_waited_for_and_one_that_begins_later(
         running = _begin(side, tmp_path)
         server.wait_for(lambda: len(server.requests) == 4, "the first requests")
         threading.Timer(0.2, side.source.interrupt).start()
-        assert side.source.await_evaluation(running, heartbeat=_nothing, on_change=_nothing) is None
+        side.source.wait_for_change()
+        assert running.cancelled()
         assert _begin(side, tmp_path).cancelled()

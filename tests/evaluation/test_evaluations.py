@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
+from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.evaluation.evaluator import EvaluationTask
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import RunDir
@@ -20,12 +20,11 @@ from tests.launch.support import make_config
 
 
 class _Source:
-    """Begins evaluations that end when a test says so; `await_evaluation` ends them at once with `reward`."""
+    """Begins evaluations that end when a test says so."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []  # step, max_in_flight
         self.futures: list[Future[EvaluationResult]] = []
-        self.outcome: float | Exception | None = 0.5
 
     def begin_evaluation(self, task: EvaluationTask, *, num_tokens: Any) -> Future[EvaluationResult]:
         """The evaluator gives its task back."""
@@ -46,13 +45,6 @@ class _Source:
             )
             self.futures[-1].set_result(result)
 
-    def await_evaluation(
-        self, running: Future[EvaluationResult], *, heartbeat: Callable[[], None], on_change: Callable[[], None]
-    ) -> EvaluationResult | None:
-        if not running.done():
-            self.end(self.outcome)
-        return None if running.cancelled() else running.result(timeout=0.0)
-
 
 class _Run:
     """A run's evaluations and what was heard of them."""
@@ -71,6 +63,7 @@ class _Run:
         self.heard: list[tuple[str, Mapping[str, float]]] = []
         self.tracked: list[tuple[int, Mapping[str, float]]] = []
         self.warnings: list[str] = []
+        self.held: list[Future[Any]] = []
         evaluator: Any = SimpleNamespace(num_tokens=7, run=lambda task: task, majority_baseline=0.1)
         self.evaluations = RunEvaluations(
             self.config,
@@ -78,15 +71,16 @@ class _Run:
             source=self.source,
             evaluator=evaluator if has_evaluation else None,
             start=start,
-            listeners=Listeners(
-                tell=lambda when, metrics: self.heard.append((when, metrics)),
-                track=lambda step, metrics: self.tracked.append((step, metrics)),
-                phase=lambda name: None,
-                warn=self.warnings.append,
-                heartbeat=lambda: None,
-                on_change=lambda: None,
-            ),
+            control=SimpleNamespace(send=self._send),  # type: ignore[arg-type]
+            trackers=SimpleNamespace(log=lambda step, metrics: self.tracked.append((step, metrics))),  # type: ignore[arg-type]
+            hold=self.held.append,
         )
+
+    def _send(self, kind: str, **content: Any) -> None:
+        if kind == "evaluation":
+            self.heard.append((content["when"], content["metrics"]))
+        elif kind == "warning":
+            self.warnings.append(content["text"])
 
     def after(self, step: int, *, is_served: bool = True) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -96,8 +90,10 @@ class _Run:
 
 def test_before_training_all_slots_are_used_and_the_first_step_reports_the_result(tmp_path: Path) -> None:
     run = _Run(tmp_path)
-    run.evaluations.before_training()
+    assert run.evaluations.before_training(), "it is waited for"
     assert run.source.begun == [(0, 40)]
+    run.source.end()
+    run.evaluations.collect(is_fatal=True)
     assert run.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
     assert run.evaluations.scores("reward") == {}  # a checkpoint of step 0 is never the best
     assert run.after(1) == {
@@ -145,18 +141,14 @@ def test_an_evaluation_that_is_due_while_one_runs_is_skipped_with_a_warning(
     assert run.source.begun == [(2, 10), (6, 10)]
 
 
-def test_a_push_is_held_while_a_pinned_evaluation_runs_and_no_longer(tmp_path: Path) -> None:
+def test_pushes_are_held_until_a_pinned_evaluation_is_done(tmp_path: Path) -> None:
     pinned = _Run(tmp_path, pin_version=True)
-    held = [pinned.evaluations.blocks_push]
     pinned.after(2)
-    held.append(pinned.evaluations.blocks_push)
-    pinned.source.end()  # before anybody has collected it
-    held.append(pinned.evaluations.blocks_push)
-    assert held == [False, True, False]
+    assert pinned.held == pinned.source.futures
     (tmp_path / "2").mkdir()
     mixed = _Run(tmp_path / "2")
     mixed.after(2)
-    assert not mixed.evaluations.blocks_push
+    assert mixed.held == []
 
 
 def test_a_failure_beside_training_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
@@ -172,10 +164,13 @@ def test_a_failure_beside_training_is_recorded_and_training_goes_on(tmp_path: Pa
 
 def test_a_failure_before_the_first_step_ends_the_run_and_one_after_the_last_does_not(tmp_path: Path) -> None:
     run = _Run(tmp_path)
-    run.source.outcome = RunError("no reward")
+    run.evaluations.before_training()
+    run.source.end(RunError("no reward"))
     with pytest.raises(RunError, match="no reward"):
-        run.evaluations.before_training()
+        run.evaluations.collect(is_fatal=True)
     run.evaluations.after_training(10)
+    run.source.end(RunError("no reward"))
+    run.evaluations.collect_last(10)
     assert run.evaluations.summary()["after"] is None  # type: ignore[index]
 
 
@@ -184,10 +179,14 @@ def test_after_the_last_step_the_running_one_is_waited_for_and_the_final_policy_
     run = _Run(tmp_path)
     run.after(8)
     assert run.after(10) == {}
-    run.evaluations.end_running(10)
-    run.evaluations.end_running(10)
-    run.source.outcome = 0.75
+    assert not run.evaluations.is_over
+    run.source.end()
+    assert run.evaluations.is_over
+    run.evaluations.collect_last(10)
+    run.evaluations.collect_last(10)
     run.evaluations.after_training(10)
+    run.source.end(0.75)
+    run.evaluations.collect_last(10)
     assert run.source.begun == [(8, 10), (10, 40)]
     assert [when for when, _ in run.heard] == ["step 8", "after"]
     assert [(step, metrics["eval/step"]) for step, metrics in run.tracked] == [(10, 8.0), (10, 10.0)]
@@ -203,7 +202,8 @@ def test_where_the_data_ends_at_a_step_that_was_evaluated_that_is_the_evaluation
     """Groups that are dropped end an epoch before the last planned step, 10."""
     run = _Run(tmp_path)
     run.after(8)
-    run.evaluations.end_running(8)
+    run.source.end()
+    run.evaluations.collect_last(8)
     run.evaluations.after_training(8)
     assert run.source.begun == [(8, 10)]
     assert [when for when, _ in run.heard] == ["step 8", "after"]

@@ -136,7 +136,7 @@ def test_a_lie_about_the_server_itself_is_refused(path: str, answer: dict[str, A
             calls[path]()
 
 
-def test_a_redirect_is_no_answer_and_one_that_trickles_or_never_ends_is_ended() -> None:
+def test_a_redirect_is_no_answer_and_one_that_trickles_is_ended() -> None:
     with local_server(refuses={"/resume": 302}) as server, _control(server.url) as control:
         with pytest.raises(BadResponseError, match="302"):
             control.resume()
@@ -144,11 +144,10 @@ def test_a_redirect_is_no_answer_and_one_that_trickles_or_never_ends_is_ended() 
 
     async def never_ends(request: Request) -> AsyncIterator[bytes]:
         while True:
-            yield b" " * part
+            yield b" "
             await asyncio.sleep(0.01)
 
-    for part, kind, said in ((1, ServerUnavailableError, "within 0.3 s"), (1 << 23, BadResponseError, "MiB")):
-        with local_server(never_ends) as server, _control(server.url) as control:
-            server.streams.add("/rollout/info")
-            with pytest.raises(kind, match=said):
-                control.info(timeout_s=0.3 if part == 1 else 30.0)
+    with local_server(never_ends) as server, _control(server.url) as control:
+        server.streams.add("/rollout/info")
+        with pytest.raises(ServerUnavailableError, match=r"within 0\.3 s"):
+            control.info(timeout_s=0.3)

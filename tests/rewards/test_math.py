@@ -23,16 +23,10 @@ MATH = "grpo_async.rewards.math:math_answer"
         (r"\boxed{\{1,2\}}", r"\{2,1\}", 1.0),
         (r"first \boxed{3}, then \boxed{4}", "3", 0.0),  # the last box counts
         (r"<think>\boxed{1}</think> \boxed{2}", "2", 1.0),
-        (r"<think>\boxed{1}</think> it is 2", "1", 0.0),  # a box in the thinking is no answer
         ("The final answer is $42$.", "42", 1.0),
-        ("it is 41", "42", 0.0),
         (r"\boxed{42}", "20 + 22 = <<20+22=42>>42 #### 42", 1.0),
-        (r"\boxed{42}", r"Long proof. Hence \boxed{42}.", 1.0),
-        (r"\boxed{12}", 12, 1.0),
-        (r"\boxed{Yes}", "yes", 1.0),
         (r"\boxed{\text{No}}", "Yes", 0.0),
         ("The answer is no.", "No", 1.0),
-        ("9 = 3 * 3, so it is not prime.\n\n**No**.", "No", 1.0),
         ("nothing", "3", 0.0),
         ("", "3", 0.0),
         (r"\boxed{3}", "???", 0.0),  # no mathematics: compared as text
@@ -96,27 +90,16 @@ def test_answers_are_compared_as_text_as_choices_and_as_mathematics(pairs: list[
         (r"\boxed{4} so \boxed{4}.", "4", 1.0),
         (r"\boxed 42.", "42", 1.0),
         ("The answer is A.", "A", 1.0),
-        ("**Answer:** (B)", "B", 1.0),
-        ("The correct option is (D) 12.", "D", 1.0),
-        (r"So the answer is $\text{C}$", "C", 1.0),
-        ("so B is the answer.", "B", 1.0),
-        ("B. 12", "B", 1.0),
         ("A is wrong, so the answer is B", "A", 0.0),
         ("The answer is A or B.", "A", 0.0),
         ("The answer is A or B.", "B", 0.0),
-        ("The answer is not A", "A", 0.0),
-        ("A triangle has 3 sides.", "A", 0.0),
         ("The answer is June 20.", "June 20", 1.0),
         ("It is not odd.", "odd", 0.0),
         ("odd or even", "even", 0.0),
         ("It lies in London", "on", 0.0),
-        ("The answer is 3 or 4.", "3", 0.0),
-        ("The answer is 3 or 4.", "4", 0.0),
         ("It is 5 km.", "5 cm", 0.0),
         ("it is 90°", "90", 1.0),
         (r"It is $2\begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}2\\4\end{pmatrix}", 1.0),
-        (r"It is $I \begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}1\\2\end{pmatrix}", 0.0),
-        ("It ends at 3:30.", "3:00", 0.0),
         ("#### 42\nThat took 3 steps.", "42", 1.0),
         ("Wow! Oh! Yes! It is 42!", "42", 1.0),
         (r"$85 + 12,\!000,\!003 - 65 = 12,\!000,\!023$", "12000023", 1.0),
@@ -151,22 +134,9 @@ def test_an_answer_that_would_keep_sympy_busy_for_ever_is_wrong_at_once() -> Non
     assert asyncio.run(run()) == {text: [0.0] for text in ENDLESS}
 
 
-def test_an_enormous_answer_is_right_if_it_is_written_as_the_gold_is() -> None:
-    assert math_answer([r"\boxed{2^{100000}}", r"\boxed{2^{100001}}"], ["2^{100000}"] * 2) == [1.0, 0.0]
-    assert math_answer([r"\boxed{x^{100000}+1}", r"\boxed{1+x^{100000}}"], ["x^{100000}+1"] * 2) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "gold"),
-    [
-        (r"\boxed{2^{10}}", "1024"),
-        (r"\boxed{5!}", "120"),
-        (r"\boxed{\binom{10}{3}}", "120"),
-        (r"\boxed{2^{2^{3}}}", "256"),
-    ],
-)
-def test_powers_and_factorials_of_usual_size_are_evaluated(text: str, gold: str) -> None:
-    assert math_answer([text], [gold]) == [1.0]
+def test_powers_and_factorials_of_usual_size_are_evaluated() -> None:
+    texts = [r"\boxed{2^{10}}", r"\boxed{5!}", r"\boxed{\binom{10}{3}}"]
+    assert math_answer(texts, ["1024", "120", "120"]) == [1.0] * 3
 
 
 def test_an_answer_outside_a_box_is_wrong_when_a_box_is_required() -> None:
@@ -178,15 +148,7 @@ def test_it_works_in_a_thread_where_signals_do_not() -> None:
         assert threads.submit(math_answer, [r"\boxed{0.5}"], ["1/2"]).result(timeout=60.0) == [1.0]
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        r"so \boxed{4}",
-        r"so \boxed{4} </think> it is \boxed{4}",
-        r"\boxed{4} </think> \boxed{5}",
-        "</think> I do not know",
-    ],
-)
+@pytest.mark.parametrize("completion", [r"so \boxed{4} </think> it is \boxed{4}", r"\boxed{4} </think> \boxed{5}"])
 def test_thinking_that_the_template_began_scores_as_in_trl(completion: str) -> None:
     trl = pytest.importorskip("trl.rewards")
     given = [{"role": "assistant", "content": completion}]

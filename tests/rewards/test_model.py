@@ -92,21 +92,12 @@ def test_a_reward_model_says_what_it_says_to_trl(judge: Path, is_chat: bool) -> 
     assert len({round(value or 0.0, 4) for value in found}) == 3
 
 
-def test_a_long_text_is_cut_at_its_beginning(judge: Path) -> None:
-    def score(completion: str, **settings: Any) -> float:
-        return model_reward([""], [completion], settings={"model": str(judge), "device": "cpu", **settings})[0]
-
-    assert score("one two three four", max_tokens=3) == pytest.approx(score("nine two three four", max_tokens=3))
-    assert score("one two three four") != pytest.approx(score("nine two three four"))
-
-
 def test_what_is_no_reward_model_is_said_before_the_start_or_at_the_first_call(
     judge: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"is not a reward model: its config\.json says Qwen3ForCausalLM"):
         startup_notes(model_reward, {"settings": {"model": str(tiny_model)}})
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"is not the folder of a Hugging Face model: its config\.json is no mapping"):
+    with pytest.raises(ConfigError, match="is not the folder of a Hugging Face model"):
         startup_notes(model_reward, {"settings": {"model": str(tmp_path)}})
     with pytest.raises(ConfigError, match=r"rewards\.0\.arguments\.device"):
         load_rewards([RewardSection(model=str(judge), arguments={"device": "gpu"})])

@@ -150,11 +150,6 @@ def test_requests_at_once_are_bounded_over_all_calls(server: RewardServer) -> No
     assert 2 <= server.most_running <= 3
 
 
-def test_one_failed_request_ends_the_call_without_waiting_for_the_others(server: RewardServer) -> None:
-    server.otherwise = lambda body: (400, b"no") if body["input"][0].endswith("b") else HANG
-    assert "it answered 400: no" in _problem(server, ["a", "b"], batch_size=1)
-
-
 @pytest.mark.parametrize(
     ("model", "arguments", "text"),
     [

@@ -51,44 +51,20 @@ def _repetition(arguments: dict[str, Any], ids: list[int], expected: float) -> A
     ("function", "arguments", "texts", "ids", "gold", "expected"),
     [
         _format("<think>This is my reasoning.</think>This is my answer.", 1.0),
-        _format("<think>\nThis is\nmy reasoning.\n</think>\nThis is my answer.", 1.0),
-        _format("<think>\nThis is <some tag> my reasoning.</think>\nThis is my answer.", 1.0),
-        _format("<think></think>\nThis is my answer.", 1.0),
-        _format("<think>\nThis is my reasoning.\nThis is my answer.", 0.0),
-        _format("This is my reasoning.</think>\nThis is my answer.", 0.0),
-        _format("This<think>is my reasoning.</think>\nThis is my answer.", 0.0),
-        _format("<think>This is<think>my reasoning.</think></think>This is my answer.", 0.0),
-        _format("<think>This is</think>\nmy\n<think>reasoning.</think>\nThis is my answer.", 0.0),
         ("get_soft_overlong_punishment", OVERLONG, ["x"] * 3, _ids(50, 110, 90), "", [0.0, -1.0, -0.5]),
-        _repetition(TWO, [1, 2, 3, 4], 0.0),
         _repetition(TWO, [5, 5, 5, 5, 5], -0.75),
-        _repetition(TWO, [1, 2, 1, 2, 1, 2], -0.6),
-        _repetition(TWO, [1, 2, 3, 1, 2, 3], -0.4),
-        _repetition(TWO, [9], 0.0),
         _repetition(THREE, [1, 2], 0.0),
-        _repetition(THREE, [1, 2, 3], 0.0),
-        _repetition(THREE, [], 0.0),
         _repetition(THREE, [1, 2, 3, 1, 2, 3], -0.25),
-        _repetition({**TWO, "max_penalty": -0.5}, [5, 5, 5, 5, 5], -0.375),
-        _accuracy(r"\boxed{\frac{63}{400}}", r"\frac{63}{400}", 1.0),
         _accuracy(r"\boxed{\frac{63}{400}}", "63/400", 1.0),
-        _accuracy(r"\boxed{\frac{64}{400}}", r"\frac{63}{400}", 0.0),
         _accuracy(r"\boxed{3}", "6", 0.0),
         _accuracy("Answer is forty two.", "Answer is forty two.", None),
         _reasoning(r"<think> Reasoning content </think> \boxed{\frac{63}{400}}", 1.0),
-        _reasoning(r"Reasoning content </think> \boxed{\frac{63}{400}}", 1.0),
         _reasoning(r"<R> So </R> \boxed{\frac{63}{400}}", 1.0, reasoning_delimiters=["</R>"]),
         _reasoning(r"<think> Reasoning content </think> \boxed{\frac{64}{400}}", 0.0),
-        _reasoning(r"<think> My answer is \boxed{42} </think> Some other text.", 0.0, r"\boxed{42}"),
         _reasoning("<think> Incomplete reasoning without closing tag", 0.0),
-        _reasoning(r"<think> Reasoning content </think> \boxed{42}", None, "forty two"),
         _cosine([THIRD] * 2, [25, 75], [0.92678, 0.57322]),
         _cosine([HALF] * 2, [25, 75], [-0.92678, -0.57322]),
-        _cosine([THIRD, HALF], [50, 50], [0.75, -0.75]),
-        _cosine([THIRD, HALF], [0, 0], [1.0, -1.0]),
-        _cosine([THIRD, HALF], [100, 200], [0.5, -0.5]),
         _cosine([r"\boxed{42}"], [50], [None], "forty two"),
-        _cosine([THIRD], [50], [1.0], min_value_correct=0.0, max_value_correct=2.0),
     ],
 )
 def test_functions_and_what_factories_make_score_as_in_trl(
@@ -128,15 +104,3 @@ def test_the_state_has_every_field_of_the_class_of_transformers() -> None:
     targets = [each.target for each in found.body if isinstance(each, ast.AnnAssign)]
     theirs = {target.id for target in targets if isinstance(target, ast.Name)}
     assert {"epoch", "log_history"} <= theirs <= {each.name for each in fields(TrainerState)}
-
-
-def test_a_class_inside_main_cannot_be_named_and_the_message_says_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script_of_trl.py").write_text(
-        "def main():\n    def judge(completions): ...\n\n\nif __name__ == '__main__':\n    def late(completions): ...\n"
-    )
-    for name, place in (("judge", "main"), ("late", "if __name__ == '__main__'")):
-        with pytest.raises(ConfigError, match=f"inside `{place}`.*top level"):
-            load_rewards([RewardSection(function=f"script_of_trl:{name}")])

@@ -104,22 +104,6 @@ def _output(count: int, **columns: Any) -> dict[str, Any]:
 # ---- what it gets, and what becomes of what it returns ----
 
 
-def test_the_version_of_a_group_is_known_when_its_call_begins() -> None:
-    """A step keeps a place for it while the function runs, and it is cancelled when it is bound to be stale."""
-    versions: list[int | None] = []
-
-    def function(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        assert versions == [7]
-        return _output(len(prompts))
-
-    async def produce() -> None:
-        group = open_group(make_prompt(), version=7, on_tokens=lambda count, version: versions.append(version))
-        async with _producer(function).produce(group):
-            assert len(versions) == 3
-
-    asyncio.run(produce())
-
-
 def test_groups_admitted_together_go_into_one_call_with_raw_prompts_of_their_own() -> None:
     """R4.1, R5.3: once per batch, raw untemplated deep-copied prompts; R5.1: no engine is involved.
 
@@ -206,14 +190,14 @@ def _read(output: Any, count: int) -> list[RolloutCompletion]:
             {"logprobs": None, "prompt_ids": None},
             r"rollout_func must return keys \['logprobs', 'prompt_ids'\] in its output dict\.",
         ),
-        ({"completion_ids": [[5]]}, "completion_ids has 1 entries, expected 2"),
-        ({"logprobs": [[-0.1, None], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is None"),
-        ({"logprobs": [[-0.1, 0.7], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is 0\.7"),
-        ({"logprob_token_ids": [[[5]], [[6], [2]]]}, r"logprob_token_ids\[0\] must have one list"),
-        ({"env_mask": [[1], [1, 1]]}, r"env_mask\[0\] has 1 entries for 2"),
-        ({"prompt_ids": ["ab", [1]]}, r"prompt_ids\[0\] must be a list of token ids"),
-        ({"prompt_ids": [[1], [100]]}, r"prompt_ids\[1\] holds 100, but the model's tokens are 0 to 99"),
-        ({"prompt_ids": [[1], []]}, r"prompt_ids\[1\] is empty; return the tokens that the first sampled one"),
+        ({"completion_ids": [[5]]}, "completion_ids must be a list with one entry per rollout, 2; it is 1 entries"),
+        ({"logprobs": [[-0.1, None], [-0.1, -0.2]]}, r"rollout 0 of 2: logprobs\[1\] is None"),
+        ({"logprobs": [[-0.1, 0.7], [-0.1, -0.2]]}, r"logprobs\[1\] is 0\.7"),
+        ({"logprob_token_ids": [[[5]], [[6], [2]]]}, "logprob_token_ids has 1 entries for 2"),
+        ({"env_mask": [[1], [1, 1]]}, "env_mask has 1 entries for 2"),
+        ({"prompt_ids": ["ab", [1]]}, "prompt_ids must be a list of token ids"),
+        ({"prompt_ids": [[1], [100]]}, "rollout 1 of 2: prompt_ids has ids from 100 to 100"),
+        ({"prompt_ids": [[1], []]}, "prompt_ids is empty"),
         ({"prompt_ids": [[1] * 49, [1]]}, r"have 49 \+ 2 tokens, inference.max_model_len is 50"),
     ],
 )  # fmt: skip
@@ -281,15 +265,6 @@ def release() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-
-
-def test_a_function_that_hangs_is_given_up_and_the_setting_named(release: threading.Event) -> None:
-    def hangs(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        release.wait(30.0)
-        return {}
-
-    with pytest.raises(DeadlineError, match=r"rollout_function\.timeout_s"):
-        _make(_producer(hangs, timeout_s=0.1), make_prompt())
 
 
 def test_a_call_that_is_over_sends_nothing_more() -> None:

@@ -17,7 +17,7 @@ import pytest
 from grpo_async.buffer.group import OpenGroup
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.buffer.sample_buffer import BufferInterrupted, Watch
+from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.config.sections import AdvantageSection, RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRejectedError, RunError
@@ -153,12 +153,9 @@ class _Setup:
                 await asyncio.sleep(0)
 
     async def take(self, count: int, version: int = 0) -> list[ScoredGroup]:
-        return await asyncio.to_thread(
-            self.buffer.take,
-            count,
-            trainer_version=version,
-            watch=Watch(timeout_s=5.0, progress=lambda: 0),
-        )
+        watch = Watch(timeout_s=5.0, progress=lambda: 0)
+        groups = await asyncio.to_thread(self.buffer.take, count, trainer_version=version, watch=watch)
+        return groups or []
 
     def run(self, steps: Callable[[asyncio.Task[None]], Any]) -> None:
         """Run the worker beside `steps`, then cancel it and check the books."""
@@ -221,8 +218,7 @@ def _stops_with_nothing_to_learn(setup: _Setup, message: str) -> None:
         with pytest.raises(NothingToLearnError, match=message):
             await task
         setup.buffer.interrupt()
-        with pytest.raises(BufferInterrupted):
-            await taking
+        assert await taking == []
 
     setup.run(steps)
 
@@ -360,7 +356,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
 
     setup.run(steps)
     assert setup.groups()["filtered"] == (0 if mode == "train" else 1)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         rewards = [row["reward"] for row in table.page(parse_query("step=1 and reward is not null"), limit=1000)]
         found = table.group_page(parse_query("step=last and filtered"))
     assert fmean(rewards) == pytest.approx(group_metrics(seen)["reward"])

@@ -10,12 +10,12 @@ import pytest
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox import MECHANISMS, Sandbox, missing, startup_notes
 from grpo_async.sandbox.inside import seccomp
-from grpo_async.sandbox.wall import attack
+from grpo_async.sandbox.sandbox import attack
 
 
 @pytest.fixture
 def no_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.wall._missing", {"landlock": "landlock: Function not implemented"})
+    monkeypatch.setattr("grpo_async.sandbox.sandbox._missing", {"landlock": "landlock: Function not implemented"})
 
 
 def test_what_a_part_of_the_wall_does_not_hold_gets_through_without_it() -> None:
@@ -26,7 +26,7 @@ def test_what_a_part_of_the_wall_does_not_hold_gets_through_without_it() -> None
 
 
 def test_a_part_that_cannot_be_set_up_is_missing_with_the_systems_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_async.sandbox import wall
+    from grpo_async.sandbox import sandbox as wall
 
     monkeypatch.setattr(wall, "_missing", None)
     monkeypatch.setattr("grpo_async.sandbox.execution.BOOT", _WITHOUT_LANDLOCK)

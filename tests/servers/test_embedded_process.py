@@ -149,11 +149,3 @@ def test_an_address_that_others_reach_is_refused_without_a_token(monkeypatch: py
         bind_listener("0.0.0.0", 0)
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     bind_listener("0.0.0.0", 0).close()
-
-
-def test_a_port_in_use_is_a_config_error() -> None:
-    with bind_listener("127.0.0.1", 0) as listener:
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: .*--port"):
-            bind_listener("127.0.0.1", port)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.envs import trl_style_environment
@@ -28,14 +27,6 @@ def search(query: str, index: object, limit: int = 3, order: Literal["asc", "des
 
 
 search_books = functools.partial(search, index="books")
-
-
-@dataclass
-class Part:
-    of: int
-
-    def __post_init__(self) -> None:
-        self.inverse = 1 / self.of
 
 
 class Greeter:

@@ -50,20 +50,6 @@ def test_two_calls_of_which_one_fails_are_two_records_in_their_order() -> None:
     assert good.duration_s >= 0.0
 
 
-def test_an_argument_whose_own_type_raises_is_a_failed_call() -> None:
-    def invert(part: sample_tools.Part) -> float:
-        """Inverts.
-
-        Args:
-            part: What to invert.
-        """
-        return 1 / part.of
-
-    good, bad = execute([invert], [call("invert", 1, part={"of": 2}), call("invert", 2, part={"of": 0})])
-    assert good.result == "0.5"
-    assert error_of(bad).startswith("ZeroDivisionError: division by zero. It takes part")
-
-
 def test_async_calls_of_one_turn_run_at_the_same_time_and_beside_plain_ones() -> None:
     first, second = threading.Event(), asyncio.Event()
 
@@ -84,12 +70,6 @@ def test_async_calls_of_one_turn_run_at_the_same_time_and_beside_plain_ones() ->
 
     records = execute([plain, one, two], [call("plain"), call("one"), call("two")])
     assert [record.result for record in records] == ["True", "one", "two"]
-
-
-def test_an_unknown_tool_is_answered_with_those_that_there_are() -> None:
-    far, near = execute([sample_tools.multiply, sample_tools.async_add], [call("fly"), call("multipy")])
-    assert error_of(far) == "there is no tool 'fly'; there is multiply, async_add"
-    assert error_of(near) == "there is no tool 'multipy'; there is multiply, async_add; did you mean 'multiply'?"
 
 
 def test_long_results_and_long_errors_are_cut() -> None:

@@ -6,7 +6,7 @@ import enum
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import datetime
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 import pytest
@@ -155,14 +155,11 @@ def _taking(hint: Any) -> Any:
         (Color, _COLOR, "red", Color.RED),
         (Place, _PLACE, {"street": "s", "colors": ["red"]}, Place(street="s", colors=[Color.RED])),
         (Place | str, {"anyOf": [_PLACE, {"type": "string"}]}, {"street": "s"}, Place(street="s")),
-        (dict[Color, Place], None, {"red": {"street": "s"}}, {Color.RED: Place(street="s")}),
         (Point, {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, {"x": 1.0}, Point(1)),
         (Movie, {"type": "object", "properties": {"year": {"type": "integer"}}}, {"year": 1999}, {"year": 1999}),
         (Pair, None, [1, "b"], Pair(1, "b")),
-        (date, {"type": "string", "format": "date"}, "2024-01-02", date(2024, 1, 2)),
         (datetime, {"type": "string", "format": "date-time"}, "2024-01-02T03:04:05", datetime(2024, 1, 2, 3, 4, 5)),
         (Annotated[int, Field(ge=0)], {"type": "integer", "minimum": 0}, 3, 3),
-        (set[str], None, ["a"], {"a"}),
     ],
 )
 def test_richer_types_have_the_schema_of_pydantic_and_reach_the_tool_as_instances(
@@ -198,7 +195,6 @@ def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it
     ("arguments", "problem"),
     [
         ({"count": "3"}, 'argument "count": input should be a valid integer, not "3"'),
-        ({"text": 3}, 'argument "text": input should be a valid string, not 3'),
         ({"flags": [True, 1]}, 'argument "flags" at 1: input should be a valid boolean, not 1'),
         ({"either": "a"}, 'argument "either" at list[str]: input should be a valid array, not "a"'),
         ({"unit": "km"}, """argument "unit": input should be 'm' or 'ft', not "km\""""),

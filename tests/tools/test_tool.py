@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -88,28 +87,6 @@ def test_whatever_a_tool_raises_is_a_tool_error_in_one_line(error: BaseException
     assert caught.value.__cause__ is error
 
 
-def test_a_traceback_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
-    def picky(number: int) -> str:
-        """Raises.
-
-        Args:
-            number: Which error.
-        """
-        raise (ValueError if number else KeyError)("no")
-
-    tool = Tool.from_function(picky)
-
-    async def run() -> None:
-        for number in (1, 1, 0, 1):
-            with pytest.raises(ToolError):
-                await tool.call({"number": number})
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(run())
-    assert ["ValueError: no" in record.getMessage() for record in caplog.records] == [True, False]
-    assert all("Traceback" in record.getMessage() and "picky" in record.getMessage() for record in caplog.records)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -127,8 +104,3 @@ def test_values_are_texts_as_in_trl_and_lists_reach_rewards_as_they_are(value: A
     assert result.text == text
     assert result.returned == (value if isinstance(value, list) else None)
     assert result.returned is None or result.returned is not value
-
-
-def test_an_image_is_refused() -> None:
-    with pytest.raises(ValueError, match="part 1 is of type 'image'; only text"):
-        ToolResult.of([{"type": "text", "text": "see"}, {"type": "image", "image": object()}])

@@ -10,19 +10,29 @@ from typing import Any
 import torch
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.records import ScoredGroup
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers
-from grpo_async.trainer.lead import Leader
+from grpo_async.trainer.loop import Trainer
+from grpo_async.trainer.packed_step import Packer
+from grpo_async.trainer.publish import Publisher
+from grpo_async.trainer.report import Reporter
+from grpo_async.trainer.saving import Saver
 from grpo_async.training.checkpoint import CheckpointState
+from grpo_async.training.loss_scale import NonfiniteSteps
+from grpo_async.training.metrics import PipelineMeter
+from grpo_async.training.ranks import Command, CommandChannel
+from grpo_async.training.schedule import lr_factors
 from grpo_async.training.step import StepResult
+from grpo_async.training.timing import Activity
 from tests.support.configs import small_config
 
 
 class FakeSource:
-    """The leader's source without `take`: it has nothing to tell."""
+    """The trainer's source without `take`: it has nothing to tell."""
+
+    is_stopping = False
 
     def reserve(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
         return []
@@ -54,6 +64,7 @@ class FakeSync:
             read_counters=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0),
             metrics=dict,
         )
+        self.served_version: int | None = None
         self.pushed: list[int] = []
         self.events: list[str] = []
 
@@ -63,6 +74,7 @@ class FakeSync:
             return None
         before_gather(1 << 20)
         self.fleet.has_ready = False
+        self.served_version = version
         self.pushed.append(version)
         self.events.append(f"push {version}")
         return {"sync/total_s": 0.1}
@@ -79,11 +91,28 @@ def loop_config(**sections: Any) -> ExperimentConfig:
     return small_config(**{"rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3}, **sections})
 
 
-def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> Any:
-    """A trainer's context whose steps cost nothing; `commands` gets what rank 0 was sent."""
+class FakeChannel(CommandChannel):
+    """`sent` gets the commands of all ranks, each time."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.sent: list[Sequence[Command]] = []
+        self._world_size = world_size
+
+    def send(self, commands: Sequence[Command]) -> None:
+        self.sent.append(commands)
+
+    @property
+    def of_first(self) -> list[Command]:
+        return [commands[0] for commands in self.sent]
+
+
+def fake_context(config: ExperimentConfig, **more: Any) -> Any:
+    """A trainer's context whose steps cost nothing."""
+    world_size = more.get("world_size", 1)
     default = {
-        "world_size": 1,
-        "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
+        "world_size": world_size,
+        "channel": FakeChannel(world_size),
+        "run_dir": RunDir(Path("unused")),
         "pack": lambda command: None,
         "step": lambda *_, **__: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
         "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
@@ -93,10 +122,10 @@ def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> 
     return SimpleNamespace(config=config, **{**default, **more})
 
 
-NO_EVALUATIONS: Any = SimpleNamespace(blocks_push=False, num_tokens=0, after_step=lambda *_, **__: None)
+NO_EVALUATIONS: Any = SimpleNamespace(is_over=True, num_tokens=0, after_step=lambda *_, **__: None)
 
 
-def make_leader(
+def make_trainer(
     context: Any,
     source: Any,
     lines: list[dict[str, float]],
@@ -106,23 +135,35 @@ def make_leader(
     evaluations: Any = NO_EVALUATIONS,
     state: CheckpointState | None = None,
     log: Any = None,
-) -> Leader:
+) -> Trainer:
     """Rank 0 whose metrics go to `lines` (or `log`), beside a generation that does nothing. `stores`: whether a group is kept."""
-    here = Path("unused")
     store: Any = SimpleNamespace(stores=lambda group_id, status: stores(group_id))
     sync = sync or FakeSync()
     log = log or SimpleNamespace(write=lambda step, metrics: lines.append(metrics), sync=lambda: None)
-    return Leader(
-        Assignment(run_dir=RunDir(here), attempt_dir=here, private_dir=here),
-        ControlClient(None),
-        context,
+    control, activity, meter = ControlClient(None), Activity(), PipelineMeter()
+    start = state.step if state else 0
+    nonfinite = NonfiniteSteps(
+        state.counters if state else {}, is_float16=context.config.model.compute_dtype == "float16"
+    )
+    return Trainer(
+        context=context,
+        control=control,
         fleet=sync.fleet,
         source=source,
-        store=store,
+        packer=Packer(context, source, store),
         sync=sync,
+        publisher=Publisher(context, sync, fleet=sync.fleet, source=source, activity=activity, version=start),
         evaluations=evaluations,
-        log=log,
-        trackers=Trackers(()),
-        state=state,
-        fingerprints={},
-    )
+        nonfinite=nonfinite,
+        lr_factor=lr_factors(context.config),
+        reporter=Reporter(
+            context, control, fleet=sync.fleet, source=source, evaluations=evaluations, log=log, trackers=Trackers(()),
+            meter=meter, activity=activity, start=start,
+        ),
+        saver=Saver(
+            context, source=source, log=log, meter=meter, nonfinite=nonfinite, evaluations=evaluations,
+            activity=activity, fingerprints={}, step=state.step if state else None,
+        ),
+        activity=activity,
+        start=start,
+    )  # fmt: skip

@@ -93,10 +93,9 @@ def serve(side: RolloutSide, version: int) -> None:
 
 def take(side: RolloutSide, num_groups: int, *, version: int = 0) -> list[ScoredGroup] | None:
     """`source.take` where no other rank waits and no server changes."""
-    return side.source.take(num_groups, trainer_version=version, heartbeat=_nothing, on_change=_nothing)
-
-
-def _nothing() -> None: ...
+    while (groups := side.source.take(num_groups, trainer_version=version)) is None and not side.source.is_stopping:
+        pass
+    return groups
 
 
 class StepsSeen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_async.records import RolloutGroup, ScoredGroup
-from grpo_async.trainer.example import example_of
+from grpo_async.trainer.report import example_of
 from tests.support.records import make_completion, make_prompt
 
 

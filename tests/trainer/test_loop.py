@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,26 +13,26 @@ from grpo_async.buffer.group_table import GroupTable
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.errors import RunError, WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.trainer.lead import Leader
+from grpo_async.trainer.saving import Saver
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand, WaitCommand
 from grpo_async.training.verify import TrainerScores
 from tests.support.records import make_scored
-from tests.trainer.fakes import NO_EVALUATIONS, FakeSource, FakeSync, fake_context, loop_config, make_leader
+from tests.trainer.fakes import NO_EVALUATIONS, FakeSource, FakeSync, fake_context, loop_config, make_trainer
 
 
 class _Source(FakeSource):
-    """Hands out one group per step; `before[n]` is what happens while the n-th `take` waits."""
+    """Hands out one group per step; `before[n]` is what happens while the n-th step waits, which it wakes."""
 
     def __init__(self, before: dict[int, Callable[[], None]]) -> None:
         self.before = before
         self.versions: list[int] = []
         self.num_taken = 0
 
-    def take(self, num_groups: int, *, on_change: Callable[[], None], **_: Any) -> list[ScoredGroup]:
+    def take(self, num_groups: int, **_: Any) -> list[ScoredGroup] | None:
+        if (change := self.before.pop(self.num_taken + 1, None)) is not None:
+            change()
+            return None
         self.num_taken += 1
-        if self.num_taken in self.before:
-            self.before[self.num_taken]()
-            on_change()
         return [make_scored(self.num_taken)]
 
     def advance(self, version: int) -> None:
@@ -48,18 +49,18 @@ def _run(
     lines: list[dict[str, float]] | None = None,
 ) -> tuple[list[dict[str, float]], list[Command]]:
     config = loop_config(training={"max_steps": steps, "weight_sync_steps": sync_steps})
-    commands: list[Command] = []
     context = fake_context(
         config,
-        commands,
         score=lambda sequences, rounding: TrainerScores(
             logprobs=[[-1.0] * (len(sequence) - 1) for sequence in sequences], perturbed_logprobs=[]
         ),
     )
     lines = [] if lines is None else lines
-    leader = make_leader(context, source, lines, sync=sync, evaluations=evaluations)
-    leader.train()
-    assert leader.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
+    trainer = make_trainer(context, source, lines, sync=sync, evaluations=evaluations)
+    evaluations.hold = trainer.publisher.hold
+    trainer.train()
+    assert trainer.publisher.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
+    commands = context.channel.of_first
     assert commands[-1] == ScoreCommand(sequences=[[1, 2, 3]], rounding="float32")
     return lines, commands
 
@@ -118,7 +119,7 @@ def test_a_push_or_verification_that_ends_the_run_leaves_the_step_saved_and_its_
                 raise RunError("it was refused")
             return {}
 
-    monkeypatch.setattr(Leader, "save", lambda self, step, wait: saved.append((step, len(lines))))
+    monkeypatch.setattr(Saver, "save", lambda self, step, wait: saved.append((step, len(lines))))
     with pytest.raises(RunError, match="it was refused"):
         _run(Failing(), _Source({}), steps=3, lines=lines)
     assert saved == [(2, 2)]  # else the resumed run has no line of step 2
@@ -128,18 +129,20 @@ def test_a_push_or_verification_that_ends_the_run_leaves_the_step_saved_and_its_
 class _Evaluations:
     """Holds pushes from the end of step `begins` on, until `ends` is called."""
 
+    is_over, num_tokens = True, 0
+    hold: Callable[[Future[None]], None]
+
     def __init__(self, begins: int) -> None:
-        self.blocks_push, self.num_tokens = False, 0
-        self.served: list[bool] = []
+        self._running: Future[None] = Future()
         self._begins = begins
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
-        self.served.append(is_served)
-        self.blocks_push = self.blocks_push or step == self._begins
+        if step == self._begins:
+            self.hold(self._running)
         metrics["eval/step"] = float(step)
 
     def ends(self) -> None:
-        self.blocks_push = False
+        self._running.set_result(None)
 
 
 def test_an_evaluation_that_is_pinned_blocks_pushes_and_the_last_one_follows_while_the_trainer_waits() -> None:
@@ -174,12 +177,11 @@ class _Polled(FakeSource):
         self.buffer = SampleBuffer(self.table, on_drop=_ignore)
         self.on_take: Callable[[], None] = lambda: None
 
-    def take(
-        self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], on_change: Callable[[], None]
-    ) -> list[ScoredGroup]:
+    def take(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup] | None:
         self.on_take()
-        watch = Watch(timeout_s=30.0, progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
-        return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
+        self.on_take = lambda: None
+        watch = Watch(timeout_s=30.0, progress=lambda: 0)
+        return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch, wait_s=0.02)
 
 
 def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None: ...
@@ -190,13 +192,12 @@ def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls()
     source = _Polled()
     timer = threading.Timer(0.5, lambda: source.table.restore(make_scored()))
     source.on_take = timer.start
-    commands: list[Command] = []
     lines: list[dict[str, float]] = []
-    leader = make_leader(fake_context(loop_config(training={"max_steps": 1}), commands), source, lines)
-    assert leader.train() == 1
+    context = fake_context(loop_config(training={"max_steps": 1}))
+    assert make_trainer(context, source, lines).train() == 1
     metrics = lines[0]
     timer.join()
-    assert sum(isinstance(command, WaitCommand) for command in commands) >= 3, "it was one poll only"
+    assert sum(isinstance(command, WaitCommand) for command in context.channel.of_first) >= 3, "it was one poll only"
     waited_s = metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"]
     assert 0.5 <= waited_s <= metrics["step_time"]
 
@@ -207,8 +208,9 @@ def test_the_run_is_over_at_the_end_of_the_data_and_not_when_it_is_stopped(
 ) -> None:
     class Ending(_Source):
         def take(self, num_groups: int, **more: Any) -> Any:
+            self.is_stopping = self.num_taken == 2 and last is None
             return super().take(num_groups, **more) if self.num_taken < 2 else last
 
-    leader = make_leader(fake_context(loop_config(training={"max_steps": 9}), []), Ending({}), [])
-    assert leader.train() == 2
-    assert leader._is_complete == is_complete
+    trainer = make_trainer(fake_context(loop_config(training={"max_steps": 9})), Ending({}), [])
+    assert trainer.train() == 2
+    assert trainer.is_complete == is_complete

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +17,19 @@ import torch
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError, RunError
 from grpo_async.records import ScoredGroup
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking import MetricsWriter
 from grpo_async.tracking.jsonl import append_whole
-from grpo_async.trainer.lead import Leader
+from grpo_async.trainer.loop import Trainer
 from grpo_async.training.checkpoint import CheckpointState
+from grpo_async.training.ranks import ExportCommand, WaitCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeSource, loop_config, make_leader
+from tests.trainer.fakes import FakeChannel, FakeSource, loop_config, make_trainer
 
 
 class _Stub(FakeSource):
-    """Source, context, writer and channel in one."""
+    """Source, context and checkpoint writer in one."""
 
     def __init__(self, *, steps: int = 4, every: int = 2) -> None:
         self.states: list[CheckpointState] = []
@@ -38,17 +40,17 @@ class _Stub(FakeSource):
         # a TrainerContext
         self.world_size = 1
         self.device, self.peaks = torch.device("cpu"), None
-        self.channel = self.checkpoints = self
+        self.run_dir = RunDir(Path("unused"))
+        self.channel = FakeChannel()
+        self.checkpoints = self
 
-    def leader(self, state: CheckpointState | None = None, **more: Any) -> Leader:
-        return make_leader(self, self, self.lines, state=state, **more)
+    def trainer(self, state: CheckpointState | None = None, **more: Any) -> Trainer:
+        return make_trainer(self, self, self.lines, state=state, **more)
 
     def pack(self, command: Any) -> None: ...
 
     def step(self, *_: Any, **__: Any) -> StepResult:
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
-
-    def send(self, commands: Sequence[Any]) -> None: ...
 
     def take(self, *_: Any, **__: Any) -> list[ScoredGroup]:
         self._num_taken += 1
@@ -88,7 +90,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
         training={"max_steps": 9}, checkpoint={"every_steps": 4}, model={"path": "m", "compute_dtype": "float16"}
     )
     counters = {"loss_scale": 16384, "loss_scale_steps": 7}
-    stub.leader(CheckpointState(step=0, rollouts={}, counters=counters)).train()
+    stub.trainer(CheckpointState(step=0, rollouts={}, counters=counters)).train()
     assert scales == [16384.0, 8192.0, 4096.0, 2048.0] + [1024.0] * 5
     assert [line["training/loss_scale"] for line in stub.lines] == scales
     assert stub.states[0].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 0}
@@ -101,22 +103,20 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     stub = Broken(steps=9, every=20)
     stub.config = loop_config(training={"max_steps": 9}, model={"path": "m", "compute_dtype": "float16"})
     with pytest.raises(RunError, match="3 consecutive steps were not finite; step 4"):
-        stub.leader(CheckpointState(step=0, rollouts={}, counters={"loss_scale": 2})).train()
+        stub.trainer(CheckpointState(step=0, rollouts={}, counters={"loss_scale": 2})).train()
 
 
 def test_the_other_ranks_are_told_to_wait_while_the_model_is_written() -> None:
     stub = _Stub()
-    sent: list[str] = []
-    stub.send = lambda commands: sent.append(type(commands[0]).__name__)  # type: ignore[method-assign]
     stub.export = lambda *, heartbeat, **_: heartbeat()  # type: ignore[attr-defined]
-    stub.leader(CheckpointState(step=3, rollouts={})).finish(3)
-    assert sent[:2] == ["ExportCommand", "WaitCommand"]
+    stub.trainer().saver.export(3)
+    assert stub.channel.of_first == [ExportCommand(), WaitCommand()]
 
 
 def test_a_run_that_has_reached_its_last_step_trains_no_more_and_ends_under_the_step_of_its_weights() -> None:
     for step in (4, 6):  # 6: epochs, and so the number of steps, were lowered since the checkpoint
         stub = _Stub(steps=4)
-        assert stub.leader(CheckpointState(step=step, rollouts={})).train() == step
+        assert stub.trainer(CheckpointState(step=step, rollouts={})).train() == step
         assert stub.lines == []
 
 
@@ -124,7 +124,7 @@ def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
     stub = _Stub()
     stub.failure = CheckpointError("the disk is full")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        stub.leader().train()
+        stub.trainer().train()
     assert len(stub.lines) == 2
 
 
@@ -168,7 +168,7 @@ def test_a_kill_between_a_line_and_its_checkpoint_leaves_neither_a_hole_nor_a_li
                     log.sync()
                     life.at("sync")
 
-            self.leader(saved[-1], log=Log()).train()
+            self.trainer(saved[-1], log=Log()).train()
 
     def append(descriptor: int, lines: bytes) -> None:
         if is_full and b'"step": 3' in lines:
@@ -198,5 +198,5 @@ def test_no_checkpoint_is_begun_while_the_lines_of_its_steps_cannot_be_written()
 
     log = SimpleNamespace(write=lambda step, metrics: stub.lines.append(metrics), sync=refuse)
     with pytest.raises(RunError, match=r"metrics\.jsonl"):
-        stub.leader(log=log).train()
+        stub.trainer(log=log).train()
     assert (len(stub.lines), stub.states) == (2, [])

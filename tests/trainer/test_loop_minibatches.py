@@ -17,7 +17,7 @@ from grpo_async.utils.seeds import seed_of
 from tests.support.rank_jobs import fingerprint
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeSource, FakeSync, fake_context, loop_config, make_leader
+from tests.trainer.fakes import FakeSource, FakeSync, fake_context, loop_config, make_trainer
 from tests.training.statistics_jobs import make_config, make_context, make_groups
 
 
@@ -32,7 +32,8 @@ class _Source(FakeSource):
 
     def close_groups(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, stats: Any = None) -> None:
         assert step == 1
-        self.closed.append(([group.group.group_id for group in groups], status))
+        if groups:
+            self.closed.append(([group.group.group_id for group in groups], status))
 
 
 def _one_step(updates: tuple[bool, ...]) -> tuple[_Source, list[list[Any]], dict[str, float]]:
@@ -44,21 +45,14 @@ def _one_step(updates: tuple[bool, ...]) -> tuple[_Source, list[list[Any]], dict
         optimizer={"lr": 0.5},
         loss={"type": "grpo"},
     )
-    sent: list[list[Any]] = []
     metrics = {"training/skipped_updates": float(updates.count(False))}
     result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4 * sum(updates), updates=updates, metrics=metrics)
-    context = fake_context(
-        config,
-        [],
-        world_size=2,
-        channel=SimpleNamespace(send=sent.append),
-        step=lambda *_, **__: result,
-        pack=lambda command: None,
-    )
+    context = fake_context(config, world_size=2, step=lambda *_, **__: result)
     source = _Source()
     lines: list[dict[str, float]] = []
-    assert make_leader(context, source, lines).train() == 1
-    return source, [parts for parts in sent if isinstance(parts[0], (PackCommand, StepCommand))], lines[0]
+    assert make_trainer(context, source, lines).train() == 1
+    sent = [list(parts) for parts in context.channel.sent if isinstance(parts[0], (PackCommand, StepCommand))]
+    return source, sent, lines[0]
 
 
 def test_each_rank_gets_its_part_of_each_minibatch() -> None:
@@ -119,8 +113,8 @@ def test_the_next_step_is_packed_while_a_step_trains(taken: list[int], packed: l
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
 
     config = loop_config(rollout={"groups_per_step": 2, "group_size": 2}, training={"max_steps": 2})
-    context = fake_context(config, [], pack=pack, step=step)
-    assert make_leader(context, Source(), []).train() == 2
+    context = fake_context(config, pack=pack, step=step)
+    assert make_trainer(context, Source(), []).train() == 2
     assert seen == packed
 
 
@@ -149,7 +143,7 @@ def train_on_ranks(model: str) -> dict[str, Any]:
 
         context.checkpoints = SimpleNamespace(poll=lambda: None, take_metrics=dict)  # type: ignore[assignment]
         context.parameters = SimpleNamespace(specs=[])  # type: ignore[assignment]
-        assert make_leader(context, Source(steps, reserved), [], sync=FakeSync(up=False)).train() == 3
+        assert make_trainer(context, Source(steps, reserved), [], sync=FakeSync(up=False)).train() == 3
         context.channel.send([StopCommand()] * context.world_size)
         found[mode] = fingerprint(context.policy)
     return found

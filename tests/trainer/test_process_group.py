@@ -20,7 +20,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
-from grpo_async.trainer import lead as lead_module
+from grpo_async.trainer import start as start_module
 from grpo_async.trainer.main import run_rank
 from grpo_async.training.ranks import PackCommand, StepCommand, TrainerContext
 from tests.support.records import make_sample
@@ -63,7 +63,7 @@ def test_the_process_group_is_gone_however_a_rank_ends(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(lead_module, "lead_ranks", leads)
+    monkeypatch.setattr(start_module, "run_rank_zero", leads)
     config = side_config(tmp_path, tiny_model)
     if error is None:
         _run(config, tmp_path)
@@ -82,7 +82,7 @@ def test_random_numbers_of_the_users_code_follow_the_seed(
     def leads(*_: Any) -> None:
         draws.append((random.random(), float(np.random.random()), float(torch.rand(()))))
 
-    monkeypatch.setattr(lead_module, "lead_ranks", leads)
+    monkeypatch.setattr(start_module, "run_rank_zero", leads)
     for seed in (0, 0, 1):
         _run(side_config(tmp_path, tiny_model, run={"seed": seed}), tmp_path)
     first, again, other = draws
@@ -130,7 +130,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         context.step(StepCommand(lr=1e-3, seed=7), before_sync=lambda: None)
         seen["seed"] = torch.initial_seed()
 
-    monkeypatch.setattr(lead_module, "lead_ranks", leads)
+    monkeypatch.setattr(start_module, "run_rank_zero", leads)
     model = {"path": str(tiny_model), "dtype": master, "compute_dtype": compute}
     _run(side_config(tmp_path, tiny_model, model=model, inference={"dtype": wire}), tmp_path)
     assert seen == {

@@ -43,8 +43,9 @@ class _Run:
         fleet: Any = SimpleNamespace(
             servers=lambda: [self.server], read_counters=lambda: SimpleNamespace(generated_tokens=self.tokens)
         )
+        publisher: Any = SimpleNamespace(version=3)
         self.reporter = ProgressReporter(
-            assignment, config, source=source, version=lambda: 3, activity=activity, fleet=fleet
+            assignment, config, source=source, publisher=publisher, activity=activity, fleet=fleet
         )
 
     def next_report(self) -> dict[str, Any]:
@@ -55,13 +56,12 @@ class _Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[_Run]:
     run = _Run(tmp_path)
-    yield run
-    run.reporter.stop()
+    with run.reporter:
+        yield run
     run.launcher.close()
 
 
 def test_a_run_that_stands_still_says_for_how_long_and_what_waits_for_what(run: _Run) -> None:
-    run.reporter.start()
     while (report := run.next_report())["unchanged_s"] < TIMEOUT_S:
         pass
     assert report["kind"] == "progress"
@@ -70,7 +70,6 @@ def test_a_run_that_stands_still_says_for_how_long_and_what_waits_for_what(run: 
 
 
 def test_a_run_that_moves_in_every_timeout_makes_progress(run: _Run) -> None:
-    run.reporter.start()
     ends_at = time.monotonic() + 4 * TIMEOUT_S
     while time.monotonic() < ends_at:
         assert run.next_report()["unchanged_s"] < TIMEOUT_S
@@ -90,6 +89,5 @@ def test_a_server_that_loads_or_is_restarted_is_an_excuse_for_as_long_as_that_ma
     run: _Run, state: ServerState, age_s: float, is_excused: bool
 ) -> None:
     run.server.state, run.server.since = state, time.monotonic() - age_s
-    run.reporter.start()
     reports = [run.next_report() for _ in range(8)]
     assert all(report["unchanged_s"] == 0.0 for report in reports) == is_excused

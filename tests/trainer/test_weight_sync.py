@@ -117,7 +117,7 @@ class _World:
         transport: Any = self.transport
         self.sync = FleetSync(
             config, self.fleet, transport, parameters, probes=PROBES,
-            on_serving=lambda server: self.told.append(server.index),
+            control=SimpleNamespace(send=lambda kind, index: self.told.append(index)),  # type: ignore[arg-type]
         )  # fmt: skip
 
     def is_up(self, *indices: int) -> None:

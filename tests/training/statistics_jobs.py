@@ -19,7 +19,7 @@ from grpo_async.training.ranks import CommandChannel, StopCommand, TrainerContex
 from grpo_async.training.reference import Reference
 from tests.support.rank_jobs import build, fingerprint, random_samples
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeSource, loop_config, make_leader
+from tests.trainer.fakes import FakeSource, loop_config, make_trainer
 
 MODULE = "tests.training.statistics_jobs"
 TRAINER_VERSION = 3
@@ -107,12 +107,13 @@ def train(
             follow(context)
             fingerprint(context.policy)
             continue
-        leader = make_leader(context, FakeSource(), [], stores=lambda group_id: kept is None or group_id in kept)
+        trainer = make_trainer(context, FakeSource(), [], stores=lambda group_id: kept is None or group_id in kept)
         groups = make_groups(num_groups)
         for index in poisoned:
             samples = [replace(sample, advantage=float("nan")) for sample in groups[index].samples]
             groups[index] = replace(groups[index], samples=samples)
-        result, statistics = leader._train(leader._pack(groups, TRAINER_VERSION + 1), TRAINER_VERSION + 1)
+        step = TRAINER_VERSION + 1
+        result, statistics = trainer.train_step(trainer.packer.pack(groups, step), step)
         context.channel.send([StopCommand()] * context.world_size)
         assert context.peaks is not None
         assert len(context.peaks) == dist.get_world_size()

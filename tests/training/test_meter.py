@@ -13,9 +13,15 @@ def _reading(time_s: float, busy_s: float, tokens: int) -> CounterSnapshot:
     return CounterSnapshot(time_s=time_s, generation_busy_s=busy_s, generated_tokens=tokens)
 
 
+def _meter(first: CounterSnapshot, totals: Totals | None = None) -> PipelineMeter:
+    meter = PipelineMeter(totals)
+    meter.begin(first)
+    return meter
+
+
 def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
     """Steps of 4 s and 2 s: waited 1 s and 0.5 s, generated 2 s and 2 s."""
-    meter = PipelineMeter(_reading(10.0, 5.0, 100))
+    meter = _meter(_reading(10.0, 5.0, 100))
     first_spent = {"waiting": 1.0, "pushing": 0.5, "training": 2.25}
     first = meter.step(
         _reading(14.0, 7.0, 500),
@@ -59,7 +65,7 @@ def test_the_figures_of_a_step() -> None:
 
 def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> None:
     meter, _ = _two_steps()
-    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals(**asdict(meter.totals)))
+    resumed = _meter(_reading(0.0, 0.0, 0), Totals(**asdict(meter.totals)))
     for summary in (meter.summary(), resumed.summary()):
         assert summary["wall_s"] == 6.0
         assert summary["trainer_idle_ratio"] == pytest.approx(1.5 / 6)
@@ -76,7 +82,7 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
 def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_make_no_more_than_a_whole() -> None:
     """Tokens of an evaluation are taken off when its rollout function says how many they were: late. What was spent is read a
     moment after the wall time: 4.1 s of 4 s."""
-    meter = PipelineMeter(_reading(0.0, 0.0, 0))
+    meter = _meter(_reading(0.0, 0.0, 0))
     for time_s, tokens in ((1.0, 1000), (2.0, 5000), (3.0, 2000), (4.0, 3000), (5.0, 6000)):
         meter.step(_reading(time_s, 0.0, tokens), trained_tokens=0, staleness={}, reward=None, spent={})
     assert meter.totals.generated_tokens == 6000

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from grpo_async.training.ranks import StopCommand, TrainerContext, follow
 from tests.support.ranks import run_on_ranks
-from tests.trainer.fakes import make_leader
+from tests.trainer.fakes import make_trainer
 from tests.training.statistics_jobs import make_config, make_context, make_groups
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -87,11 +87,11 @@ def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[st
                 for group in groups
             ]
             source = SimpleNamespace(reserve=lambda *_, later=later, **__: later)
-            leader = make_leader(context, source, [], stores=lambda _, keeps=loss == "everything": keeps)
-            packed = leader._pack(groups, 4)
+            trainer = make_trainer(context, source, [], stores=lambda _, keeps=loss == "everything": keeps)
+            packed = trainer.packer.pack(groups, 4)
             reads, collectives = Counter[str](), Counter[str]()
             with counted(torch.Tensor, READS, reads), counted(dist, COLLECTIVES, collectives):
-                result, statistics = leader._train(packed, 4)
+                result, statistics = trainer.train_step(packed, 4)
             context.channel.send([StopCommand()] * context.world_size)
             _assert_packed_next(context)
             found[f"{loss}, {cut}"] = {

@@ -7,13 +7,12 @@ import functools
 import gc
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from grpo_async.user_code.calls import Caller, CallError, Raised, UserCall, is_async, unwrap_partial
+from grpo_async.user_code.calls import Caller, Raised, UserCall
 from grpo_async.user_code.references import resolve
 from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
 from tests.support.waiting import until
@@ -23,28 +22,9 @@ async def plus_one(number: int) -> int:
     return number + 1
 
 
-class Judge:
-    async def __call__(self) -> None: ...
-
-
 class UnreadableError(Exception):
     def __str__(self) -> str:
         raise ValueError("no words")
-
-
-def test_what_is_async_is_seen_through_partials_and_objects() -> None:
-    nested = functools.partial(functools.partial(plus_one, 1))
-    assert unwrap_partial(nested) is plus_one
-    assert [is_async(function) for function in (plus_one, nested, Judge(), functools.partial(Judge()))] == [True] * 4
-    assert [is_async(function) for function in (len, Judge, lambda: plus_one(1))] == [False] * 3
-
-
-def test_a_result_is_finished_where_it_was_made_and_awaited_if_it_must_be() -> None:
-    assert UserCall(lambda number: number * 2, {"number": 3}, str).attempt() == "6"
-    assert UserCall(lambda: plus_one(3), finish=str).attempt() == "4"
-    failed = UserCall(lambda: "x", finish=int).attempt()
-    assert isinstance(failed, Raised)
-    assert failed.summary.startswith("ValueError: invalid literal")
 
 
 @pytest.mark.parametrize(
@@ -101,23 +81,6 @@ def test_a_cancelled_error_of_the_functions_own_is_a_value_and_one_of_the_caller
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    asyncio.run(run())
-
-
-def test_a_call_that_is_too_slow_on_the_loop_is_cancelled() -> None:
-    seen: list[str] = []
-
-    async def waits() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            seen.append("cancelled")
-
-    async def run() -> None:
-        with pytest.raises(CallError, match="took longer than"):
-            await Caller(ThreadRunner("calls"), 0.02).run(UserCall(waits))
-        await until(lambda: seen == ["cancelled"])
 
     asyncio.run(run())
 
@@ -218,39 +181,3 @@ def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(
     asyncio.run(run())
     gc.collect()
     assert "never retrieved" not in caplog.text
-
-
-def test_calls_that_hang_together_are_no_reason_to_refuse_another_while_fewer_hang_than_may_run(gate: Gate) -> None:
-    async def run() -> None:
-        runner = ThreadRunner("gated", max_threads=6)
-        hanging = await asyncio.gather(*(runner.run(gate.wait, 0.05) for _ in range(5)), return_exceptions=True)
-        assert [type(each) for each in hanging] == [TimeoutError] * 5
-        assert await runner.run(lambda: "next", LONG_S) == "next"
-        with pytest.raises(TimeoutError):
-            await runner.run(gate.wait, 0.05)
-        with pytest.raises(ThreadsExhaustedError):
-            await runner.run(gate.wait, LONG_S)
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_callers_thread_gives_its_place_up_at_the_limit_of_its_call(gate: Gate) -> None:
-    async def run() -> None:
-        runner = ThreadRunner("gated", max_threads=1)
-        await cancelled(runner, gate, timeout_s=1.0)
-        started = time.monotonic()
-        assert await asyncio.wait_for(runner.run(lambda: "next", LONG_S), 20) == "next"
-        assert runner.num_abandoned == 1  # the hanging thread counts from the moment its place is free
-        assert time.monotonic() - started < LONG_S / 2
-        gate.open.set()
-        await until(lambda: runner.num_abandoned == 0)
-        # Its end gives no second place back: one call runs, the other waits.
-        again = Gate()
-        both = [asyncio.create_task(runner.run(again.wait, LONG_S)) for _ in range(2)]
-        await until(lambda: again.num_running == 1)
-        await asyncio.sleep(0.1)
-        assert again.num_running == 1
-        again.open.set()
-        assert await asyncio.gather(*both) == ["done", "done"]
-
-    asyncio.run(run())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from grpo_async.inference.api import GenerateChunk
-from grpo_async.servers.requests import EngineDeadError, EngineOutput, Gate, TokenStream
-from grpo_async.servers.vllm.patches import drop_seeds_on_cpu, track_get_output, wait_until_delivered
+from grpo_async.servers.requests import EngineOutput, TokenStream
+from grpo_async.servers.vllm.patches import prepare_requests, track_get_output, wait_until_delivered
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -61,38 +61,6 @@ def test_missing_and_non_finite_logprobs_end_the_stream_with_an_error(logprobs: 
 
 
 # ---- pauses ----
-
-
-def test_a_gate_lets_through_only_while_it_is_open() -> None:
-    async def run() -> None:
-        gate, passed = Gate(), []
-
-        async def go(name: str) -> None:
-            await gate.wait()
-            assert gate.is_open
-            passed.append(name)
-
-        await go("a")
-        gate.close()
-        waiting = asyncio.create_task(go("b"))
-        await _turns()
-        gate.open()
-        gate.close()  # before the waiting task got to run: it has to wait on
-        await _turns()
-        assert passed == ["a"]
-        gate.open()
-        await waiting
-        gate.close()
-        broken = asyncio.create_task(go("c"))
-        await _turns()
-        gate.break_down("gone")
-        with pytest.raises(EngineDeadError, match="gone"):
-            await broken
-        gate.close()  # a broken gate holds nobody
-        with pytest.raises(EngineDeadError):
-            await go("d")
-
-    _run(run())
 
 
 # ---- patches ----
@@ -144,21 +112,19 @@ def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was
 
 
 @pytest.mark.parametrize(("device", "left"), [("cpu", None), ("cuda", 3)])
-def test_a_seed_never_reaches_an_engine_on_a_cpu(
-    device: str, left: int | None, caplog: pytest.LogCaptureFixture
+def test_every_request_carries_the_salt_and_a_seed_never_reaches_an_engine_on_a_cpu(
+    device: str, left: int | None
 ) -> None:
     sent: list[Any] = []
 
     async def send(request: Any) -> None:
-        sent.append(request.sampling_params and request.sampling_params.seed)
+        sent.append((request.cache_salt, request.sampling_params and request.sampling_params.seed))
 
     engine: Any = SimpleNamespace(
         engine_core=SimpleNamespace(add_request_async=send),
         vllm_config=SimpleNamespace(device_config=SimpleNamespace(device_type=device)),
     )
-    drop_seeds_on_cpu(engine)
-    with_seed = (SimpleNamespace(sampling_params=SimpleNamespace(seed=3)) for _ in range(2))
-    for request in (*with_seed, SimpleNamespace(sampling_params=None)):
-        asyncio.run(engine.engine_core.add_request_async(request))
-    assert sent == [left, left, None]
-    assert len(caplog.records) == (device == "cpu")  # one line
+    prepare_requests(engine, lambda: "4")
+    for params, salt in ((SimpleNamespace(seed=3), None), (None, "own")):
+        asyncio.run(engine.engine_core.add_request_async(SimpleNamespace(sampling_params=params, cache_salt=salt)))
+    assert sent == [("4/", left), ("4/own", None)]

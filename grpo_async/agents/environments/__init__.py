@@ -1,63 +1,34 @@
-"""Agents that are a library's environment: `rollout.agent.environment`, as `make_environment` reads it.
-
-    row -> environment (the library's own code: its tools, its users, its rubric) <-> client of the rollout's session
-        -> reward `agent`, its metrics as columns
-
-The environment runs in this process, on a separate event loop, and calls the model at the endpoint like any agent:
-tokens are exact, and any changes that the library makes to the conversation become branches. Tool servers that a library starts are
-processes that end with this one.
-
-`tasks` makes rows of an environment's own tasks:
-
-    data:
-      train:
-        type: generator
-        function: grpo_async.agents.environments:tasks
-        arguments: {environment: verifiers:my_taskset}
-        limit: 1000
-"""
+"""Agents that are a library's environment, `rollout.agent.environment`: it runs in this process, on a separate event
+loop, and calls the model at the endpoint like any agent. `tasks` makes rows of an environment's own tasks, for
+`data.train.type: generator`."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from grpo_async.agents.function import AgentClient, FunctionAgent
+from grpo_async.agents.function import FunctionAgent
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError, GrpoAsyncError, message_of
 from grpo_async.user_code.references import make_working_directory_importable
 from grpo_async.utils.extras import needs
 
+if TYPE_CHECKING:
+    from grpo_async.agents.environments.openenv_client import OpenEnvEnvironment
+    from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment
+
+    Adapter = OpenEnvEnvironment | VerifiersEnvironment
+
 SETTING = "rollout.agent.environment"
 _CLOSE_TIMEOUT_S = 30.0
-
-
-class EnvironmentAdapter(Protocol):
-    """The interface of an adapter. All methods are called on one event loop."""
-
-    async def run(self, row: Mapping[str, Any], client: AgentClient) -> Mapping[str, Any]:
-        """Run one episode: `{"reward": ..., column: value, ...}`. Any exception fails the rollout, with its text as the reason."""
-        ...
-
-    def tasks(self) -> Iterator[dict[str, Any]]:
-        """Rows of the environment's own data.
-
-        Raises:
-            ConfigError: the environment has no data.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Close the resources that the episodes shared."""
-        ...
 
 
 class EnvironmentAgent(FunctionAgent):
     """Runs an environment like an agent's function: with the same loop, time limit, errors and results."""
 
-    def __init__(self, environment: EnvironmentAdapter, section: AgentSection, *, max_concurrent: int) -> None:
+    def __init__(self, environment: Adapter, section: AgentSection, *, max_concurrent: int) -> None:
         super().__init__(environment.run, section.model_copy(update={"arguments": {}}), max_concurrent=max_concurrent)
         self._environment = environment
 
@@ -92,12 +63,8 @@ def tasks(environment: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     return make_environment(environment, arguments).tasks()
 
 
-def make_environment(reference: str, arguments: Mapping[str, Any]) -> EnvironmentAdapter:
-    """Build the environment of `verifiers:NAME` or `openenv:URL`.
-
-    Raises:
-        ConfigError: see `load_environment_agent`.
-    """
+def make_environment(reference: str, arguments: Mapping[str, Any]) -> Adapter:
+    """Build the environment of `verifiers:NAME` or `openenv:URL`."""
     library, _, name = reference.partition(":")
     if library not in ("verifiers", "openenv") or not name:
         raise ConfigError(f"{reference!r} is neither `verifiers:NAME` nor `openenv:URL`")

@@ -1,25 +1,24 @@
 """Environments of the library OpenEnv, whose server is already running.
 
-    reset(columns of the row) -> observation -> model -> action -> step -> observation, reward -> ... until it is done
-
-An environment that offers MCP tools offers them to the model. Any other has one form of action: the model is offered one
-tool with that form's fields. (For actions that are the answer's text, use `verifiers:openenv`.) The reward is the sum of
-the steps' rewards, as in TRL and verifiers.
+An environment that offers MCP tools offers them to the model; any other has one form of action, which becomes one
+tool. (For actions that are the answer's text, use `verifiers:openenv`.) The reward is the sum of the steps' rewards,
+as in TRL and verifiers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
+import httpx
 from openenv import GenericEnvClient
 
 from grpo_async.agents.agent import REWARD, AgentError
 from grpo_async.agents.function import AgentClient
 from grpo_async.config.base import Count, Seconds, StrictModel, read_arguments
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 
 _OWN_FIELDS = ("done", "reward", "metadata")
 """Fields of every observation."""
@@ -39,15 +38,7 @@ class OpenEnvOptions(StrictModel):
 
 
 class OpenEnvEnvironment:
-    """See the module's docstring; implements agents.environments.EnvironmentAdapter.
-
-    Args:
-        url: URL of the server.
-        arguments: see `OpenEnvOptions`.
-
-    Raises:
-        ConfigError: an argument is unknown.
-    """
+    """See the module's docstring."""
 
     def __init__(self, url: str, arguments: Mapping[str, Any]) -> None:
         try:
@@ -91,47 +82,43 @@ class OpenEnvEnvironment:
 
     async def _read_actions(self) -> Mapping[str, Any]:
         """The schema of the environment's actions."""
-        timeout = aiohttp.ClientTimeout(total=self._options.message_timeout_s)
         try:
-            async with (
-                aiohttp.ClientSession(raise_for_status=True, timeout=timeout) as http,
-                http.get(f"{self._url.rstrip('/')}/schema") as response,
-            ):
-                schema: Mapping[str, Any] = (await response.json())["action"]
-                return schema
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise AgentError(
-                f"there is no server of OpenEnv at {self._url}: {error or 'it does not answer'}"
-            ) from error
+            async with httpx.AsyncClient(trust_env=False, timeout=self._options.message_timeout_s) as http:
+                response = (await http.get(f"{self._url.rstrip('/')}/schema")).raise_for_status()
+            schema: Mapping[str, Any] = response.json()["action"]
+        except httpx.HTTPError as error:
+            raise AgentError(f"there is no server of OpenEnv at {self._url}: {message_of(error)}") from error
+        return schema
 
 
+@dataclass(slots=True)
 class _Episode:
     """One conversation between the policy and a session of the environment's server."""
 
-    def __init__(
-        self, environment: Any, client: AgentClient, actions: Mapping[str, Any], options: OpenEnvOptions
-    ) -> None:
-        self.reward = 0.0
-        self.num_steps = 0
-        self.is_done = False
-        self._environment = environment
-        self._client = client
-        self._actions = actions
-        self._options = options
-        self._has_own_tools = actions.get("title") in _MCP_ACTIONS
+    environment: Any
+    client: AgentClient
+    actions: Mapping[str, Any]
+    options: OpenEnvOptions
+    reward: float = 0.0
+    num_steps: int = 0
+    is_done: bool = False
+
+    @property
+    def _has_own_tools(self) -> bool:
+        return self.actions.get("title") in _MCP_ACTIONS
 
     @property
     def _is_over(self) -> bool:
-        return self.is_done or self.num_steps >= self._options.max_steps
+        return self.is_done or self.num_steps >= self.options.max_steps
 
     async def play(self, row: Mapping[str, Any]) -> None:
-        start = await self._environment.reset(**{name: value for name, value in row.items() if name != "prompt"})
+        start = await self.environment.reset(**{name: value for name, value in row.items() if name != "prompt"})
         self.is_done = bool(start.done)
         messages = _with_text(row["prompt"], _text(start.observation))
         tools = await self._tools()
         while not self._is_over:
-            completion = await self._client.openai.chat.completions.create(
-                model=self._client.model, messages=messages, tools=tools
+            completion = await self.client.openai.chat.completions.create(
+                model=self.client.model, messages=messages, tools=tools
             )
             message = completion.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
@@ -143,12 +130,12 @@ class _Episode:
 
     async def _tools(self) -> list[dict[str, Any]]:
         if self._has_own_tools:
-            listed = (await self._environment.step({"type": "list_tools"})).observation["tools"]
+            listed = (await self.environment.step({"type": "list_tools"})).observation["tools"]
             schemas = [(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
         else:
-            actions = self._actions
+            actions = self.actions
             fields = {name: form for name, form in actions.get("properties", {}).items() if name != "metadata"}
-            schemas = [(self._options.tool, actions.get("description", ""), {**actions, "properties": fields})]
+            schemas = [(self.options.tool, actions.get("description", ""), {**actions, "properties": fields})]
         return [
             {"type": "function", "function": {"name": name, "description": description, "parameters": form}}
             for name, description, form in schemas
@@ -161,14 +148,14 @@ class _Episode:
             return "error: the episode is over"
         if self._has_own_tools:
             return await self._step({"type": "call_tool", "tool_name": function.name, "arguments": arguments})
-        if function.name != self._options.tool:
-            return f"error: there is no tool {function.name!r}, only {self._options.tool!r}"
+        if function.name != self.options.tool:
+            return f"error: there is no tool {function.name!r}, only {self.options.tool!r}"
         return await self._step(arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> str:
         """The observation as text. If the server refuses an action, the model sees the reason, and the episode continues."""
         try:
-            result = await self._environment.step(action)
+            result = await self.environment.step(action)
         except RuntimeError as error:  # the client raises it for the server's errors
             self.num_steps += 1
             return f"error: {error}"

@@ -1,41 +1,49 @@
 """Environments of the library verifiers (0.4): tasksets with their rewards, metrics, tools and users, also with several agents.
 
-    row's task -> Env.run_episode -> Episode(traces) -> reward, and each reward and metric of the task as a column
-
-An agent that names no `model`, `client` or `harness` of its own is the policy, and runs in the chat loop of `verifiers_chat` in
-this process: the library's own defaults would start a process for each turn, in a cloud sandbox, and give the model
-a shell. `rollout.agent.arguments` are the library's own environment settings (`EnvConfig`): `taskset`, the agents
-(`agent` if there is only one), `id`, `retries`.
-
-The library calls a model through its own intermediate server, which has one client for all rollouts. `_SessionKeys` makes each
-agent call with a key of its rollout's session: an agent that is not `trainable` (a judge, a simulated user) uses the key whose
-calls are not trained.
+An agent that names no `model`, `client` or `harness` of its own is the policy, and runs in the chat loop of `ChatHarness` in this
+process: the library's own defaults would start a process for each turn, in a cloud sandbox, and give the model a shell.
+The library calls a model through its own server, which has one client for all rollouts. `_SessionKeys` makes each agent call with
+a key of its rollout's session: one that is not `trainable` uses the key whose calls are not trained.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import verifiers.v1 as vf
+from openai import BadRequestError
 from pydantic import ValidationError
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.env import default_agent_harness
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import Interception
-from verifiers.v1.runtimes import SubprocessConfig, runtime_is_local
+from verifiers.v1.runtimes import ProgramResult, Runtime, SubprocessConfig
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import Trace
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-from verifiers.v1.utils.prime import ensure_prime_auth
 
 from grpo_async.agents.agent import REWARD, AgentError
-from grpo_async.agents.environments.verifiers_chat import ChatHarnessConfig
-from grpo_async.agents.function import AgentClient
+from grpo_async.agents.calls import BUDGET_EXHAUSTED
+from grpo_async.agents.function import AgentClient, OpenAiClients
 from grpo_async.errors import ConfigError
 from grpo_async.utils.validation import problems_of
+
+__all__ = ["ChatHarness", "VerifiersEnvironment"]  # the library finds a module's harness here
+
+_ID = "grpo_async_chat"
+sys.modules.setdefault(_ID, sys.modules[__name__])  # the library imports a harness by its id, which may have no dots
+_CLIENTS = OpenAiClients(timeout_s=86_400.0)  # the rollout has its own time limit
 
 TASK = "task"
 """The column with a task's data, as `tasks` makes it."""
@@ -46,15 +54,7 @@ _client: ContextVar[AgentClient] = ContextVar("client of the rollout's session")
 
 
 class VerifiersEnvironment:
-    """See the module's docstring; implements agents.environments.EnvironmentAdapter.
-
-    Args:
-        name: id of a taskset: a module that exports one, or one that the library ships.
-        arguments: fields of its `EnvConfig`, without the taskset's id.
-
-    Raises:
-        ConfigError: the taskset does not exist, or does not accept the arguments.
-    """
+    """See the module's docstring."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
         taskset = arguments.get("taskset", {})
@@ -159,11 +159,6 @@ def _with_our_defaults(config: vf.EnvConfig, name: str) -> vf.EnvConfig:
         if "runtime" not in spec.model_fields_set:
             changed["runtime"] = SubprocessConfig()
         agents[agent] = spec.model_copy(update=changed)
-        if not runtime_is_local(agents[agent].runtime):
-            try:
-                ensure_prime_auth()
-            except SystemExit as error:
-                raise ConfigError(f"rollout.agent.arguments.{agent}.runtime: {error}") from error
     return config.model_copy(update=agents)
 
 
@@ -181,3 +176,70 @@ def _result(traces: list[Any]) -> dict[str, Any]:
         columns |= {f"{prefix}{name}": value for name, value in {**scores, **trace.metrics}.items()}
     columns.pop(REWARD, None)  # a reward of that name is already in the sum
     return {**columns, REWARD: sum(trace.reward for trace in traces) / len(traces)}
+
+
+class ChatHarnessConfig(HarnessConfig):
+    id: str = _ID
+
+
+class ChatHarness(Harness[ChatHarnessConfig]):
+    """Chats through the rollout's endpoint and runs the tools that the model calls, until an answer calls none or the budget is
+    used up."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        client = _CLIENTS.get(endpoint, secret, is_async=True).with_options(base_url=endpoint)
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with AsyncExitStack() as stack:
+            schemas, places, connections = await connect_mcp({"mcpServers": servers}, stack)
+            tools = {"tools": schemas} if schemas else {}
+            while True:
+                try:
+                    completion = await client.chat.completions.create(model=ctx.model, messages=messages, **tools)
+                except BadRequestError as error:
+                    if BUDGET_EXHAUSTED not in str(error):
+                        raise
+                    trace.stop("max_output_tokens")  # the task scores the conversation so far
+                    break
+                message = completion.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    break
+                for call in message.tool_calls:
+                    content = await _result_of(call.function, places, connections)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+async def _result_of(function: Any, places: Any, connections: Any) -> Any:
+    """The text that the model sees for its call, including errors in the call."""
+    if function.name not in places:
+        return f"error: there is no tool {function.name!r}; there are {sorted(places)}"
+    try:
+        arguments = json.loads(function.arguments or "{}")
+    except json.JSONDecodeError as error:
+        return f"error: the arguments are not JSON: {error}"
+    if not isinstance(arguments, dict):
+        return f"error: the arguments must be a JSON object, not {arguments!r}"
+    return await call_mcp(connections, places, function.name, arguments)

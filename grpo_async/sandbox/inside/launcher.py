@@ -1,11 +1,9 @@
-"""Main function of the child process.
+"""Main function of the child process: reads a plan (marshal), builds the wall it names, runs the code, and reports
+lines: `started`, `ended STATUS CPU_S`, `written` if the code was killed for that, or `problem MECHANISM TEXT`.
 
-Reads a plan (marshal: both ends are the same Python version), builds the wall it names, runs the code, and reports lines:
-`started`, `ended STATUS CPU_S`, `written` if the code was killed for that, or `problem MECHANISM TEXT` if a part of the wall cannot
-be set up, or `problem start TEXT` if anything else fails.
-The code never gets the report's descriptor. When the code has ended, on SIGTERM, and when the owner dies, everything below the
-launcher is killed: an unconfined command may start processes, and the launcher adopts the orphans among them
-(PR_SET_CHILD_SUBREAPER), so none escapes, whatever session it is in. (On systems other than Linux, daemons are not found.)
+When the code has ended, on SIGTERM, and when the owner dies, everything below the launcher is killed; it adopts
+orphans (PR_SET_CHILD_SUBREAPER), so none escapes, whatever session it is in. (On systems other than Linux, daemons
+are not found.)
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""The system call filter: a list of what Python programs need. All other calls fail with "operation not permitted", and calls newer
-than this list with "no such call", for which libraries have fallbacks.
-
-Not on the list: sockets (`socketpair` works), new processes and threads (so nothing needs to be counted or found), signals to
-others and access to them, changes to files that Landlock does not cover (mode, owner, times), namespaces and mounts, kernel
-modules and the like, io_uring (it would bypass this filter), and memory or disk that no limit counts (memfd, System V, message
-queues, fallocate).
-"""
+"""The system call filter: a list of what Python programs need. All other calls fail with "operation not permitted",
+and calls newer than this list with "no such call", for which libraries have fallbacks. Not on the list: sockets,
+new processes and threads, signals to others, changes to files that Landlock does not cover, namespaces, io_uring,
+and memory or disk that no limit counts."""
 
 from __future__ import annotations
 

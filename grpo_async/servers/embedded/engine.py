@@ -1,14 +1,11 @@
 """Continuous batching over a Hugging Face causal language model. It knows nothing of HTTP; a single thread calls it.
 
-A step = fill the slots that need it (new requests; every request after new weights), then one decode over all rows.
-Filling leaves a sequence's last token to the decode, so all sampling happens in one place. Every change (admission,
-abort, weights, version) happens between two steps: each token comes from exactly the weights whose version it carries.
-Prompts that were computed with the same weights are shared among sequences, but never across an update.
-Running rows are dense: when one ends, the last row moves into its slot.
+A step = fill the slots that need it (new requests; every request after new weights), then one decode over all rows, which
+samples. Every change (admission, abort, weights, version) happens between two steps: a token comes from the weights whose
+version it carries.
 
-Tokens and logprobs of a request do not depend on what else is in flight, to the last bit. A matrix product of few rows, or
-attention over another length, would round differently, so a forward has at least _MIN_ROWS rows and lengths are rounded up
-(measured on CPUs with float32; a GPU's libraries choose their kernels by other rules).
+Tokens and logprobs of a request do not depend on what else is in flight, to the last bit (on CPUs with float32): products of few
+rows and attention over other lengths round differently, so a forward has at least _MIN_ROWS rows, and lengths are rounded up.
 """
 
 from __future__ import annotations
@@ -43,8 +40,7 @@ _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # n
 
 
 class RunningSequence:
-    """State of one request. `tokens` is prompt + sampled; `decode` converts tokens to text for its stop strings; `stream` is where
-    the engine's caller sends its outputs."""
+    """State of one request. `tokens` is prompt + sampled; `stream` is where the engine's caller sends its outputs."""
 
     def __init__(
         self,
@@ -62,13 +58,10 @@ class RunningSequence:
         self.limit = self.prompt_len + request.max_tokens
         self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
         self.decode = decode
-        self.matcher = matcher
-        """Of its structured output; see `grammar`."""
+        self.matcher = matcher  # of its structured output
         self.prompt_key = tuple(request.token_ids[:-1])
         self.slot = -1  # -1: waiting or over
-        # number of the weights (counted by SlotEngine) with which the slot's keys and values of the prompt were computed; None: not
-        # yet
-        self.filled_by: int | None = None
+        self.filled_by: int | None = None  # number of the weights that computed the prompt's keys and values
 
     @property
     def cache_key(self) -> tuple[int, ...]:
@@ -76,7 +69,6 @@ class RunningSequence:
         return self.prompt_key if len(self.tokens) == self.prompt_len else tuple(self.tokens[:-1])
 
     def append(self, token: int, logprob: float) -> EngineOutput:
-        """Add one sampled token."""
         self.tokens.append(token)
         if self.matcher is not None:
             self.matcher.accept_token(token)
@@ -100,16 +92,7 @@ class RunningSequence:
 
 
 class SlotEngine:
-    """Generates for up to `num_slots` sequences at once; further ones wait in order of arrival.
-
-    Args:
-        model: causal language model in eval mode with sdpa attention, on its device.
-        num_slots: rows of the key/value buffer.
-        max_model_len: longest prompt + completion.
-
-    Raises:
-        ConfigError: the model does not fit this engine.
-    """
+    """Generates for up to `num_slots` sequences at once; further ones wait in order of arrival."""
 
     def __init__(self, model: Any, *, num_slots: int, max_model_len: int) -> None:
         self._model = model
@@ -143,8 +126,7 @@ class SlotEngine:
         return len(self._waiting) + len(self._running)
 
     def stats(self) -> dict[str, int | float]:
-        """The fields of ServerInfo that change. `kv_usage` is the fraction of the key/value positions that hold a token: 2 requests
-        of 100 tokens in 8 slots of 512 -> 200 / 4096."""
+        """The fields of ServerInfo that change."""
         used = sum(len(sequence.tokens) for sequence in self._running)
         return {
             "running_requests": len(self._running),
@@ -157,7 +139,6 @@ class SlotEngine:
         return score_tokens(self._model, token_ids)
 
     def add(self, sequence: RunningSequence) -> None:
-        """Queue a sequence; it starts when a slot is free."""
         self._waiting.append(sequence)
 
     def abort(self, sequence: RunningSequence) -> None:
@@ -171,7 +152,6 @@ class SlotEngine:
             self._waiting.remove(sequence)
 
     def abort_all(self) -> None:
-        """End every sequence with reason "abort"."""
         for sequence in [*self._running, *self._waiting]:
             self.abort(sequence)
 
@@ -184,8 +164,7 @@ class SlotEngine:
         self._waiting.clear()
 
     def take_outputs(self) -> list[tuple[RunningSequence, EngineOutput]]:
-        """Outputs since the last call, in order. Take them before `finish_update`: they belong to the weights that served until
-        then."""
+        """Outputs since the last call, in order. Take them before `finish_update`: they are of the weights until then."""
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -202,12 +181,8 @@ class SlotEngine:
 
     @torch.inference_mode()
     def finish_update(self, *, policy_version: int, keep_cache: bool = False) -> None:
-        """The weights are new: every later token carries `policy_version`.
-
-        Args:
-            keep_cache: running sequences continue with their keys and values; otherwise they are refilled with the new
-                weights before their next token. Sequences without a slot start on the new weights either way.
-        """
+        """The weights are new: every later token carries `policy_version`. Running sequences are refilled with the new
+        weights before their next token, unless `keep_cache`. Others start on the new weights either way."""
         self.policy_version = policy_version
         self._weights_number += 1
         if keep_cache:
@@ -305,7 +280,6 @@ class SlotEngine:
         self._append_tokens(tokens.tolist(), logprobs.tolist())
 
     def _append_tokens(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Give every row its token, and free the slots of ended rows."""
         ended = []
         for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             output = sequence.append(token, logprob) if math.isfinite(logprob) else EngineOutput(error=NOT_FINITE)
@@ -352,11 +326,8 @@ class SlotEngine:
 
 
 def _cut_by_length(sequences: Iterable[RunningSequence]) -> Iterator[list[RunningSequence]]:
-    """Runs of sequences of similar length, each of at most _PREFILL_TOKENS tokens if all were as long as its longest; a longer
-    sequence is a run by itself.
-
-    Worked example with a limit of 100 tokens and lengths 50, 10, 48, 9 -> [50, 48], [10, 9].
-    """
+    """Runs of sequences of similar length, each of at most _PREFILL_TOKENS tokens with padding; a longer sequence is a run by
+    itself. With a limit of 100: 50, 10, 48, 9 -> [50, 48], [10, 9]."""
     chunk: list[RunningSequence] = []
     for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
         if chunk and (len(chunk) + 1) * len(chunk[0].tokens) > _PREFILL_TOKENS:
@@ -380,16 +351,8 @@ def compute_logits_in_float32(model: Any) -> None:
 
 @torch.inference_mode()
 def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
-    """log softmax(logits) at temperature 1, natural log: entry i is the score of token_ids[i + 1] given those before it. They are
-    computed in pieces, so that few rows of logits exist at a time.
-
-    Args:
-        model: causal language model in eval mode.
-        token_ids: [length], at least 2.
-
-    Returns:
-        [length - 1]; not finite where the model's logits are not.
-    """
+    """log softmax(logits) at temperature 1: entry i is the score of token_ids[i + 1] given those before it. [length - 1]. In
+    pieces, so that few rows of logits exist at a time."""
     tokens = torch.tensor(token_ids, device=model.device)
     positions = torch.arange(len(tokens), device=model.device)
     cache = DynamicCache()  # a separate cache: the slots belong to the running sequences
@@ -410,14 +373,8 @@ def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def check_against_model(engine: SlotEngine, model: Any) -> None:
-    """Generate greedily and compare logprobs with those of a plain forward. Leaves the engine as it was, but warmed up.
-
-    The engine gives the model its own cache, mask and positions. An architecture that uses them in an unusual way could return
-    plausible nonsense; this check finds that before anything is served.
-
-    Raises:
-        ConfigError: the model does not run on this engine, or is not computed correctly.
-    """
+    """Generate greedily and compare logprobs with those of a plain forward; ConfigError if they differ. An architecture that
+    uses our cache, mask and positions in an unusual way could return plausible nonsense."""
     for length in (2, 5):  # ragged, so that padding matters
         if length + 2 > engine.max_model_len:
             continue
@@ -433,26 +390,19 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
         while engine.num_active:
             engine.step()
     except Exception as error:  # the architecture's code may raise anything for an unknown cache
-        raise ConfigError(
-            f"model.path: {model.config.model_type} does not run on the embedded engine ({message_of(error)}); "
-            "use `inference.engine: vllm`"
-        ) from error
+        what = f"{model.config.model_type} does not run on the embedded engine ({message_of(error)})"
+        raise ConfigError(f"model.path: {what}; use `inference.engine: vllm`") from error
     sampled: dict[RunningSequence, list[float]] = {}
     for sequence, output in engine.take_outputs():
         sampled.setdefault(sequence, []).extend(output.logprobs if output.error is None else [math.nan])
-    errors = [_difference(model, sequence.tokens, logprobs) for sequence, logprobs in sampled.items()]
+    errors: list[float] = []
+    for sequence, last in sampled.items():
+        ids = torch.tensor([sequence.tokens], device=model.device)
+        logprobs = model(ids[:, :-1]).logits[0].float().log_softmax(-1)  # of the model alone: no positions, no cache
+        plain = logprobs.gather(1, ids[0, 1:, None])[-len(last) :, 0]
+        errors.append(float((plain.cpu() - torch.tensor(last)).abs().max()))  # NaN if one is
     if not all(error <= _TOLERANCE[model.dtype] for error in errors):  # NaN fails this too
         raise ConfigError(
             f"model.path: logprobs of the embedded engine and of a plain forward of {model.config.model_type} differ by "
             f"{errors} nats, so this architecture is not served correctly; use `inference.engine: vllm`"
         )
-
-
-def _difference(model: Any, tokens: Sequence[int], last: Sequence[float]) -> float:
-    """Largest difference between the log-probabilities `last`, those of the last of `tokens`, and those of a plain forward."""
-    if not all(map(math.isfinite, last)):
-        return math.nan
-    ids = torch.tensor([tokens], device=model.device)
-    logprobs = model(ids[:, :-1]).logits[0].float().log_softmax(-1)  # [length - 1, vocab]
-    expected = logprobs.gather(1, ids[0, 1:, None])[-len(last) :, 0]
-    return float((expected.cpu() - torch.tensor(last)).abs().max())

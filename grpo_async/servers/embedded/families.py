@@ -1,7 +1,6 @@
 """Decides which models the embedded engine can serve with pushed weights; docs/models.md has the same as a table.
 
-The decision uses config.json alone, so that the launcher can make it before anything is started. Problems that this misses are
-found by the engine's self-check, after it has loaded the model.
+It uses config.json alone, so that the launcher can decide before anything is started; the engine checks itself once it has loaded.
 """
 
 from __future__ import annotations
@@ -27,14 +26,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None:
-    """Check the text part of a config.json (`model_type`, sizes).
-
-    Args:
-        max_model_len: longest sequence, in tokens.
-
-    Raises:
-        ConfigError: the engine would compute the model wrongly, or could not load its weights.
-    """
+    """Raise ConfigError where the engine would compute a model with this config.json wrongly, or could not load its weights."""
     name = str(config.get("model_type", "this model"))
     others = ", ".join(other_layers(config))
     reason = _OTHER_ATTENTION.get(name) or (others and f"has layers of the kind {others}") or _other_weights(config)

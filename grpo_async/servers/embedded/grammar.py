@@ -15,11 +15,7 @@ def is_xgrammar_installed() -> bool:
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer, and remembers them.
-
-    Args:
-        vocab_size: columns of the logits, which may be more than the tokenizer has tokens.
-    """
+    """Compiles constraints for one tokenizer, and remembers them."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         import xgrammar

@@ -1,9 +1,7 @@
 """The key/value memory of the running sequences: one slot = one row of a preallocated, right-padded buffer.
 
-Implements transformers' Cache interface, so the model's own attention reads and writes it. There are two modes, chosen before
-each forward: `prefill` writes whole rows and attends within the forward only; `decode` writes one position of each of
-the first N rows and attends to a view of them, cut at the longest, so that a step costs what the lengths require and copies
-nothing. On a CPU the memory is zeroed and untouched, so a large `max_len` costs address space, not RAM.
+Implements transformers' Cache interface, so the model's own attention reads and writes it. `prefill` writes whole rows and attends
+within the forward only; `decode` writes one position of each of the first N rows and attends to a view of them, without copies.
 """
 
 from __future__ import annotations
@@ -20,11 +18,7 @@ from grpo_async.servers.embedded.families import check_embedded_family
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim].
-
-    Raises:
-        ConfigError: the model's attention is unsupported, or its maximum length is exceeded.
-    """
+    """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim]."""
 
     def __init__(self, model: Any, *, num_slots: int, max_len: int) -> None:
         super().__init__(layers=[])
@@ -56,11 +50,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._mark_used(max(slots) + 1, length)
 
     def decode(self, entries: torch.Tensor, view_len: int) -> None:
-        """The next forward writes one token per row and attends to positions [0, view_len).
-
-        Args:
-            entries: slot * max_len + position of the written token, for slots 0..N-1. [N]
-        """
+        """The next forward writes one token per row, to the `entries` slot * max_len + position [N], and attends to [0,
+        view_len)."""
         self._slots, self._entries = None, entries
         self._num_rows, self._view_len = len(entries), view_len
         self._mark_used(self._num_rows, view_len)
@@ -87,10 +78,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def clear(self, keep: Sequence[int] = ()) -> None:
         """Zero all used entries: a masked entry still enters attention as 0 x value, so a NaN in it would spread forever.
-
-        Args:
-            keep: for each of the first rows, how many positions to keep.
-        """
+        `keep`: for each of the first rows, how many positions stay."""
         for row, length in enumerate(keep):
             self._buffer[:, :, row, length : self._used_len] = 0
         self._buffer[:, :, len(keep) : self._used_rows, : self._used_len] = 0

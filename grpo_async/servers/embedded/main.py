@@ -27,12 +27,7 @@ _EXIT_DELAY_S = 1.0  # between the engine's failure and the exit, so that client
 
 
 def serve_embedded(config: ExperimentConfig, port: int) -> None:
-    """Serve `config.model` on `config.inference.host`:`port` until the process is asked to end.
-
-    Raises:
-        ConfigError: host, port, device or model is unusable.
-        SystemExit: with 1, after the engine failed.
-    """
+    """Serve `config.model` until the process is asked to end; SystemExit with 1 after the engine failed."""
     die_with_launcher()
     raise_open_files_limit()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -67,11 +62,7 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
 
 
 def load_engine(config: ExperimentConfig) -> SlotEngine:
-    """Load the model and build its engine.
-
-    Raises:
-        ConfigError: the model cannot be loaded or does not fit the engine.
-    """
+    """Load the model and build its engine."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -105,11 +96,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Bind without listening yet: until the model is loaded, clients are refused instead of kept waiting.
-
-    Raises:
-        ConfigError: the address cannot be bound, or is not loopback and there is no token.
-    """
+    """Bind without listening yet: until the model is loaded, clients are refused instead of kept waiting."""
     require_token(host, token_from_environment())
     listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger

@@ -1,9 +1,8 @@
 """Draws the next token of every running row with one vectorized pass.
 
-A row's random number is a hash of (seed, position), and it selects the token on the cumulative distribution. So tokens
-depend on seed, context and weights only, never on what else is in flight; a request that is continued after a lost
-connection samples the same tokens. Logprobs are those of the distribution that was sampled from:
-log_softmax(logits / temperature), after penalty and filters; for temperature 0, of the unscaled logits after the penalty.
+A row's random number is a hash of (seed, position), and it selects the token on the cumulative distribution: a request that
+is continued after a lost connection samples the same tokens. Logprobs are log_softmax(logits / temperature), after penalty
+and filters; for temperature 0, of the unscaled logits after the penalty.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device,
     ) -> SamplingBatch:
-        """Collect the settings of one request per row; `tokens` are the row's prompt and output. Greedy rows are excluded from
-        scaling and filtering."""
+        """Collect the settings of one request per row; `tokens` are its prompt and output. Greedy rows are not scaled or
+        filtered."""
         greedy = [request.temperature == 0.0 for request in requests]
 
         def column(values: Sequence[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
@@ -99,21 +98,13 @@ class SamplingBatch:
         )
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Add the next token of each row. [n]"""
         if self.seen is not None:
             self.seen.scatter_(1, tokens.unsqueeze(1), True)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next token and its logprob per row.
-
-    Args:
-        logits: [n, vocab], any float dtype.
-        positions: index of the token to draw within its sequence, prompt included. [n]
-
-    Returns:
-        tokens [n] int64 and logprobs [n] float32. Logits that are not finite give a logprob that is not finite.
-    """
+    """Next token and its logprob per row, from logits [n, vocab]; `positions` [n] are those of the tokens within their sequences.
+    Logits that are not finite give a logprob that is not finite."""
     logits = logits.float()
     if batch.penalty is not None:
         assert batch.seen is not None

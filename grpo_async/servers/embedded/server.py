@@ -31,7 +31,7 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.inference.guard import GuardedProtocol, TokenGuard
+from grpo_async.inference.guard import TokenGuard
 from grpo_async.servers.app import PARAMETERS_TIMEOUT_S, Engine, NextChunk, RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.embedded.grammar import Grammars, is_xgrammar_installed
@@ -50,9 +50,8 @@ class EmbeddedEngine(Engine):
     """The embedded engine as the HTTP application sees it, and the daemon thread that runs it.
 
     Args:
-        engine: the engine; from `start` on, only the thread changes it.
-        description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
-        from_hub: `revision` and `trust_remote_code` with which the model was loaded. Tokenizer and base are of the same revision.
+        description: vocabulary and number of slots are filled in here.
+        from_hub: `revision` and `trust_remote_code` with which the model was loaded.
         on_failure: called in the event loop after the engine failed and every request got the error.
         timeout_s: time for the engine to finish its step, after which the answer is 503.
     """
@@ -109,13 +108,11 @@ class EmbeddedEngine(Engine):
         return self._engine.policy_version
 
     def stats(self) -> dict[str, Any]:
-        """Returns at once, without waiting for the engine's current step."""
         return self._engine.stats()
 
     # ---- the thread ----
 
     def _run(self) -> None:
-        """The thread's loop. Waits for commands when there is nothing to generate. Unblocked by `_call`."""
         try:
             while not self._is_stopping:
                 can_step = self._engine.num_active > 0 and not self._is_paused
@@ -159,11 +156,7 @@ class EmbeddedEngine(Engine):
 
     def _call(self, command: Callable[[], Result]) -> Future[Result]:
         """Run `command` in the thread, before the engine's next step. An exception ends the engine, which may be left half changed;
-        except a GrpoAsyncError, which concerns the trainer.
-
-        Raises (in the future):
-            EngineDeadError: the thread has ended.
-        """
+        except a GrpoAsyncError, which concerns the trainer."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -184,16 +177,12 @@ class EmbeddedEngine(Engine):
         return future
 
     async def _command(self, command: Callable[[], Result]) -> Result:
-        """Run `command` and wait for it."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(self._call(command))
         except TimeoutError as error:
             raise DeadlineError(
-                "the engine to finish its step",
-                waited_s=self._timeout_s,
-                setting="inference.heartbeat_timeout_s",
-                hint="It is stuck, or the machine is too slow for prompts of this length.",
+                "the engine to finish its step", waited_s=self._timeout_s, setting="inference.heartbeat_timeout_s"
             ) from error
 
     # ---- requests ----
@@ -213,11 +202,7 @@ class EmbeddedEngine(Engine):
 
     async def _matcher(self, structured_outputs: Mapping[Any, Any], stop_ids: Iterable[int]) -> Any:
         if not is_xgrammar_installed():
-            raise HTTPException(
-                400,
-                "structured_outputs: the embedded engine needs xgrammar for grammars; pip install xgrammar, or set "
-                "inference.engine: vllm",
-            )
+            raise HTTPException(400, "structured_outputs: pip install xgrammar, or set inference.engine: vllm")
         await self.prepare_stop_strings()
         async with self._compiling:
             try:
@@ -233,9 +218,7 @@ class EmbeddedEngine(Engine):
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
         if 0.0 < request.temperature < _MIN_TEMPERATURE:
-            raise HTTPException(
-                400, f"temperature {request.temperature} is too small to divide by; use 0 for greedy decoding"
-            )
+            raise HTTPException(400, f"temperature {request.temperature} is too small to divide by; 0 is greedy")
         if self.failure is not None:
             raise EngineDeadError(self.failure)
         stream = TokenStream(flush_interval_s=request.flush_interval_s)
@@ -310,7 +293,6 @@ class EmbeddedServer(uvicorn.Server):
     def __init__(self, engine: EmbeddedEngine, *, greeting: str = "") -> None:
         config = uvicorn.Config(
             TokenGuard(RolloutApp(engine).app),
-            http=GuardedProtocol,
             log_level="warning",
             access_log=False,
             lifespan="off",

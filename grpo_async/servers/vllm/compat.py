@@ -104,10 +104,8 @@ class WorkerExtension:
 
 
 def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Replace the model's weights in place, as they come, by vLLM's own reload of a checkpoint (layerwise reload): it loads a
-    layer when it has all of its tensors, repacks it for the kernels, and copies it to its old place, so that CUDA graphs see it.
-    Each worker takes its part of whole tensors (tensor, pipeline and expert parallelism). If `weights` raises, the model is usable
-    again, but with parts of two versions."""
+    """Replace the model's weights in place, as they come, by vLLM's layerwise reload of a checkpoint: it repacks a layer for the
+    kernels and copies it to its old place, so that CUDA graphs see it. Each worker takes its part of whole tensors."""
     with torch.no_grad(), _quiet_about_layers_without_parameters(model):
         initialize_layerwise_reload(model)
         try:
@@ -137,8 +135,7 @@ def _quiet_about_layers_without_parameters(model: Any) -> Iterator[None]:
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """Repack tied heads. A tied head shares the parameter of the embeddings but, on CPU, computes with its own packed copy. The
-    reload renews only the parameter, so the head would keep the old weights (Llama; Qwen from 0.28)."""
+    """Repack tied heads: on CPU they compute with a packed copy of the embeddings, which the reload leaves as it was."""
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and uses[id(module.weight)] > 1:
@@ -146,8 +143,7 @@ def _repack_tied_heads(model: Any) -> None:
 
 
 def _repack_experts(model: Any) -> None:
-    """Repack fused experts. On a CPU, vLLM from 0.28 on packs them for its kernel at the first load, but not at a
-    reload."""
+    """Repack fused experts, as vLLM from 0.28 on does on a CPU at the first load, but not at a reload."""
     for module in model.modules():
         kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts: Any = getattr(kernel, "fused_experts", None)
@@ -164,11 +160,7 @@ Abort = Callable[[], Awaitable[None]]
 
 
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
-    """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last.
-
-    Raises:
-        VLLMClientError: the request is wrong. EngineDeadError: the engine is gone.
-    """
+    """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last."""
     prompt, params = tokens_input(list(request.token_ids)), _sampling_params(request)
     return await _submit(engine, request.request_id, prompt, params, lambda output: deliver(_generated(output)))
 
@@ -178,9 +170,6 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
 
     The last token is not part of the prompt but requested by its id, so that max_model_len tokens fit. vLLM does not read
     its prefix cache for prompt logprobs; a salt that nobody shares keeps other requests from reading this one's entries.
-
-    Raises:
-        VLLMClientError, EngineDeadError: as in `submit`.
     """
     last = token_ids[-1]
     params = SamplingParams(
@@ -208,10 +197,9 @@ async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: C
 
 
 def _sampling_params(request: GenerateRequest) -> Any:
-    """The parameters, without the request's seed. vLLM would create a generator from the seed on arrival, so a continued request
-    (after an abort, a failure or a resume) would get the noise of its first tokens again, and sample from another distribution than
-    the policy's. Per-request generators also make its sampler loop over them in Python, and on a CPU they end the server ("CPU
-    Generator does not use offset"). `--seed` seeds the one stream from which all requests draw."""
+    """The parameters, without the request's seed: vLLM would make a generator of it on arrival, so a continued request would
+    get the noise of its first tokens again, and sample from another distribution than the policy's. `--seed` seeds one stream
+    for all."""
     return SamplingParams(
         **{name: getattr(request, name) for name in SAMPLING},
         max_tokens=request.max_tokens,
@@ -312,11 +300,7 @@ def describe(engine: Any) -> ServerInfo:
 
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
     """The parameters that an update must contain: those in the files from which the model was loaded. Unknown if it was loaded
-    from none (`--load-format dummy`), or from files other than safetensors.
-
-    Raises:
-        UpdateRefusedError: the server quantizes.
-    """
+    from none (`--load-format dummy`), or from files other than safetensors."""
     model_config = engine.vllm_config.model_config
     if model_config.quantization is not None:
         raise UpdateRefusedError(
@@ -335,12 +319,9 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
 
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
-    """When this returns, generation is frozen between two tokens, and every sampled token is on its way to this process. Without
-    `keep_cache`, requests that continue recompute their context. (vLLM's documentation of clear_cache is wrong for mode=keep.)
-
-    This is AsyncLLM.pause_generation without its final sleep of 20 ms, which waits for tokens that this process already has;
-    `patches.wait_until_delivered` waits for those. It also lacks the refusal of new requests with which 0.33 begins mode=abort:
-    ours wait at the gate."""
+    """When this returns, generation is frozen between two tokens, and every sampled token is on its way to this process. It is
+    AsyncLLM.pause_generation without its final sleep of 20 ms (`patches.wait_until_delivered` waits for tokens), and without the
+    refusal of new requests with which 0.33 begins mode=abort: ours wait at the gate."""
     if not keep_cache:
         await engine.renderer.clear_mm_cache_async()
     await engine.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=not keep_cache)

@@ -51,8 +51,7 @@ class VllmEngine(Engine):
         self._served: ServedParameters | None = None
         self._statistics = compat.watch_statistics(client)
         # the number of updates and not the version, which may repeat (a trainer that went back to a checkpoint)
-        patches.salt_requests(client, lambda: str(self._num_updates))
-        patches.drop_seeds_on_cpu(client)
+        patches.prepare_requests(client, lambda: str(self._num_updates))
         patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
 
     @property
@@ -157,7 +156,7 @@ class VllmEngine(Engine):
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
         await compat.pause(self._client, abort=abort, keep_cache=keep_cache)
         self.requests.set_paused(True)
-        await self._wait_until_delivered()
+        await patches.wait_until_delivered(self._client.engine_core, timeout_s=_DELIVERY_TIMEOUT_S)
 
     async def resume(self) -> None:
         if self._is_asleep:
@@ -181,9 +180,6 @@ class VllmEngine(Engine):
         if self._is_asleep:
             await self._client.wake_up()
         self._is_asleep = False
-
-    async def _wait_until_delivered(self) -> None:
-        await patches.wait_until_delivered(self._client.engine_core, timeout_s=_DELIVERY_TIMEOUT_S)
 
     # ---- weight updates ----
 
@@ -214,7 +210,7 @@ class VllmEngine(Engine):
         # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
         # that queue is handled, then change the version: all that arrives later was sampled after the coming /resume, by the
         # new weights.
-        await self._wait_until_delivered()
+        await patches.wait_until_delivered(self._client.engine_core, timeout_s=_DELIVERY_TIMEOUT_S)
         self._version = version
         self._num_updates += 1
 

@@ -1,8 +1,7 @@
-"""Runtime patches of vLLM, torch and uvicorn, each with its reason.
+"""Runtime patches of vLLM and torch, each with its reason.
 
-`plugin` applies those of a whole process, `engine` those of its client. All of them fit the versions of vLLM in `command`,
-and those of torch and uvicorn in pyproject.toml. tests/vllm fails if one no longer has any effect,
-scripts/check_vllm_versions.py if vLLM has changed something that is used here. No supported version has a hook instead.
+`plugin` applies those of a whole process, `engine` those of its client. They fit the versions of vLLM in `command`, which have no
+hook instead; scripts/check_vllm_versions.py looks at each.
 """
 
 from __future__ import annotations
@@ -23,22 +22,11 @@ from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger("vllm.grpo_async")
 
-# ---- uvicorn: Config(http="auto") reads HTTP_PROTOCOLS ----
-
-
-def limit_silent_connections() -> None:
-    """Use our protocol in the API server: vLLM's own arguments do not choose uvicorn's protocol."""
-    import uvicorn.config
-
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.guard:GuardedProtocol"
-
-
 # ---- torch: a private function of torch.distributed.rendezvous ----
 
 
 def bind_rendezvous_to_its_own_address() -> None:
-    """Make torch's tcp:// rendezvous listen on the address it was given; by default it listens on every interface, where anybody
-    may read and write the store. A group of one process does not listen at all."""
+    """Make torch's tcp:// rendezvous listen on the address that it was given, and not on every interface."""
     # not `dist.rendezvous`, which is the function of that name
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._create_c10d_store = _create_store_on_its_own_address
@@ -89,11 +77,7 @@ def track_get_output(get_output: GetOutput) -> GetOutput:
 
 
 async def wait_until_delivered(client: Any, *, timeout_s: float) -> None:
-    """Return when every batch that is now in the client's queue has been delivered to its requests.
-
-    Raises:
-        TimeoutError: not delivered within `timeout_s`.
-    """
+    """Return when every batch that is now in the client's queue has been delivered to its requests."""
     asked: asyncio.Event | None = client.__dict__.get(_ASKED)
     if asked is None:  # the task has never run: nothing was ever requested
         return
@@ -114,30 +98,18 @@ def track_deliveries() -> None:
 # ---- vLLM, API server, one engine: AsyncMPClient.add_request_async, AsyncLLM.output_handler ----
 
 
-def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
-    """Make every request, including those of vLLM's own routes, carry the `salt()` of the moment in which it is sent to the engine
-    core. An existing salt is appended to ours."""
+def prepare_requests(engine: Any, salt: Callable[[], str]) -> None:
+    """Change every request, including those of vLLM's own routes, when it is sent to the engine core: it carries the `salt()` of
+    that moment. On a CPU it loses its seed: a prompt that is prefilled in chunks would end the server ("CPU Generator does not use
+    offset")."""
     client = engine.engine_core
     send = client.add_request_async
-
-    async def add_request_async(request: Any) -> None:
-        request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
-        await send(request)
-
-    client.add_request_async = add_request_async
-
-
-def drop_seeds_on_cpu(engine: Any) -> None:
-    """Take the seed from every request, including those of vLLM's own routes, where vLLM runs on a CPU: there a prompt that is
-    prefilled in chunks ends the server if it has a seed ("CPU Generator does not use offset")."""
-    if engine.vllm_config.device_config.device_type != "cpu":
-        return
-    client = engine.engine_core
-    send = client.add_request_async
+    is_on_cpu = engine.vllm_config.device_config.device_type == "cpu"
     warn = WarnOnce(logger)
 
     async def add_request_async(request: Any) -> None:
-        if request.sampling_params is not None and request.sampling_params.seed is not None:
+        request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
+        if is_on_cpu and request.sampling_params is not None and request.sampling_params.seed is not None:
             warn("seed", "a request sets `seed`, which vLLM on a CPU cannot honour; it is ignored, for all requests")
             request.sampling_params.seed = None
         await send(request)

@@ -26,11 +26,13 @@ from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer import connections as connections_module
-from grpo_async.trainer import lead as lead_module
-from grpo_async.trainer.lead import Leader, lead_ranks
+from grpo_async.trainer import start as start_module
+from grpo_async.trainer.loop import Trainer
+from grpo_async.trainer.saving import Saver
+from grpo_async.trainer.start import run_rank_zero
 from grpo_async.training.checkpoint import CheckpointState
 from tests.launch.support import make_config
-from tests.trainer.fakes import FakeSource, FakeSync
+from tests.trainer.fakes import FakeChannel, FakeSource, FakeSync
 
 
 class _Fleet:
@@ -99,6 +101,7 @@ class _Sync(FakeSync):
 
     def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
         if not self.outcomes:
+            self.served_version = version
             self.calls.append(f"push {version}")
             return {}
         outcome = self.outcomes.pop(0)
@@ -109,7 +112,9 @@ class _Sync(FakeSync):
 
 
 class _Source(FakeSource):
-    """It is asked to stop at the first `take`."""
+    """It is asked to stop at the first `take`. `result`: of evaluations."""
+
+    result: EvaluationResult | None = None
 
     def __init__(self, events: list[str], closed: list[str]) -> None:
         self.events = events
@@ -117,18 +122,21 @@ class _Source(FakeSource):
         self.close = lambda: closed.append("rollout side")
         self.resume_state = lambda: ResumeState(data={}, outstanding=[], ledger={})
         self.ledger_snapshot = dict
-        self.wake = self.interrupt = self.stop_generating = lambda: None
+        self.wake = self.interrupt = self.stop_generating = self.wait_for_change = lambda: None
         self.tell_of_failures = lambda tell: None
 
     def begin_evaluation(self, task: Any, *, num_tokens: Any) -> Future[Any]:
         self.events.append(f"evaluate {task.step}")  # the evaluator gives its task back
-        return Future()
+        running: Future[Any] = Future()
+        if self.result is None:  # the run is to stop
+            running.cancel()
+        else:
+            running.set_result(self.result)
+        return running
 
-    def await_evaluation(self, running: Future[Any], *, heartbeat: Any, on_change: Any) -> None:
-        """It has no result: the run was to stop."""
-
-    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, on_change: Any) -> None:
+    def take(self, num_groups: int, *, trainer_version: int) -> None:
         self.events.append(f"take {trainer_version}")
+        self.is_stopping = True
 
     def advance(self, version: int) -> None:
         self.events.append(f"serve {version}")
@@ -150,22 +158,27 @@ class _Stub:
         self.saved_fingerprints = self.fingerprints
         evaluator = SimpleNamespace(num_tokens=0, run=lambda task: task, majority_baseline=None)
 
-        def side(config: ExperimentConfig, **_: Any) -> Any:
+        def side(config: ExperimentConfig, *, store: Any, **_: Any) -> Any:
+            store.supersede_from = lambda seq, step: self.events.append(f"supersede {seq}")
             return SimpleNamespace(
                 config=config, source=self.source, evaluator=evaluator, first_prompts=[], first_prompt_ids=[], tool_sets=[],
-                supersede=lambda: self.events.append("supersede"),
+                next_seq=5,
             )  # fmt: skip
 
         for module, name, fake in (
             (connections_module, "Fleet", lambda urls, **_: self.fleet),
-            (lead_module, "build_rollout_side", side),
-            (lead_module, "WeightTransport", lambda *_, **__: self._transport()),
-            (lead_module, "FleetSync", lambda *_, **__: self.sync),
-            (lead_module, "run_preflight", self._preflight),
-            (lead_module, "run_fingerprints", lambda *_: self.fingerprints),
-            (lead_module, "load_state", lambda run_dir, step: self._state(step)),
-            (lead_module, "set_aside_later_checkpoints", lambda run_dir, step: self.events.append(f"set aside {step}")),
-            (Leader, "save", lambda leader, step, wait=False: self._save(leader._saved_step, step)),
+            (start_module, "build_rollout_side", side),
+            (start_module, "WeightTransport", lambda *_, **__: self._transport()),
+            (start_module, "FleetSync", lambda *_, **__: self.sync),
+            (start_module, "run_preflight", self._preflight),
+            (start_module, "run_fingerprints", lambda *_: self.fingerprints),
+            (start_module, "load_state", lambda run_dir, step: self._state(step)),
+            (
+                start_module,
+                "set_aside_later_checkpoints",
+                lambda run_dir, step: self.events.append(f"set aside {step}"),
+            ),
+            (Saver, "save", lambda saver, step, wait=False: self._save(saver._saved_step, step)),
         ):
             monkeypatch.setattr(module, name, fake)
 
@@ -202,7 +215,6 @@ def _lead(
         run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=("http://127.0.0.1:1",),
         resume_step=resume_step, purpose=purpose,
     )  # fmt: skip
-    told: list[str] = []
     sizes = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=dict))
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7), config=sizes)
     cpu = torch.device("cpu")
@@ -211,11 +223,11 @@ def _lead(
         load=lambda step: stub.events.append(f"restore {step}"), export=lambda **_: stub.events.append("export"),
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], device=cpu), num_parameters=0, world_size=1, device=cpu, peaks=[1 << 30],
-        channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
+        channel=FakeChannel(),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))
-    lead_ranks(place, ControlClient(None), context, renderer)
-    return told
+    run_rank_zero(place, ControlClient(None), context, renderer)
+    return [type(command).__name__ for command in context.channel.of_first]
 
 
 def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_were_pushed(
@@ -232,7 +244,7 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     config = make_config(tmp_path, training={"max_steps": 9})
     _lead(stub, config, resume_step=3)
     assert stub.events == [
-        "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight",
+        "restore 3", "set aside 3", "supersede 5", "look for servers", "push 3", "serve 3", "preflight",
         "start generating", "take 3",
     ]  # fmt: skip
 
@@ -272,7 +284,7 @@ def test_a_wait_for_a_server_has_the_deadline_of_the_start_and_tells_the_other_r
     stub = _Stub(monkeypatch)
     stub.sync.outcomes = [None]  # the first push reaches no server
     told = _lead(stub, make_config(tmp_path, inference={"startup_timeout_s": 77.0}))
-    assert told.count("WaitCommand") == 1
+    assert told.count("WaitCommand") == 2
     assert stub.fleet.deadlines_s == [77.0, 77.0]  # for the first server, and for one to take the weights
 
 
@@ -324,11 +336,12 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
 ) -> None:
     stub = _Stub(monkeypatch)
 
-    def all_its_steps(leader: Leader) -> int:
-        leader._is_complete = True
+    def all_its_steps(trainer: Trainer) -> int:
+        trainer.is_complete = True
+        trainer.publisher.version = 2
         return 2
 
-    monkeypatch.setattr(Leader, "train", all_its_steps)
+    monkeypatch.setattr(Trainer, "train", all_its_steps)
     stub.fleet.up = [True, RunError("all servers were given up")]
     _lead(stub, make_config(tmp_path))
     assert stub.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
@@ -343,7 +356,7 @@ def test_a_stop_during_the_evaluation_after_training_leaves_a_run_that_a_resume_
 
     def lead_from_the_last_step(result: EvaluationResult | None) -> dict[str, Any]:
         stub = _Stub(monkeypatch)
-        monkeypatch.setattr(stub.source, "await_evaluation", lambda *_, **__: result, raising=False)
+        stub.source.result = result
         _lead(stub, config, resume_step=2)
         assert stub.events[-2:] == ["export", "evaluate 2"]
         summary: dict[str, Any] = json.loads(run_dir.summary.read_text())

@@ -1,0 +1,103 @@
+"""When the servers get the trainer's weights. A push is made by the trainer's main thread, between two steps or while it waits.
+
+after a step     push_after_step   every `weight_sync_steps` steps, and after the last
+while it waits   push_if_due       servers joined, or the evaluation that held a push back is over
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from grpo_async.inference.fleet import Fleet
+from grpo_async.rollout.source import RolloutSource
+from grpo_async.tracking.timeline import record
+from grpo_async.trainer.weight_sync import FleetSync
+from grpo_async.training.ranks import GatherCommand, ScoreCommand, TrainerContext
+from grpo_async.training.timing import Activity
+from grpo_async.training.verify import TrainerScores
+
+
+class Publisher:
+    """See the module's docstring.
+
+    Attributes:
+        version: of the weights in this process: the number of finished steps.
+    """
+
+    def __init__(
+        self,
+        context: TrainerContext,
+        sync: FleetSync,
+        *,
+        fleet: Fleet,
+        source: RolloutSource,
+        activity: Activity,
+        version: int,
+    ) -> None:
+        self._context = context
+        self._sync = sync
+        self._fleet = fleet
+        self._source = source
+        self._activity = activity
+        self._held_by: Future[Any] | None = None
+        self._is_overdue = False  # a push was held back
+        self.version = version
+
+    @property
+    def served_version(self) -> int | None:
+        """The version of the last complete push."""
+        return self._sync.served_version
+
+    def hold(self, until: Future[Any]) -> None:
+        """Push nothing until `until` is done, except if no server serves: it evaluates a single version (`pin_version`)."""
+        self._held_by = until
+
+    @property
+    def is_held(self) -> bool:
+        return self._held_by is not None and not self._held_by.done()
+
+    def push(self) -> dict[str, float]:
+        """Push the current weights, on all ranks, and verify them if that is due. Returns metrics. With no server up, training goes
+        on with the queued groups; the weights follow as soon as one is up (`push_if_due`)."""
+        version, self._is_overdue = self.version, False
+        activity = f"pushing version {version} to the servers"
+        with self._activity.during(activity, "wait for the push", "pushing", version=version):
+            metrics = self._sync.push(version, before_gather=self._gather)
+        if metrics is None:
+            return {"sync/skipped": 1.0}
+        began = time.time()
+        if verified := self._sync.verify(self.score):
+            record("verify weights", began, time.time())
+        self._source.advance(version)
+        return metrics | verified
+
+    def push_after_step(self) -> dict[str, float]:
+        """Push if it is due after the step of this version; returns metrics."""
+        config, step = self._context.config, self.version
+        if not (self._is_overdue or step % config.training.weight_sync_steps == 0 or step == config.num_steps):
+            return {}
+        if self.is_held:
+            self._is_overdue = True
+            return {"sync/held": 1.0}
+        return self.push()
+
+    def push_if_due(self) -> None:
+        """While the trainer waits: push to servers that can serve again, and make the push that was held back. While one is held
+        back and another server serves, servers that come back wait: a push goes to all."""
+        if self._context.config.inference.urls:  # the launcher ends the run when its own are lost
+            self._fleet.check_any_left()
+        waits = self.is_held and self.version != self.served_version
+        joins = self._fleet.has_ready and not (waits and self._fleet.serving())
+        if joins or (self._is_overdue and not self.is_held):
+            self.push()
+
+    def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
+        """Log-probabilities of token sequences under the current weights, on all ranks; see training.reference."""
+        self._context.channel.send_all(ScoreCommand(sequences=sequences, rounding=rounding))
+        return self._context.score(sequences, rounding)
+
+    def _gather(self, bucket_bytes: int) -> None:
+        self._context.channel.send_all(GatherCommand(bucket_bytes=bucket_bytes))

@@ -1,0 +1,208 @@
+"""What rank 0 tells of the run: metrics lines, trackers, messages to the launcher, and summary.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from grpo_async.buffer.ledger import is_balanced
+from grpo_async.checks.memory import describe_peak
+from grpo_async.evaluation.evaluations import RunEvaluations
+from grpo_async.findings import Diagnosis, RunHistory, diagnose
+from grpo_async.inference.fleet import Fleet
+from grpo_async.processes.control import ControlClient
+from grpo_async.records import ScoredGroup
+from grpo_async.rollout.source import RolloutSource
+from grpo_async.tracking import MetricsWriter, Trackers
+from grpo_async.tracking.timeline import span
+from grpo_async.training.metrics import CounterSnapshot, PipelineMeter
+from grpo_async.training.ranks import TrainerContext
+from grpo_async.training.step import StepResult
+from grpo_async.training.timing import Activity, peak_bytes
+from grpo_async.utils.files import write_atomically
+from grpo_async.utils.run_state import FINISHED, STOPPED
+from grpo_async.utils.text import both_ends
+from grpo_async.viewer.format import conversation, message_text
+
+logger = logging.getLogger(__name__)
+
+_EXAMPLE_STEPS = 5
+"""Number of steps between two examples of what the policy writes; the first step also has one."""
+_MAX_PROMPT, _MAX_COMPLETION = 300, 1000  # characters
+
+
+@contextmanager
+def phase(name: str, control: ControlClient) -> Iterator[None]:
+    """Tell the launcher what rank 0 does, and record it in the timeline."""
+    control.send("phase", name=name)
+    with span(name):
+        yield
+
+
+class Reporter:
+    """See the module's docstring.
+
+    Args:
+        log, trackers: receive the metrics of each step.
+        meter: of the whole run, also of the steps before a resume.
+        start: finished steps when this process began.
+    """
+
+    def __init__(
+        self,
+        context: TrainerContext,
+        control: ControlClient,
+        *,
+        fleet: Fleet,
+        source: RolloutSource,
+        evaluations: RunEvaluations,
+        log: MetricsWriter,
+        trackers: Trackers,
+        meter: PipelineMeter,
+        activity: Activity,
+        start: int,
+    ) -> None:
+        self._context = context
+        self._control = control
+        self._fleet = fleet
+        self._source = source
+        self._evaluations = evaluations
+        self._log = log
+        self._trackers = trackers
+        self._meter = meter
+        self._activity = activity
+        self._start = start
+
+    def begin_training(self) -> None:
+        """What happened until now (startup, evaluation) belongs to no step."""
+        self._activity.take_seconds()
+        self._meter.begin(self._read_counters())
+
+    def measure(self, metrics: dict[str, float], result: StepResult, trained: Sequence[ScoredGroup], step: int) -> None:
+        """Add the metrics of a step that has trained the groups `trained` to `metrics`."""
+        metrics |= result.metrics
+        metrics |= self._meter.step(
+            self._read_counters(),
+            trained_tokens=result.num_tokens,
+            staleness=_staleness(trained, step - 1),
+            reward=metrics.get("reward"),
+            spent=self._activity.take_seconds(),
+        )
+        metrics |= self._source.gauges() | self._context.checkpoints.take_metrics()
+
+    def report(self, step: int, metrics: dict[str, float], groups: Sequence[ScoredGroup]) -> None:
+        """A step is done: report it to log, trackers and launcher."""
+        peak = float(peak_bytes(self._context.device))
+        metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": peak}
+        self._log.write(step, metrics)
+        self._source.log(step, metrics)
+        self._trackers.log(step, metrics)
+        config = self._context.config
+        self._control.send("step", step=step, max_steps=config.num_steps, metrics=metrics)
+        is_first = step == self._start + 1
+        if (is_first or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
+            self._control.send("example", step=step, **example)
+        if "eval/step" in metrics and config.tracking:
+            self._track_evaluation(step)
+        if is_first and self._context.peaks:
+            text = f"memory of a trainer rank after step {step}: {describe_peak(**self._memory())}"
+            logger.info(text)
+            self._control.send("note", text=text)
+
+    def report_wait(self, step: int) -> None:
+        """Tell the launcher what the groups are doing for which `step` waits."""
+        groups = self._source.ledger_snapshot()["groups"]
+        counts = ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in groups.items() if number)
+        self._control.send("phase", name=f"training: step {step} waits for groups ({counts})")
+
+    def report_evaluation(self, engine: str) -> None:
+        """End a run of zero steps: tell the launcher what the evaluation found, unless a stop cancelled it."""
+        summary = self._evaluations.summary()
+        if summary is not None and summary["before"] is not None:
+            self._control.send("summary", summary={"engine": engine, **summary})
+
+    def write_summary(self, steps: int, *, is_complete: bool, engine: str) -> None:
+        """Write summary.json of a run that ends after `steps` finished steps. `is_complete`: it has trained and exported all."""
+        run_dir, memory, ledger = self._context.run_dir, self._memory(), self._source.ledger_snapshot()
+        summary = {
+            "status": FINISHED if is_complete and not self._evaluations.is_final_missing else STOPPED,
+            "steps": steps,
+            "model": str(run_dir.model) if is_complete else None,
+            "num_devices": self._context.world_size,
+            "engine": engine,
+            "on_gpu": memory.pop("on_gpu"),
+            "server_failures": [
+                {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
+                for failure in self._fleet.failures
+            ],
+            **self._meter.summary(),
+            "learning": self._track_evaluation(steps).as_dict(),
+            "evaluation": self._evaluations.summary(),
+            "ledger": ledger,
+            "ledger_closed": is_balanced(ledger),
+            "memory": memory,
+        }
+        write_atomically(run_dir.summary, json.dumps(summary, indent=2))
+        self._control.send("summary", summary=summary)
+
+    def _track_evaluation(self, step: int) -> Diagnosis:
+        """Give trackers the completions of evaluations that have ended. Return how the run stands by now."""
+        diagnosis = diagnose(RunHistory.read(self._context.run_dir))
+        self._trackers.log_completions(step, self._evaluations.take_completions())
+        self._trackers.log_diagnosis(step, " ".join(diagnosis.lines))
+        return diagnosis
+
+    def _memory(self) -> dict[str, Any]:
+        """The peak memory of each rank by the end of its first step."""
+        return {"peaks": list(self._context.peaks or ()), "on_gpu": self._context.device.type == "cuda"}
+
+    def _read_counters(self) -> CounterSnapshot:
+        """The counters exclude tokens of evaluations, but include the time that servers are busy with them."""
+        counters = self._fleet.read_counters()
+        return CounterSnapshot(
+            time_s=time.monotonic(),
+            generation_busy_s=counters.busy_s,
+            generated_tokens=counters.generated_tokens - self._evaluations.num_tokens,
+        )
+
+
+def example_of(groups: Sequence[ScoredGroup]) -> dict[str, Any] | None:
+    """An example from the group whose rewards are furthest apart: the last message of its prompt, and the completions with the
+    highest and the lowest reward; long texts lose their middle. One completion if all rewards are equal; None without any reward.
+
+    {"prompt": "3 + 4 =", "completions": [{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": "8"}]}
+    """
+    found = []
+    for group in groups:
+        pairs = zip(group.rewards, group.group.trainable, strict=True)
+        if rated := [(reward, completion) for reward, completion in pairs if reward is not None]:
+            found.append((group.group.prompt, max(rated, key=itemgetter(0)), min(rated, key=itemgetter(0))))
+    if not found:
+        return None
+    prompt, best, worst = max(found, key=lambda each: each[1][0] - each[2][0])
+    messages = best[1].prompt_messages or prompt.messages
+    return {
+        "prompt": both_ends(message_text(messages[-1]) if messages else "", _MAX_PROMPT),
+        "completions": [
+            {"reward": reward, "text": both_ends(conversation(completion.completion_messages()), _MAX_COMPLETION)}
+            for reward, completion in ([best, worst] if best[0] > worst[0] else [best])
+        ],
+    }
+
+
+def _staleness(groups: Sequence[ScoredGroup], trainer_version: int) -> Counter[int]:
+    """Number of trained tokens by their staleness."""
+    counts: Counter[int] = Counter()
+    for sample in chain.from_iterable(group.samples for group in groups):
+        versions, numbers = np.unique(sample.policy_versions[sample.loss_mask], return_counts=True)
+        counts.update(dict(zip((trainer_version - versions).tolist(), numbers.tolist(), strict=True)))
+    return counts
