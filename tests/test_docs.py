@@ -57,9 +57,9 @@ def test_the_events_of_the_reference_are_those_of_the_code() -> None:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
                 continue
             of = ast.unparse(call.func)
-            if re.search(r"^span$|^record$|clock\.part$|^_phase$|call_all$", of):
+            if re.search(r"^span$|^record$|clock\.part$|^phase$|call_all$", of):
                 names = call.args[:1]
-            elif of.endswith("activity.during"):
+            elif of.endswith("during"):
                 names = call.args[1:2]
             else:
                 continue

@@ -51,7 +51,7 @@ def export_rollouts(
     if isinstance(out, Path) and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
     writable = (out.absolute().parent,) if isinstance(out, Path) else ()
-    with RolloutTable(folder, writable=writable) as table:
+    with RolloutTable.open(folder, writable=writable) as table:
         if table.damage and not skip_damaged:
             listed = "\n  ".join(table.damage)
             raise RunError(f"some rollouts cannot be read:\n  {listed}\n--skip-damaged exports the others")

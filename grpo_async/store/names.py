@@ -125,9 +125,8 @@ _COLUMNS = {name: f's."{name}"' for name in COLUMN_NAMES} | {each.name: each.sql
 VIEW_SQL = (
     "CREATE VIEW rollouts AS SELECT "
     + ", ".join(f'{sql} AS "{name}"' for name, sql in _COLUMNS.items())
-    + ", s AS stored FROM stored AS s"
+    + " FROM stored AS s"
 )
-"""With the whole row of `stored` as a struct of this name, for exports."""
 LAST_STEP_SQL = """CREATE MACRO last_step() AS (SELECT
 coalesce(max(step) FILTER (group_status IN ('trained', 'failed')), max(step))
 FROM stored WHERE NOT superseded)"""

@@ -1,6 +1,9 @@
 """The rows of the rollout store in Python: a group, its rollouts, their turns.
 
-the rows of one `seq` (schema.COLUMNS) -> GroupRow(RolloutRow(TurnRow...)...)
+    the rows of one `seq` (schema.COLUMNS) -> GroupRow(RolloutRow(TurnRow...)...)
+
+A row is complete: it holds the texts, the token ids and what training made of them, so that a rollout can be looked at
+without the dataset or the model. Field names are the keys of the JSON lines (`lines` writes them).
 """
 
 from __future__ import annotations
@@ -10,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from pydantic import TypeAdapter
 
-from grpo_async.records import FinishReason, GroupStatus, RolloutStatus, TaggedMessage, ToolCallRecord
+from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
 from grpo_async.store.schema import SCHEMA
 
 _JSON_COLUMNS = ("messages", "reset_messages", "turns", "branches", "extra")
-_SHARED = ("status", "truncated", "done", "error", "rewards", "total_duration_s")  # with branches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,29 +117,59 @@ class GroupRow:
         return next((path for each in self.rollouts for path in each.paths if path.rollout_id == rollout_id), None)
 
 
-_GROUP: TypeAdapter[GroupRow] = TypeAdapter(GroupRow)
-
-
 def from_columns(rows: Sequence[Mapping[str, Any]]) -> GroupRow:
     """The group whose rollouts are `rows` (schema.COLUMNS), in their order: every row of one `seq`."""
     first = rows[0]
-    group = {
-        **first,
-        "schema": SCHEMA,
-        "status": first["group_status"],
-        "messages": orjson.loads(first["prompt_messages"]),
-        "columns": orjson.loads(first["columns"]),
-        "rollouts": [_rollout(row) for row in rows if row["rollout_index"] is not None],
-    }
-    return _GROUP.validate_python(group)
+    return GroupRow(
+        schema=SCHEMA,
+        seq=first["seq"],
+        group_id=first["group_id"],
+        prompt_id=first["prompt_id"],
+        step=first["step"],
+        status=GroupStatus(first["group_status"]),
+        written_at=first["written_at"],
+        prompt_hash=first["prompt_hash"],
+        messages=_messages_from(orjson.loads(first["prompt_messages"])),
+        columns=orjson.loads(first["columns"]),
+        rollouts=[_rollout_from(row) for row in rows if row["rollout_index"] is not None],
+    )
 
 
-def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with its branches as rollouts, which have what is missing of theirs from it."""
-    content = {**row, **{name: orjson.loads(row[name] or b"null") for name in _JSON_COLUMNS}}
-    shared = {name: content[name] for name in _SHARED}
+def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
+    content = {name: row[name] for name in RolloutRow.__dataclass_fields__ if name != "parent"}
+    content |= {name: None if row[name] is None else orjson.loads(row[name]) for name in _JSON_COLUMNS}
+    shared = {name: content[name] for name in ("status", "truncated", "done", "error", "rewards", "total_duration_s")}
     branches = [
-        {**shared, "started_at": min((turn["started_at"] for turn in each["turns"]), default=0.0), **each}
+        _path_from({**shared, "started_at": min((turn["started_at"] for turn in each["turns"]), default=0.0), **each})
         for each in content["branches"] or ()
     ]
-    return {**content, "branches": branches, "started_at": content["started_at"] or 0.0}
+    return _path_from({**content, "branches": branches})
+
+
+def _path_from(content: Mapping[str, Any]) -> RolloutRow:
+    """A rollout, or one of its branches."""
+    reset = content["reset_messages"]
+    return RolloutRow(
+        **{
+            **content,
+            "status": RolloutStatus(content["status"]),
+            "messages": _messages_from(content["messages"]),
+            "reset_messages": None if reset is None else _messages_from(reset),
+            "turns": [_turn_from(turn) for turn in content["turns"]],
+            "started_at": content["started_at"] or 0.0,
+        }
+    )
+
+
+def _messages_from(messages: Sequence[dict[str, Any]]) -> list[TaggedMessage]:
+    return [
+        TaggedMessage(
+            **{**content, "origin": Origin(content["origin"]), "tool_calls": tuple(content.get("tool_calls", ()))}
+        )
+        for content in messages
+    ]
+
+
+def _turn_from(content: dict[str, Any]) -> TurnRow:
+    calls = [ToolCallRecord(**call) for call in content["tool_calls"]]
+    return TurnRow(**{**content, "finish_reason": FinishReason(content["finish_reason"]), "tool_calls": calls})

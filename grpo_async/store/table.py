@@ -1,45 +1,44 @@
 """Reads a rollout store by queries, page by page, also while a run writes it.
 
-    block-N-M.parquet, ...        read where they are, by every query     -+
-    block-N.jsonl (the open one)  read into the table `unsealed` anew     -+-> view `stored` -> view `rollouts` (names)
+    with RolloutTable.open(run.rollouts) as table:
+        query = parse_query("reward < 0.2 and truncated")
+        table.count(query)
+        table.page(query, sort="-length", offset=0, limit=50)
+        ...
+        if table.refresh():     # what the run wrote since
+            ...
 
-A `refresh` makes `stored` anew if a file came, went or grew: other threads see it as it was or as it is.
-A query that meets a block which was sealed or deleted meanwhile is asked again.
+DuckDB reads the sealed blocks where they are; only the open block of lines is held in memory. All
+methods may be called from several threads. Superseded groups are left out unless asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import shutil
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
 from grpo_async.errors import RunError
 from grpo_async.records import root_id
-from grpo_async.store.database import connect, interrupting, lock, quote, sql_paths
-from grpo_async.store.files import MAX_LISTINGS, Block, Metadata, find_blocks, has_writer, read_metadata, torn_bytes
-from grpo_async.store.names import KNOWN, LAST_STEP_SQL, SMALL, VIEW_SQL
+from grpo_async.store.blocks import ALL, Blocks, Row
+from grpo_async.store.database import quote
+from grpo_async.store.names import KNOWN, SMALL
 from grpo_async.store.query import EVERYTHING, Query, QueryError
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
-from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, NO_ROWS_SQL, PARQUET_OPTIONS, select_from_lines
-from grpo_async.utils.files import file_stamp
-from grpo_async.utils.text import count, did_you_mean, first_line
+from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, PARQUET_OPTIONS
+from grpo_async.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-Row: TypeAlias = dict[str, Any]
-
-_ALL = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
-
 PREVIEW_CHARACTERS = 240
 """Length of `prompt_preview` and `completion_preview`, at most."""
 _ROWS_AT_ONCE = 256
+_ROW_KEY = "(seq * 65536 + coalesce(rollout_index, 65535))"
+"""One number per row; a group without rollouts has a row of its own."""
 
 _PROMPT = (
     f"left(json_extract_string(coalesce(reset_messages, prompt_messages), '$[#-1].content'), {PREVIEW_CHARACTERS})"
@@ -116,47 +115,35 @@ class Counts:
 
 
 class RolloutTable:
-    """A store, opened for reading. Use as a context, or call `close`. Safe to use from several threads.
+    """A store, opened for reading. Use as a context, or call `close`."""
 
-    Args:
-        folder: the folder `rollouts` of a run (or of an evaluation). One that is empty, or not there
-            yet, has no rows: `notes` says so.
-        writable: folders that `write_parquet` may write to.
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._counts: dict[tuple[int, str], Counts] = {}  # of the newest generation
 
-    Attributes:
-        damage: blocks and lines that cannot be read, a sentence each.
-        newest_seq: the highest seq of all groups, superseded or not; -1: there is none.
+    @classmethod
+    def open(cls, folder: Path, *, writable: Sequence[Path] = ()) -> Self:
+        """Read what the folder `rollouts` (or that of an evaluation) holds now. One that is empty,
+        or not there yet, has no rows: `notes` says so.
 
-    Raises:
-        RunError: the store is of another version, or cannot be read at all. A damaged block only
-            costs its own rows.
-    """
+        Args:
+            writable: folders that `write_parquet` may write to.
 
-    def __init__(self, folder: Path, *, writable: Sequence[Path] = ()) -> None:
-        self.folder = folder
-        self.damage: list[str] = []
-        self.newest_seq = -1
-        self._metadata = Metadata()
-        self._state: object = None  # of the files, as they were read
-        self._looked_at: dict[object, str] = {}  # stamps of sealed blocks, and why one cannot be read
-        self._lock = threading.RLock()
-        self._scratch = Path(tempfile.mkdtemp(prefix="grpo-async-rollouts-"))
-        self._connection = connect()
+        Raises:
+            RunError: the store is of another version, or cannot be read at all. A damaged block
+                only costs its own rows; `damage` names it.
+        """
+        blocks = Blocks(folder, writable)
         try:
-            lock(self._connection, (folder, *writable), self._scratch)
-            self._load(Metadata(), [])
-            self._connection.execute(LAST_STEP_SQL)
-            self._connection.execute(VIEW_SQL)
-            self.refresh()
+            blocks.refresh()
         except BaseException:
-            self.close()
+            blocks.close()
             raise
+        return cls(blocks)
 
     def close(self) -> None:
         """Allowed more than once."""
-        with self._lock:
-            self._connection.close()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._blocks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -165,10 +152,24 @@ class RolloutTable:
         self.close()
 
     @property
+    def folder(self) -> Path:
+        return self._blocks.folder
+
+    @property
+    def newest_seq(self) -> int:
+        """The highest seq of all groups, superseded or not; -1: there is none."""
+        return self._blocks.newest_seq
+
+    @property
+    def damage(self) -> list[str]:
+        """Blocks and lines that cannot be read, so that their rows are missing. One sentence each."""
+        return self._blocks.damage
+
+    @property
     def notes(self) -> list[str]:
         """What a reader must know, one sentence each: `damage`, torn lines, deleted blocks,
         sampling, superseded groups, an empty store."""
-        found = [*self.damage, *self._torn(), *self._metadata.notes(self.folder)]
+        found = [*self.damage, *self._blocks.torn(), *self._blocks.metadata.notes(self.folder)]
         groups = self.count(with_superseded=True).groups
         superseded = groups - self.count().groups
         if superseded:
@@ -181,137 +182,22 @@ class RolloutTable:
             found.append(f"{self.folder} {state}")
         return found
 
-    def _torn(self) -> Iterator[str]:
-        """Last lines that are not whole, and not being written."""
-        lines = [block for block in find_blocks(self.folder) if not block.is_sealed]
-        for block in lines[:-1] if has_writer(self.folder) else lines:
-            with contextlib.suppress(OSError):  # sealed meanwhile, or in `damage`
-                if rest := torn_bytes(block.path):
-                    yield (
-                        f"the last line of {block.path.name} is torn (the writer was killed, or the "
-                        f"disk was full): {rest} bytes are left out, at most one group"
-                    )
-
-    # -- files
-
     def refresh(self) -> bool:
-        """Read what was written since; whether anything changed.
-
-        Raises:
-            RunError: the folder cannot be read, or is of a version with another format.
-        """
-        import duckdb
-
-        with self._lock:
-            try:
-                for _ in range(MAX_LISTINGS):
-                    metadata, blocks = read_metadata(self.folder), find_blocks(self.folder)
-                    state = (metadata.superseded, [file_stamp(block.path) for block in blocks])
-                    if state == self._state:
-                        self._metadata = metadata
-                        return False
-                    with contextlib.suppress(FileNotFoundError, duckdb.IOException):
-                        self._load(metadata, blocks)
-                        self._state = state
-                        return True
-            except OSError as error:
-                raise RunError(f"cannot read the rollouts in {self.folder}: {error}") from error
-            raise RunError(f"the blocks in {self.folder} change faster than they can be read")
-
-    def _load(self, metadata: Metadata, blocks: Sequence[Block]) -> None:
-        """Make `stored` of these blocks. FileNotFoundError, or DuckDB's IOException: one was sealed
-        or deleted meanwhile."""
-        sealed = [each for each in blocks if each.is_sealed]
-        self._look_at(sealed)
-        damage = [why for each in sealed if (why := self._looked_at[file_stamp(each.path)])]
-        sealed = [each for each in sealed if not self._looked_at[file_stamp(each.path)]]
-        with self._connection.cursor() as cursor, _transaction(cursor):
-            cursor.execute(f"CREATE OR REPLACE TABLE unsealed AS {NO_ROWS_SQL}")
-            for block in blocks:
-                if not block.is_sealed:
-                    damage += _load_lines(cursor, block.path)
-            files = f" UNION ALL SELECT {_ALL} FROM unsealed"
-            if sealed:
-                files = f"SELECT {_ALL} FROM read_parquet({sql_paths([each.path for each in sealed])}){files}"
-            files = files.removeprefix(" UNION ALL ")
-            superseded = f"{metadata.superseded_condition()} AS superseded"
-            cursor.execute(f"CREATE OR REPLACE VIEW stored AS SELECT *, {superseded} FROM ({files})")
-            (newest,) = cursor.execute("SELECT max(seq) FROM unsealed").fetchone() or (None,)
-        lasts = [each.last_seq for each in sealed if each.last_seq is not None]
-        self.newest_seq = max([-1, *lasts, *([] if newest is None else [newest])])
-        self._metadata, self.damage = metadata, damage
-
-    def _look_at(self, sealed: Sequence[Block]) -> None:
-        """Try to read blocks that were not looked at yet: all at once, which is fast, or one by one."""
-        import duckdb
-
-        new = [each for each in sealed if file_stamp(each.path) not in self._looked_at]
-        for some in [new, *([each] for each in new)] if new else []:
-            try:
-                with self._connection.cursor() as cursor:
-                    paths = sql_paths([each.path for each in some])
-                    cursor.execute(f"SELECT count(*) FROM read_parquet({paths})").fetchall()
-            except duckdb.Error as error:
-                if some is not new and some[0].path.exists():
-                    self._looked_at[file_stamp(some[0].path)] = (
-                        f"{some[0].path} is damaged, its rollouts are left out ({first_line(str(error))}); "
-                        "restore it from a copy, or remove it"
-                    )
-                continue
-            self._looked_at |= dict.fromkeys((file_stamp(each.path) for each in some), "")
-            if some is new:
-                return
-
-    # -- questions
-
-    def fetch(self, sql: str, query: Query = EVERYTHING) -> list[Row]:
-        """The rows of a SELECT. `query` is the one in it, for errors. Raises the errors of `cursor`."""
-
-        def ask() -> list[Row]:
-            with self.cursor(query) as cursor:
-                rows = cursor.execute(sql).fetchall()
-                names = [column[0] for column in cursor.description or ()]
-                return [dict(zip(names, row, strict=True)) for row in rows]
-
-        try:
-            return ask()
-        except RunError:
-            if not self.refresh():
-                raise
-            return ask()
-
-    @contextlib.contextmanager
-    def cursor(self, query: Query = EVERYTHING) -> Iterator[DuckDBPyConnection]:
-        """A cursor for this query alone, so that threads do not wait for each other.
-
-        Raises:
-            QueryError: the query does not fit what is stored (a text that is not a number).
-            RunError: a block is damaged, or was sealed or deleted meanwhile.
-            TimeoutError: the deadline of `time_limit` has passed.
-        """
-        import duckdb
-
-        with self._lock:
-            cursor = self._connection.cursor()
-        try:
-            with interrupting(cursor):
-                yield cursor
-        except duckdb.Error as error:
-            problem = first_line(str(error))
-            is_of_file = isinstance(error, duckdb.IOException)
-            if query.text and not is_of_file and not re.search("parquet|decompress", problem, re.I):
-                raise QueryError(query.text, problem) from error
-            raise RunError(f"cannot read the rollouts in {self.folder}: {problem}") from error
-        finally:
-            cursor.close()
+        """Read what was written since; whether anything changed."""
+        return self._blocks.refresh()
 
     # -- pages
 
     def count(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Counts:
         """The number of rollouts that match the query, and of their groups."""
-        counted = "count(rollout_index) AS rollouts, count(DISTINCT seq) AS groups"
-        (found,) = self.fetch(f"SELECT {counted} FROM {_where(query, with_superseded)}", query)
-        return Counts(**found)
+        where = _where(query, with_superseded)
+        key = (self._blocks.generation, where)
+        if key not in self._counts:
+            counted = "count(rollout_index) AS rollouts, count(DISTINCT seq) AS groups"
+            (found,) = self._blocks.fetch(f"SELECT {counted} FROM {where}", query)
+            known = {old: each for old, each in self._counts.items() if old[0] == key[0]}
+            self._counts = known | {key: Counts(**found)}
+        return self._counts[key]
 
     def page(self, query: Query = EVERYTHING, *, sort: str = "-seq", offset: int = 0, limit: int = 50) -> list[Row]:
         """Rollouts that match the query: their small columns, and the beginning of their texts.
@@ -323,7 +209,7 @@ class RolloutTable:
         Raises:
             QueryError: no such column.
         """
-        keys = self.fetch(
+        keys = self._blocks.fetch(
             f"SELECT seq, rollout_index FROM {_where(query)} AND rollout_index IS NOT NULL "
             f"ORDER BY {_order(sort, _ROLLOUT_SORTS)}seq DESC, rollout_index {_window(offset, limit)}",
             query,
@@ -343,7 +229,7 @@ class RolloutTable:
         Raises:
             QueryError: groups have no such value.
         """
-        keys = self.fetch(
+        keys = self._blocks.fetch(
             f"SELECT seq, count(rollout_index) FILTER ({query.sql}) AS num_matching FROM rollouts "
             f"WHERE NOT superseded GROUP BY seq HAVING bool_or({query.sql}) "
             f"ORDER BY {_order(sort, _GROUP_SORTS)}seq DESC {_window(offset, limit)}",
@@ -360,7 +246,7 @@ class RolloutTable:
 
     def group_at(self, seq: int) -> GroupRow:
         """As `group`, by its seq: for one of two with the same id. RunError: there is none."""
-        rows = self._read(_ALL, [seq], "ORDER BY rollout_index")
+        rows = self._read(ALL, [seq], "ORDER BY rollout_index")
         if not rows:
             raise RunError(f"{self.folder} has no group with seq {seq}")
         return from_columns(rows)
@@ -390,7 +276,7 @@ class RolloutTable:
 
     def errors(self, limit: int) -> list[tuple[str, int]]:
         """The most frequent errors of failed rollouts, with their numbers."""
-        rows = self.fetch(
+        rows = self._blocks.fetch(
             f"SELECT error, count(*) AS number FROM {_where(EVERYTHING)} AND status = 'failed' "
             f"AND error IS NOT NULL GROUP BY error ORDER BY number DESC, error LIMIT {int(limit)}"
         )
@@ -398,7 +284,7 @@ class RolloutTable:
 
     def map_names(self) -> dict[str, list[str]]:
         """Names of the entries of `rewards` and of `columns`, those of the newest groups."""
-        rows = self.fetch(
+        rows = self._blocks.fetch(
             "SELECT map_keys(rewards) AS rewards, json_keys(columns) AS columns FROM stored "
             f"WHERE seq > {self.newest_seq - 8}"
         )
@@ -407,27 +293,46 @@ class RolloutTable:
     # -- export
 
     def dump_json(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Iterator[str]:
-        """Every column of every matching rollout and `superseded` as the text of a JSON object, block
-        by block. A group without rollouts is one row, without an id of a rollout."""
-        with self.cursor(query) as cursor:
-            cursor.execute(_matching(_DUMPED_JSON_SQL, query, with_superseded))
-            while rows := cursor.fetchmany(_ROWS_AT_ONCE):
-                yield from (text for (text,) in rows)
+        """Every column of every matching rollout and `superseded` as the text of a JSON object, in
+        the order of writing. A group without rollouts is one row, without an id of a rollout."""
+        with self._dumping(query, _DUMPED_JSON_SQL, with_superseded) as (cursor, selects):
+            for select in selects:
+                cursor.execute(f"{select} ORDER BY seq, rollout_index")
+                while rows := cursor.fetchmany(_ROWS_AT_ONCE):
+                    yield from (text for (text,) in rows)
 
     def write_parquet(self, path: Path, query: Query = EVERYTHING, *, with_superseded: bool = False) -> None:
-        """As `dump_json`, into a Parquet file (zstd). Its folder was named as `writable`."""
-        rows = _matching(_DUMPED_SQL, query, with_superseded)
-        with self.cursor(query) as cursor:
+        """As `dump_json`, into a Parquet file (zstd). Its folder was named as `writable`. Nothing is
+        sorted, because that would hold everything in memory: DuckDB keeps the order of the rows."""
+        with self._dumping(query, _DUMPED_SQL, with_superseded) as (cursor, selects):
+            none = f"SELECT {_DUMPED_SQL} FROM stored LIMIT 0"
+            rows = " UNION ALL ".join(selects) or none
             cursor.execute(f"COPY ({rows}) TO {quote(str(path.absolute()))} ({PARQUET_OPTIONS})")
+
+    @contextlib.contextmanager
+    def _dumping(
+        self, query: Query, columns: str, with_superseded: bool
+    ) -> Iterator[tuple[DuckDBPyConnection, list[str]]]:
+        """A cursor that knows which rows match, and one SELECT of these for each block."""
+        matching = f"SELECT {_ROW_KEY} AS row_key FROM {_where(query, with_superseded)}"
+        with self._blocks.cursor(query) as cursor:
+            cursor.execute(f"CREATE TEMP TABLE matching AS {matching}")
+            yield (
+                cursor,
+                [
+                    f"SELECT {columns} FROM {part} WHERE {_ROW_KEY} IN (SELECT row_key FROM matching)"
+                    for part in self._blocks.parts()
+                ],
+            )
 
     # -- below
 
     def _read(self, columns: str, seqs: Sequence[int], rest: str) -> list[Row]:
-        """Columns of all rows of these groups."""
+        """Columns of the blocks that these groups are in."""
         if not seqs:
             return []
-        listed = ", ".join(str(int(seq)) for seq in dict.fromkeys(seqs))
-        return self.fetch(f"SELECT {columns} FROM stored WHERE seq IN ({listed}) {rest}")
+        where = f"seq IN ({', '.join(str(int(seq)) for seq in dict.fromkeys(seqs))})"
+        return self._blocks.fetch(lambda: f"SELECT {columns} FROM {self._blocks.of(seqs)} WHERE {where} {rest}")
 
     def _summaries(self, seqs: Sequence[int]) -> list[Row]:
         columns = f"{', '.join(SMALL)}, superseded, {_PROMPT} AS prompt_preview, {_SAID} AS completion_preview"
@@ -442,54 +347,15 @@ class RolloutTable:
     def _newest(self, condition: str, what: str) -> int:
         """The newest seq of a group that meets the condition and is not superseded."""
         select = f"SELECT max(seq) AS seq FROM stored WHERE {condition} AND NOT superseded"
-        seq = self.fetch(select)[0]["seq"]
+        seq = self._blocks.fetch(select)[0]["seq"]
         if seq is None:
             hint = "; a resume may have left it behind: export --superseded has what is superseded"
-            left = hint if self._metadata.superseded else ""
+            left = hint if self._blocks.metadata.superseded else ""
             raise RunError(f"there is no {what} in {self.folder}{left}")
         return int(seq)
 
 
 # -- SQL
-
-
-def _load_lines(cursor: DuckDBPyConnection, path: Path) -> Iterator[str]:
-    """Put a block of lines into `unsealed`; what is damaged, a sentence each."""
-    try:
-        num_lines = path.read_bytes().count(b"\n")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        yield f"{path} is damaged, its rollouts are left out ({error}); make it readable"
-        return
-    before = _num_unsealed(cursor)
-    cursor.execute(f"INSERT INTO unsealed {select_from_lines(path)}")
-    damaged = num_lines - (_num_unsealed(cursor) - before)
-    if damaged > 0:
-        yield f"{path}: left out {count(damaged, 'damaged line')}"
-
-
-def _num_unsealed(cursor: DuckDBPyConnection) -> int:
-    (number,) = cursor.execute("SELECT count(DISTINCT seq) FROM unsealed").fetchone() or (0,)
-    return int(number)
-
-
-@contextlib.contextmanager
-def _transaction(cursor: DuckDBPyConnection) -> Iterator[None]:
-    """What is done within becomes visible at once, or not at all."""
-    cursor.execute("BEGIN")
-    try:
-        yield
-    except BaseException:
-        cursor.execute("ROLLBACK")
-        raise
-    cursor.execute("COMMIT")
-
-
-def _matching(columns: str, query: Query, with_superseded: bool) -> str:
-    """A SELECT of these columns of `stored`, of the rows that match. Nothing is sorted, because that
-    would hold everything in memory: DuckDB keeps the order of the files."""
-    return f"SELECT {columns} FROM (SELECT unnest(stored) FROM {_where(query, with_superseded)})"
 
 
 def _where(query: Query, with_superseded: bool = False) -> str:

@@ -71,7 +71,7 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
          "`agent` is also the reward of an environment or of the agent"),
         (TRAIN, [], {"rollout": {"agent": {"function": "examples.agent.agent:runn"}}}, "did you mean 'run'"),
         (TRAIN, [], {"rollout": {"agent": {"function": "no_such_module:run"}}}, "no_such_module:run: there is no module"),
-        (TRAIN, [], {"rollout": {"agent": {"command": ["no-such-program"]}}}, "no-such-program is not on PATH"),
+        (TRAIN, [], {"rollout": {"agent": {"command": ["no-such-program"]}}}, "no-such-program is no program on PATH"),
         # addresses of a network that exists in documents only
         (TRAIN, [], {"rollout": {"agent": {"command": ["true"], "host": "192.0.2.7"}}},
          "rollout.agent.host: 192.0.2.7 cannot be bound"),

@@ -15,9 +15,9 @@ import pytest
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
-from grpo_async.store.database import time_limit
+from grpo_async.store.database import quote, time_limit
 from grpo_async.store.names import HELP, NAMES, help_text
-from grpo_async.store.query import Query, QueryError, both, parse_query
+from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
     append,
@@ -65,7 +65,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
     folder = tmp_path_factory.mktemp("queries") / "rollouts"
     with LineStore(folder) as store:
         _fill(store)
-    with RolloutTable(folder) as opened:
+    with RolloutTable.open(folder) as opened:
         yield opened
 
 
@@ -209,7 +209,7 @@ def test_no_file_but_those_of_the_store_can_be_read_by_a_query(
 
 def test_a_query_changes_no_setting_reads_no_secret_and_writes_nothing(table: RolloutTable) -> None:
     """Statements do not get through `parse_query`; the database refuses them too."""
-    with table.cursor() as cursor:
+    with table._blocks.cursor() as cursor:
         for statement in (
             "SET enable_external_access = true",
             "SET memory_limit = '1TB'",
@@ -225,6 +225,13 @@ def test_a_query_changes_no_setting_reads_no_secret_and_writes_nothing(table: Ro
                 cursor.execute(statement)
         assert cursor.execute("FROM duckdb_secrets()").fetchall() == []
     assert not list(Path("/tmp").glob("grpo-async-test*"))
+
+
+@pytest.mark.parametrize("value", ["x'; DROP TABLE unsealed; --", "a') FROM stored; --", "%_", ""])
+def test_a_quoted_value_means_exactly_itself(table: RolloutTable, value: str) -> None:
+    assert _ids(table, f"id={quote(value)}") == set()
+    assert _ids(table, f"columns[{quote(value)}] = 'x'") == set()
+    assert _ids(table, f"{quote(value)} = {quote(value)}") == EVERY
 
 
 def test_a_query_that_takes_too_long_is_interrupted(table: RolloutTable) -> None:
@@ -272,9 +279,23 @@ def test_a_mistake_is_pointed_at_with_a_remedy(text: str, position: int, remedy:
     assert str(error).splitlines()[1:] == [f"  {text}", "  " + " " * position + "^"]
 
 
+def test_carets_stand_below_wide_characters_and_control_characters_are_not_shown() -> None:
+    """漢 takes two columns of a terminal."""
+    assert str(_mistake("id='漢' and rewrad<1")).splitlines()[2] == "  " + " " * 12 + "^"
+    error = _mistake("done and\n'\x1b[2J' = rewrad")
+    assert "\x1b" not in str(error)
+    assert len(str(error).splitlines()) == 3
+
+
 @pytest.mark.parametrize("text", ["id = 'x' or true -- (", "id = 'x' or true"])
 def test_what_follows_a_query_is_no_part_of_it(table: RolloutTable, text: str) -> None:
     assert {each["rollout_id"] for each in table.page(both(parse_query(text), parse_query("stale")))} == {"c0"}
+
+
+def test_both_joins_two_queries(table: RolloutTable) -> None:
+    joined = both(parse_query("done or stale"), parse_query("text like '%three%'"))
+    assert {each["rollout_id"] for each in table.page(joined)} == {"b0"}
+    assert both(EVERYTHING, joined) == both(joined, EVERYTHING) == joined
 
 
 def test_the_help_has_every_column_and_only_examples_that_can_be_run(table: RolloutTable) -> None:
@@ -292,7 +313,7 @@ def test_a_query_that_takes_too_much_memory_fails_alone_once_the_process_is_limi
         "from grpo_async.store.table import RolloutTable\n"
         "database.half_of_memory = lambda: 1 << 30\n"
         "database.limit_process_memory()\n"
-        "with RolloutTable(Path(sys.argv[1])) as table:\n"
+        "with RolloutTable.open(Path(sys.argv[1])) as table:\n"
         "    try: table.count(Query('len(range(3000000000)) > 0'))\n"
         "    except GrpoAsyncError as error: print(error)\n"
         "    print(table.count().rollouts)\n"

@@ -103,6 +103,15 @@ def test_a_torn_last_line_is_skipped_noted_and_cut_off_by_the_next_writer(
     assert read_metadata(tmp_path).num_lost == 1
 
 
+@pytest.mark.parametrize("content", [b"", b'{"schema":5,"se'])
+def test_a_block_without_a_whole_line_is_removed_and_its_name_not_used_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FIRST_BLOCK).write_bytes(content)
+    assert _ids(tmp_path) == []
+    write_groups(tmp_path, 5)
+    assert _seqs(tmp_path) == [(bool(content), 5)]
+    assert not any("max_gb" in note for note in read_metadata(tmp_path).notes(tmp_path))  # nothing was deleted
+
+
 def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line_and_is_not_lost_by_sealing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

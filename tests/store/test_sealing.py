@@ -17,6 +17,7 @@ from typing import Any
 import duckdb
 import pytest
 
+from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
 from grpo_async.store.files import find_blocks, read_metadata
@@ -35,6 +36,7 @@ from tests.store.builders import (
     build_tool_rollout,
     seal_all,
     small_blocks,
+    write_groups,
 )
 from tests.support.stored import read_groups
 from tests.support.waiting import eventually
@@ -216,6 +218,30 @@ def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Pat
         append_simple(again, 9)
     assert [row.seq for row in read_groups(tmp_path / "rollouts")] == [*before, len(before)]
     assert all(block.is_sealed for block in find_blocks(tmp_path / "rollouts"))
+
+
+def test_a_block_that_cannot_be_sealed_stays_and_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(tmp_path) as store:
+        append_simple(store, 0)
+        in_the_way = tmp_path / "block-000000000000.jsonl.sealing"
+        in_the_way.mkdir()  # root may write anywhere: a folder in the way does the same
+    assert "block-000000000000.jsonl stays as JSON lines" in capfd.readouterr().err
+    assert [row.group_id for row in read_groups(tmp_path)] == [0]
+
+
+def test_lines_under_a_wrong_name_or_with_a_seq_twice_are_not_sealed(tmp_path: Path) -> None:
+    write_groups(tmp_path, 0)
+    wrong = tmp_path / "block-000000000007.jsonl"
+    (tmp_path / "block-000000000000.jsonl").rename(wrong)
+    with pytest.raises(RunError, match=r"it has 1 line, and 1 group from seq 0 on"):
+        seal_block(wrong)
+    assert wrong.exists()
+    doubled = tmp_path / "block-000000000000.jsonl"
+    doubled.write_bytes(wrong.read_bytes() * 2)
+    with pytest.raises(RunError, match=r"it has 2 lines, and 1 group from seq 0 on"):
+        seal_block(doubled)
+    assert doubled.exists()
+    assert not list(tmp_path.glob("*.sealing"))
 
 
 # -- room

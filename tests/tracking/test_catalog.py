@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from grpo_async.tracking.catalog import CATALOG, Better, Reduction, describe
 
 
@@ -13,6 +15,13 @@ def test_the_name_that_is_written_out_comes_before_the_pattern_which_names_its_p
     assert describe("eval/reward").better is Better.HIGHER
     info = describe("my/own")  # an unknown one is a mean and says so
     assert (info.name, info.reduction, info.is_known) == ("my/own", Reduction.MEAN, False)
+
+
+def test_a_reduction_makes_one_value_of_several() -> None:
+    # mean, min, max, sum, last
+    assert [reduction([1.0, 4.0, 1.0]) for reduction in Reduction] == [2.0, 1.0, 4.0, 6.0, 1.0]
+    with pytest.raises(ValueError, match="no value to take the mean of"):
+        Reduction.MEAN([])
 
 
 def test_every_entry_can_be_reached() -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,14 @@ def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file
     assert len(lines) == len(numbers) + 1
 
 
+def test_a_line_that_is_no_span_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    line = '{"name":"a","start":%s,"end":2.0,"details":{}}\n'
+    others = ["not json\n", "7\n", "{}\n", "[" * 100_000 + "\n", line % "NaN", line % ("1" * 400), line % '"x"']
+    path.write_text("".join(each + line % "1.0" for each in others))
+    assert list(read_spans(path)) == [{"name": "a", "start": 1.0, "end": 2.0, "details": {}}] * len(others)
+
+
 def test_a_disk_that_is_full_for_a_while_loses_nothing_that_fits_into_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,3 +150,28 @@ def test_a_file_that_is_full_is_put_aside_once(tmp_path: Path, monkeypatch: pyte
     assert kept == list(range(2000 - len(kept), 2000))
     assert len(kept) > 150  # more than one file of 20,000 bytes holds
     assert sorted(tmp_path.iterdir()) == sorted([path, older(path)])
+
+
+def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    details: list[tuple[Any, Any]] = [
+        (float("nan"), None), (float("inf"), None), (True, True), (None, None), ("a\nb\x1b[0m", "a\nb\x1b[0m"),
+        ("x" * 300, "x" * 199 + "…"), (["y" * 300, 1], ["y" * 199 + "…", 1]), (Path("/a"), "/a"), (1 / 3, 0.333333),
+        ("\ud800", "\ud800"),
+    ]  # fmt: skip
+    with recording(path):
+        for value, _ in details:
+            record("a", 1.0, 1.0, detail=value)
+    assert [each["details"]["detail"] for each in read_spans(path)] == [kept for _, kept in details]
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_outside_of_a_recording_nothing_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with span("before"):
+        record("before", 1.0, 2.0)
+    with recording(path):
+        pass
+    record("after", 1.0, 2.0)
+    assert not path.exists()

@@ -121,6 +121,14 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
     ]
 
 
+def test_a_missing_library_stops_the_run_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"pip install 'grpo-async\[tensorboard\]'"):
+        open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
+
+
 def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     import trackio.utils

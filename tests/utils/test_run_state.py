@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+from grpo_async.display.status import read_status
 from grpo_async.findings import RunHistory
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.run_state import SILENT_S, state_of
+from grpo_async.utils.run_state import LEVELS, SILENT_S, state_of
 from grpo_async.viewer.web.run_data import read_run
 
 NOW = 1_000_000.0
@@ -47,6 +49,24 @@ def test_a_launcher_that_nobody_has_waited_for_is_gone() -> None:
 def test_a_launcher_of_another_machine_is_believed_for_a_while() -> None:
     assert state_of(_status(host="far", pid=1), now=NOW + SILENT_S - 1).state == "running"
     assert state_of(_status(host="far", pid=1), now=NOW + SILENT_S + 1).state == "silent"
+
+
+@pytest.mark.parametrize("odd", [None, "", "x", [], {}, True, -1, 1e300, float("nan"), 2**80])
+@pytest.mark.parametrize("field", ["host", "pid", "pid_started_at", "updated_at", "state"])
+def test_nothing_that_a_file_holds_is_an_error(field: str, odd: object) -> None:
+    assert state_of(_status(**{field: odd})).state in (*LEVELS, "?", "", "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"pid": 2**22 + 1}, "killed"), ({"host": "far"}, "silent")],
+)
+def test_the_command_and_the_report_say_the_same(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.status.write_text(json.dumps(_status(**changes)))
+    assert read_status(run_dir).state == word
+    assert read_run(run_dir, "x").status == word
+    assert RunHistory.read(run_dir).status == word
 
 
 def test_without_a_status_the_summary_decides_for_the_findings_as_for_the_report(tmp_path: Path) -> None:

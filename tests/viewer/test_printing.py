@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console, RenderableType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,7 +17,8 @@ from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample, ScoredGroup, TaggedMessage, ToolCall
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow
-from grpo_async.store.table import RolloutTable, Row
+from grpo_async.store.blocks import Row
+from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.viewer.printing import group_page, group_table, rollout_page
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
@@ -44,7 +46,7 @@ def _render(renderable: RenderableType, width: int = 200) -> str:
 
 
 def _summaries(folder: Path) -> list[Row]:
-    with RolloutTable(folder) as table:
+    with RolloutTable.open(folder) as table:
         return table.group_page(sort="seq")
 
 
@@ -92,6 +94,24 @@ def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store:
         assert "[red]x[/]" in text
 
 
+def test_the_group_table_has_a_line_per_group_also_on_a_narrow_terminal(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    append_simple(store, 0, step=12, rewards=(0.0, 0.5), text="a\nlong " + "prompt " * 30)
+    append_simple(store, 1, step=None, status=GroupStatus.FILTERED, version=4, truncated=True)
+    table = group_table(_summaries(tmp_path), 7, 2)
+    lines = _render(table).splitlines()
+    assert " ".join(lines[0].split()) == "step group status prompt reward min max length versions trunc"
+    assert lines[1].split()[:5] == ["12", "0", "trained", "a", "long"]
+    assert lines[1].split()[-6:] == ["0.250", "0.000", "0.500", "3.0", "0", "0%"]
+    assert lines[2].split()[:3] == ["-", "1", "filtered"]
+    assert lines[2].split()[-2:] == ["4", "100%"]
+    assert lines[3].strip() == "2 of 7 matching groups, 2 in the run"
+    narrow = _render(table, width=80).splitlines()
+    assert len(narrow) == 4  # the prompt is cut, not wrapped
+    assert max(map(len, narrow)) <= 80
+    assert narrow[1].split()[-6:] == lines[1].split()[-6:]  # the numbers stay
+
+
 def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore) -> None:
     good, failed = build_rollout("7-0", text="the answer\nis two"), build_failed_rollout("7-1", "broke")
     group = build_group(7, [good, failed], answer="2")
@@ -102,6 +122,13 @@ def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore
     (line,) = [line for line in text.splitlines() if line.startswith("7-0")]
     assert line.split() == ["7-0", "finished", "0.500", "0.500", "-", "1.500", "3", "0", "the", "answer", "is", "two"]
     assert any(line.startswith("7-1") and "broke" in line for line in text.splitlines())
+
+
+def test_the_group_page_shows_the_calls_in_a_prompt(tmp_path: Path, open_store: OpenStore) -> None:
+    row = _stored(tmp_path, open_store, build_group(7, [build_rollout("7-0")]))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    asked = TaggedMessage(role="assistant", content="", origin=Origin.PROMPT, tool_calls=(call,))
+    assert 'assistant: add({"a": 1})' in _render(group_page(replace(row, messages=[*row.messages, asked])))
 
 
 def test_the_rollout_page_shows_every_token_and_what_the_trainer_found_for_it(
@@ -182,7 +209,7 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
 
 def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: Path, open_store: OpenStore) -> None:
     row = _stored(tmp_path, open_store, build_group(7, [build_branched_rollout("g7-r0")]))
-    with RolloutTable(tmp_path) as table:
+    with RolloutTable.open(tmp_path) as table:
         group, branch = table.rollout("g7-r0.b2")
     page = _render(rollout_page(row, row.rollouts[0], "no tokenizer"))
     tree = page[page.index("calls in all branches") :].splitlines()[1:7]
@@ -214,6 +241,23 @@ def test_token_texts_come_from_the_model_that_the_run_names(tmp_path: Path) -> N
         assert token_id is not None
         assert texts.of(token_id) == text
     assert texts.of(100_000) == "<no token 100000>"
+
+
+def test_token_texts_come_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for branch, commit in (("main", "0" * 40), ("old", "1" * 40)):
+        model, refs = tmp_path / "models--me--tiny" / "snapshots" / commit, tmp_path / "models--me--tiny" / "refs"
+        model.mkdir(parents=True)
+        refs.mkdir(exist_ok=True)
+        (refs / branch).write_text(commit)
+    _byte_tokenizer().save(str(model / "tokenizer.json"))  # of `old`
+    run = RunDir(tmp_path / "run")
+    run.create("model: {path: me/tiny, revision: old}\n")
+    assert isinstance(load_token_texts(run), TokenTexts)
+    run.config.write_text("model: {path: me/tiny, revision: null}\n")
+    assert "no me/tiny/tokenizer.json" in str(load_token_texts(run))
+    _byte_tokenizer().save(str(model.with_name("0" * 40) / "tokenizer.json"))
+    assert isinstance(load_token_texts(run), TokenTexts)
 
 
 def test_without_a_tokenizer_there_is_a_sentence_and_a_broken_one_is_an_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -21,15 +22,20 @@ from starlette.requests import Request
 from tokenizers import Tokenizer, models
 
 from grpo_async.errors import ConfigError
+from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.store.table import RolloutTable
+from grpo_async.store.blocks import Blocks
+from grpo_async.utils.files import GrowingFile
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
 from grpo_async.viewer.web.sources import RunRegistry
+from tests.store.builders import build_branched_rollout, build_group, build_rollout
+from tests.support.stored import LineStore
 from tests.viewer.support import steps, write_run
 from tests.viewer.web.serving import (
+    HOSTILE,
     LIMIT_S,
     TOKEN,
     Inspector,
@@ -115,7 +121,44 @@ def test_every_answer_forbids_what_the_page_does_not_need(inspector: Inspector, 
     assert headers["cache-control"] == ("no-store" if path.startswith(("api/", "elsewhere")) else "no-cache")
 
 
+@pytest.mark.parametrize("path", ["static/../web/serve.py", "static/%2e%2e/web/serve.py", "static//etc/passwd"])
+def test_static_files_are_those_of_one_folder(inspector: Inspector, path: str) -> None:
+    with httpx.Client(timeout=LIMIT_S) as client:
+        request = client.build_request("GET", inspector.origin, headers=BEARER)
+        request.extensions["target"] = f"/{path}".encode()
+        assert client.send(request).status_code == 404
+
+
 # -- what is answered
+
+
+def test_pages_follow_each_other_without_gap_and_groups_are_ordered(inspector: Inspector) -> None:
+    first = inspector.json("api/rollouts", run="one", limit=30, sort="seq,index", count=1)
+    second = inspector.json("api/rollouts", run="one", limit=30, offset=30, sort="seq,index")
+    assert first["counts"] == {"rollouts": 48, "groups": 12}
+    ids = [row["rollout_id"] for row in first["rows"] + second["rows"]]
+    assert ids == [f"g{group}-r{index}" for group in range(12) for index in range(4)]
+    rows = inspector.json("api/groups", run="one", q="reward=0 and step<=2", sort="-id")["rows"]
+    assert [(row["group_id"], row["num_matching"], row["reward_mean"]) for row in rows] == [
+        (5, 2, 0.5), (4, 2, 0.5), (3, 2, 0.5), (2, 3, 0.25), (1, 3, 0.25), (0, 3, 0.25),
+    ]  # fmt: skip
+
+
+def test_before_the_first_group_a_page_ends_before_it(tmp_path: Path) -> None:
+    """So that the page tells of the first group that comes."""
+    RunDir(tmp_path / "run").create()
+    with serving(tmp_path / "run") as inspector:
+        found = inspector.json("api/groups", count=1)
+    assert (found["rows"], found["counts"]["groups"], found["until"]) == ([], 0, -1)
+
+
+def test_a_mistake_in_a_query_has_its_place(inspector: Inspector) -> None:
+    for view in ("rollouts", "groups"):
+        answer = inspector.get(f"api/{view}", run="one", q="truncated and rewrd<1", until=3)
+        assert answer.status_code == 400
+        problem = answer.json()
+        assert problem["position"] == 14
+        assert "did you mean reward" in problem["error"]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +185,24 @@ def test_what_is_wrong_or_not_there_is_named(
     answer = inspector.get(f"api/{view}", **parameters)
     assert answer.status_code == status
     assert message in answer.json()["error"]
+
+
+def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) -> None:
+    found = inspector.json("api/rollout", run="hostile", id="g0-r0")
+    tokens = found["tokens"]
+    assert tokens["completion_ids"] == [5, 6, 90, 91, 7]
+    assert tokens["mask"] == [1, 1, 0, 0, 1]
+    assert tokens["logprobs"] == [-0.5, -1.5, 0.0, 0.0, -3.5]
+    assert tokens["trainer_logprobs"] == [-1.0, -1.5, None, None, -2.0]  # None: the tool's tokens
+    assert tokens["weights"] == [1.0, 2.0, None, None, 3.0]
+    assert tokens["token_flags"] == [0, 1, None, None, 2]
+    assert tokens["flag_names"]["1"] == ["clipped low"]
+    assert tokens["texts"] is None
+    assert "token texts are left out" in tokens["texts_missing"]
+    assert found["rollout"]["turns"][0]["tool_calls"][0]["result"] == HOSTILE
+    assert found["prompt"][0]["content"] == "count to 3"
+    assert not {"logprobs", "reset_messages"} & found["rollout"].keys()
+    assert not {"rollouts", "messages"} & found["group"].keys()
 
 
 def test_token_texts_are_there_once_a_tokenizer_is(tmp_path: Path) -> None:
@@ -175,6 +236,20 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert drawn(inspector) == {"reward": [0.1, 0.25]}
         path.unlink()
         assert drawn(inspector) == {}
+
+
+def test_a_look_at_the_metrics_that_fails_is_told_and_not_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunDir(small).metrics.write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
+
+    def fail(_: GrowingFile) -> Iterator[tuple[int, bytes]]:
+        raise OSError(116, "Stale file handle")
+
+    with serving(small) as inspector:
+        with monkeypatch.context() as patch:
+            patch.setattr(GrowingFile, "new_lines", fail)
+            failed = inspector.json("api/run")
+        assert "metrics.jsonl cannot be read: [Errno 116] Stale file handle" in failed["problems"]
+        assert inspector.json("api/run")["metrics"] == failed["metrics"] + 1
 
 
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
@@ -271,7 +346,7 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four that went on for good would have taken all threads: 10^14 rows are more than anybody waits for."""
-    registry, blocks = RunRegistry([RunDir(tmp_path)]), RolloutTable(tmp_path / "rollouts")
+    registry, blocks = RunRegistry([RunDir(tmp_path)]), Blocks(tmp_path)
     slow = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
 
     async def ask() -> object:
@@ -288,8 +363,10 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
             await asyncio.sleep(0.02)
         return await registry.ask(lambda: blocks.fetch("SELECT 1 AS x"))
 
-    with blocks:
+    try:
         assert asyncio.run(ask()) == [{"x": 1}]
+    finally:
+        blocks.close()
 
 
 # -- starting
@@ -351,3 +428,32 @@ def test_a_browser_is_opened_by_a_file_of_the_user_alone(
     assert "token" not in url  # which everybody on the machine may see
     assert "url=http://127.0.0.1:1/#token=a&quot;b" in page
     assert "no browser" in capsys.readouterr().err
+
+
+def test_the_prompt_of_a_group_is_that_of_one_rollout_only_where_all_have_it(tmp_path: Path) -> None:
+    def prompts(*texts: str) -> list[str]:
+        folder = tmp_path / "-".join(texts)
+        asked = [[TaggedMessage(role="user", content=text, origin=Origin.ENVIRONMENT)] for text in texts]
+        rollouts = [replace(build_rollout(f"g7-r{at}"), prompt_messages=each) for at, each in enumerate(asked)]
+        with LineStore(folder / "rollouts") as store:
+            store.append(build_group(7, rollouts, text="of the data"), GroupStatus.TRAINED, 1)
+        with serving(folder) as inspector:
+            found = [inspector.json("api/group", id="7"), inspector.json("api/rollout", id="g7-r1")]
+        return [message["content"] for each in found for message in each["prompt"]]
+
+    assert prompts("same", "same") == ["same", "same"]
+    assert prompts("one", "other") == ["be brief", "of the data", "other"]
+
+
+def test_a_branch_of_an_agent_is_a_page_of_its_own_below_its_rollout(tmp_path: Path) -> None:
+    with LineStore(tmp_path / "run" / "rollouts") as store:
+        store.append(build_group(7, [build_branched_rollout("g7-r0")]), GroupStatus.FILTERED, 1)
+    with serving(tmp_path / "run") as inspector:
+        whole = inspector.json("api/rollout", run="run", id="g7-r0")
+        branch = inspector.json("api/rollout", run="run", id="g7-r0.b1")
+        assert inspector.get("api/rollout", run="run", id="g7-r0.b9").status_code == 404
+    assert [line["rollout_id"] for line in whole["tree"] if line["is_path"]] == ["g7-r0", "g7-r0.b1", "g7-r0.b2"]
+    assert (whole["root"], branch["root"], branch["rollout"]["parent"]) == ("g7-r0", "g7-r0", "g7-r0")
+    assert branch["tokens"]["completion_ids"] == [8, 9]
+    assert branch["summaries"][0]["rollout_id"] == "g7-r0"
+    assert "branches" not in whole["rollout"]

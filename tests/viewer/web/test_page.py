@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from grpo_async.records import GroupStatus, Origin, TaggedMessage
+import grpo_async
+from grpo_async.records import GroupStatus, Origin, TaggedMessage, TokenFlag
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
+from grpo_async.viewer.format import flag_names
+from grpo_async.viewer.runs import find_evaluation
 from tests.store.builders import build_branched_rollout, build_group
 from tests.support.browser import watch, watched_page
 from tests.support.stored import LineStore
@@ -32,7 +35,7 @@ from tests.viewer.web.serving import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
     Show = Callable[[str], Page]
 
@@ -102,6 +105,18 @@ def test_a_mistake_is_marked_where_it_is(browser: Browser, inspected: Inspector)
         assert [error for error in watched.errors if "400" not in error] == []
 
 
+def test_fields_and_their_values_go_on_from_what_one_writes(show: Show) -> None:
+    page = show("#/rollouts?run=one")
+
+    def suggested(text: str) -> list[str]:
+        page.fill("#query", text)
+        return [each.get_attribute("value") or "" for each in page.locator("#suggestions option").all()]
+
+    assert {"trained and reward", "trained and rewards['exact']"} <= set(suggested("trained and rewa"))
+    assert "group_status = 'trained'" in suggested("group_stat")
+    assert suggested("group_status = 'tr") == []  # a value is written as it stands
+
+
 def test_a_long_table_is_fetched_by_pages_in_its_order(show: Show) -> None:
     page = show("#/rollouts?run=long&sort=seq,index")
     assert len(rows(page)) == 100
@@ -144,6 +159,48 @@ def test_keys_move_open_and_go_back(show: Show) -> None:
 # -- one rollout
 
 
+_COLORS = """async data => {
+    const {MODES, classOf, legendOf} = await import('/static/web/token_colors.js');
+    const all = [...data.mask.keys()];
+    return Object.fromEntries(Object.keys(MODES).map(mode => [mode, [all.map(i => classOf(mode, data, i)), legendOf(mode, data)]]));
+}"""
+
+
+def test_every_flag_has_a_color() -> None:
+    css = (Path(grpo_async.__file__).parent / "viewer/static/web/token_colors.css").read_text(encoding="utf-8")
+    for name in ("trained", *flag_names(sum(TokenFlag))):
+        assert f".token-{name.replace(' ', '-')} {{ background: " in css
+
+
+def test_a_token_has_the_color_of_its_value_and_the_legend_says_what_it_means(show: Show) -> None:
+    tokens = {
+        "mask": [1, 1, 1, 0],
+        "logprobs": [-1.3, -0.05, None, None],
+        "trainer_logprobs": [-1.0, -0.06, -1.0, None],
+        "entropies": [0.05, 0.69, 2.0, None],
+        "versions": [7, 8, 14, 0],
+        "token_flags": [0, 5, 2, None],
+        "flag_names": {"0": [], "5": ["masked by correction", "clipped low"], "2": ["clipped high"]},
+    }
+    page = show("#/groups?run=one")
+    found = page.evaluate(_COLORS, tokens)
+    assert {mode: classes for mode, (classes, _) in found.items()} == {
+        "log_ratio": ["up-2", "even", "unknown", "untrained"],  # -1.0 + 1.3 = 0.3, -0.06 + 0.05 = -0.01
+        "entropy": ["level-0", "level-2", "level-4", "untrained"],
+        "probability": ["level-2", "level-0", "unknown", "untrained"],  # e^-1.3 = 0.27, e^-0.05 = 0.95
+        "version": ["version-1", "version-2", "version-2", "untrained"],
+        "flags": ["trained", "masked-by-correction", "clipped-high", "untrained"],
+    }
+    others = [["unknown", "not recorded"], ["untrained", "not trained on"]]
+    texts = [text for _, text in found["log_ratio"][1]]
+    assert texts[:7] == ["≤-0.7", "≤-0.2", "≤-0.02", "about 0", "≥0.02", "≥0.2", "≥0.7"]
+    assert found["log_ratio"][1][7:] == found["probability"][1][5:] == others
+    assert found["version"][1] == [["version-1", "7"], ["version-2", "8"], ["version-2", "14"], others[1]]
+    assert [text for _, text in found["flags"][1]][:3] == ["trained", "masked by correction", "clipped high"]
+    not_recorded = page.evaluate(_COLORS, {**tokens, "token_flags": [5, 5, None, None]})["flags"][1]
+    assert [text for _, text in not_recorded] == ["masked by correction", "not recorded", "not trained on"]
+
+
 def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> None:
     page = show("#/rollout?run=one&id=g3-r0&show=tokens")
     page.locator("[data-token='0']").hover()
@@ -176,6 +233,13 @@ def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> No
     page.wait_for_selector(".tip", state="hidden")
 
 
+def test_the_same_prompt_is_followed_over_steps(show: Show) -> None:
+    page = show("#/group?run=one&id=3")
+    page.click("text=Same prompt in other steps")
+    page.wait_for_selector("text=16 rollouts in 4 groups")
+    assert rows(page) == ["0", "3", "6", "9"]
+
+
 def test_the_page_of_a_branch_says_whose_numbers_stand_beside_it(browser: Browser, tmp_path: Path) -> None:
     with LineStore(tmp_path / "run" / "rollouts") as store:
         store.append(build_group(7, [build_branched_rollout("g7-r0")]), GroupStatus.FILTERED, 1)
@@ -184,6 +248,30 @@ def test_the_page_of_a_branch_says_whose_numbers_stand_beside_it(browser: Browse
         assert {"Tokens of g7-r0", "Time of g7-r0"} <= set(titles)
         go(watched.page, "#/rollout?run=run&id=g7-r0")
         assert {"Tokens", "Time"} <= set(watched.page.locator("aside h3").all_inner_texts())
+
+
+def test_keys_find_nothing_in_a_group_that_ended_before_its_rollouts(browser: Browser, tmp_path: Path) -> None:
+    with LineStore(tmp_path / "run" / "rollouts") as store:
+        store.append(build_group(7, []), GroupStatus.CANCELLED, None)
+    with serving(tmp_path / "run") as inspected, opened(browser, inspected, "#/group?run=run&id=7") as watched:
+        for key in ("j", "k", "Enter"):
+            watched.page.keyboard.press(key)
+        assert watched.page.inner_text("h1") == "Group 7"
+
+
+def test_names_of_runs_share_a_parameter_whatever_is_in_them(show: Show) -> None:
+    names = ["lr=0.1,bs=4/run", "50%", "plain"]
+    call = "async names => { const m = await import('/static/web/api.js'); return [m.joined(names), m.split(m.joined(names))]; }"
+    assert show("#/groups?run=one").evaluate(call, names) == ["lr=0.1%2Cbs=4/run,50%25,plain", names]
+
+
+def test_an_evaluation_that_is_looked_at_alone_has_all_tabs(browser: Browser, tmp_path: Path) -> None:
+    run = RunDir(write_stored_run(tmp_path / "run", num_steps=1))
+    write_store(run.evaluation(5), [Group(rewards=[1.0], step=5)])
+    with serving(find_evaluation(run, "5")) as inspected, opened(browser, inspected) as watched:
+        for tab, shown in (("Overview", "h1:has-text('run@5')"), ("Groups", "text=1 rollout in 1 group")):
+            watched.page.click(f"nav >> text={tab}")
+            watched.page.wait_for_selector(shown)
 
 
 # -- live
@@ -216,6 +304,36 @@ def write_metrics(root: Path, *rewards: float, first: int = 1) -> None:
         for step, reward in enumerate(rewards, first):
             row = {"step": step, "reward": reward, "entropy": 1 / step, "own": 2, "step_time": 2, "num_tokens": 400}
             file.write(json.dumps(row) + "\n")
+
+
+def test_curves_grow_with_the_run_and_have_other_axes_that_are_remembered(browser: Browser, tmp_path: Path) -> None:
+    root = write_stored_run(tmp_path / "run", num_steps=1)
+    write_metrics(root, 0.1, 0.2)
+
+    def grows_behind_the_answer(route: Route) -> None:
+        answer = route.fetch()
+        write_metrics(root, 0.75, first=3)
+        route.fulfill(response=answer)
+
+    with serving(root) as inspected, opened(browser, inspected) as watched:
+        page = watched.page
+        page.route("**/api/curves?**", grows_behind_the_answer, times=1)
+        page.evaluate("() => (location.hash = '#/curves?run=run')")
+        page.wait_for_selector(".curves .chart canvas")
+        assert page.locator(".curves .chart-title").all_inner_texts()[0] == "Reward"
+        page.wait_for_selector(".curves .chart-legend:has-text('0.75')")  # came after the answer, before a heartbeat
+        write_metrics(root, 0.875, first=4)
+        look_for_news(page)
+        page.wait_for_selector(".curves .chart-legend:has-text('0.875')")
+        page.select_option("[aria-label='Horizontal axis']", "tokens")
+        reward = page.locator(".curves .panel", has=page.locator("h3", has_text=re.compile("^Reward$")))
+        page.wait_for_selector("[aria-label*='by trained tokens 400 to 1600']")
+        page.reload()
+        page.goto(f"{inspected.origin}/#/curves?run=run&find=own")  # an address that says nothing of them
+        page.wait_for_selector(".curves .chart-title:has-text('own')")
+        assert page.locator(".curves .chart-title").all_inner_texts() == ["own"]
+        assert page.input_value("[aria-label='Horizontal axis']") == "tokens"
+        assert reward.count() == 0
 
 
 _ZOOM = "() => [...Charts.alive].find(each => each.options?.title === 'Reward').plot.scales.x"
@@ -298,6 +416,13 @@ def test_home_says_which_runs_learn(browser: Browser, learned: Inspector) -> Non
         assert line["height"] > 20
 
 
+def test_a_folder_without_runs_has_help_and_no_status(browser: Browser, tmp_path: Path) -> None:
+    with serving(folder=tmp_path) as inspected, opened(browser, inspected, "#/help") as watched:
+        watched.page.wait_for_selector("h1:has-text('Queries and keys')")
+        watched.page.wait_for_load_state("networkidle")
+        assert watched.page.inner_text(".run-status") == ""
+
+
 def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Browser, learned: Inspector) -> None:
     with opened(browser, learned, "#/run?run=flat") as watched:
         page = watched.page
@@ -324,6 +449,48 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
             page.click("a.button:has-text('Report')")
         assert downloading.value.suggested_filename == "good.html"
         assert b'id="report"' in downloading.value.path().read_bytes()
+
+
+def test_of_more_runs_than_have_a_color_the_page_says_how_many_it_compares(browser: Browser, tmp_path: Path) -> None:
+    names = [f"run{number}" for number in range(9)]
+    for name in names:
+        write_run(tmp_path, name, metrics=steps(2))
+    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/home") as watched:
+        page = watched.page
+        for name in names:
+            page.check(f"[aria-label='compare {name}']")
+        assert page.locator("text=Curves of 9 runs").count() == 0
+        assert "At most 8 runs can be compared." in page.inner_text(".heading")
+        page.uncheck("[aria-label='compare run8']")
+        page.click("text=Curves of 8 runs")
+        page.wait_for_selector(".chart-legend button >> nth=7")
+        go(page, f"#/curves?run=run0&with={','.join(names)}")
+        page.wait_for_selector("text=the first 8 of 9 runs")
+        assert page.locator(".chart-legend >> nth=0 >> button").count() == 8
+        go(page, f"#/config?run=run0&with={','.join(names)}")
+        page.wait_for_selector("text=the first 8 of 9 runs")
+        refused = inspected.get("api/report", run="run0", compare_with=",".join(names))
+        assert (refused.status_code, "9 runs are too many" in refused.text) == (400, True)
+
+
+def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "live", metrics=steps(7), state="stopped")
+    log = run.logs / "attempt_1" / "trainer.log"
+    log.parent.mkdir()
+    log.write_text("waiting\n", encoding="utf-8")
+    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/run?run=live") as watched:
+        page = watched.page
+        page.wait_for_selector("text=The run was stopped after 7 of 7 steps")
+        write_metrics(run.root, 0.9, 0.95, first=8)
+        look_for_news(page)
+        page.wait_for_selector("text=The run was stopped after 9 of 7 steps")
+        go(page, "#/logs?run=live")
+        log.write_text("waiting\nwaiting\n", encoding="utf-8")
+        look_for_news(page)
+        page.wait_for_selector(".log .level >> nth=1")
+        go(page, "#/home")
+        write_run(tmp_path, "later", metrics=steps(8))
+        page.wait_for_selector("article[aria-label=later] .verdict")
 
 
 # -- traces

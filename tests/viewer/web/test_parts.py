@@ -15,10 +15,13 @@ from grpo_async.config.diff import flat
 from grpo_async.config.public import shown_config
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
+from grpo_async.utils.text import both_ends
+from grpo_async.viewer.web.headline import headline
 from grpo_async.viewer.web.layout import CHAPTERS, Plot
 from grpo_async.viewer.web.overview import on_axis
-from grpo_async.viewer.web.plots import curve, draw_all
+from grpo_async.viewer.web.plots import Curve, curve, draw_all
 from grpo_async.viewer.web.run_data import RunData, changed_settings, labels_of
+from tests.viewer.support import steps
 
 
 def _rows(name: str, *values: float | None) -> list[dict[str, float]]:
@@ -38,6 +41,17 @@ def _plot(name: str) -> Plot:
 def _draw(name: str, *runs: RunData) -> dict[str, Any]:
     (drawing,) = draw_all([_plot(name)], runs)
     return drawing.data
+
+
+def test_a_short_curve_has_every_step_and_a_long_one_keeps_its_extremes() -> None:
+    assert curve(_rows("entropy", 1.0, None, 3.0), "entropy") == Curve(steps=[1.0, 2.0, 3.0], values=[1.0, None, 3.0])
+    assert curve(_rows("entropy", 1.0), "kl") is None
+    assert curve(_rows("entropy", 1.0, 3.0, 2.0, 2.0, 5.0, 7.0), "entropy", max_points=3) == Curve(
+        steps=[2.0, 4.0, 6.0],
+        values=[2.0, 2.0, 6.0],  # (1 + 3) / 2, (2 + 2) / 2, (5 + 7) / 2
+        low=[1.0, 2.0, 5.0],
+        high=[3.0, 2.0, 7.0],
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,6 +74,30 @@ def test_the_band_of_a_reward_ends_at_its_lowest_and_highest() -> None:
     series = _draw("reward", _run(rows))["series"]
     assert [each["label"] for each in series] == ["mean", "lowest", "highest"]
     assert series[0]["band"] == [[0.0], [1.0]]  # 0.5 - 0.7 and 0.5 + 0.7, cut
+
+
+def test_several_runs_have_a_color_each_and_only_the_main_lines() -> None:
+    drawn = _draw("reward", _run(steps(3), "a"), _run(steps(4), "b"))
+    assert [(each["label"], each["color"]) for each in drawn["series"]] == [("a", 1), ("b", 2)]
+    assert [len(each["x"]) for each in drawn["series"]] == [3, 4]
+
+
+def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is_not_drawn() -> None:
+    rows = [
+        {"step": 1.0, **{f"sync/phase/{phase}_s": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}
+    ]
+    labels = [each["label"] for each in _draw("push", _run(rows))["series"]]
+    assert labels == ["pause", "transfer", "resume"]
+    assert draw_all([_plot("kl"), _plot("held-out")], [_run(steps(3))]) == []
+
+
+def test_staleness_is_the_mean_over_the_tokens() -> None:
+    rows = [
+        {"step": 1.0 + age, "async/staleness_mean": age, "async/staleness_max": age, "num_tokens": 100.0 + 200.0 * age}
+        for age in (0.0, 1.0)
+    ]
+    assert ("staleness", "0.75", "mean, in steps; max 1") in headline(_run(rows)).statistics  # 300 of 400 tokens
+    assert headline(_run([{"step": 1.0}])).outcome == "The run finished after 1 step."
 
 
 def test_what_may_be_secret_is_not_shown() -> None:
@@ -91,6 +129,11 @@ def test_only_settings_that_differ_are_listed_with_their_paths() -> None:
     assert changed_settings([first, first]) == []
 
 
+def test_a_long_text_keeps_both_ends() -> None:
+    assert both_ends("abc", 3) == "abc"
+    assert both_ends("a" * 50 + "b" * 50, 21) == "a" * 10 + "…" + "b" * 10
+
+
 def test_runs_of_the_same_name_are_told_apart() -> None:
     for names in (["a", "b"], ["x/a", "y/a", "y/b"], ["x/a/run", "y/a/run"]):
         assert labels_of([RunDir(Path("/runs") / name) for name in names]) == names
@@ -100,6 +143,19 @@ def test_the_vendored_library_is_what_its_note_says() -> None:
     script = Path(__file__).parents[3] / "scripts" / "update-uplot"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores() -> None:
+    evaluations = [
+        EvaluationRecord(step=step, when="during", metrics={"reward": reward, "majority_baseline": 0.2})
+        for step, reward in ((0, 0.1), (10, 0.9))
+    ]
+    run = RunData(label="a", run_dir=RunDir(Path("a")), evaluations=evaluations)
+    reward, baseline = _draw("held-out", run)["series"]
+    assert (reward["values"], baseline["values"]) == ([0.1, 0.9], [0.2, 0.2])
+    assert baseline["label"] == "always the most frequent answer"
+    other = replace(run, label="b")
+    assert [each["label"] for each in _draw("held-out", run, other)["series"]] == ["a", "b"]
 
 
 def test_the_pass_rate_is_over_all_prompts_and_the_reward_also_of_each_value_of_group_by() -> None:

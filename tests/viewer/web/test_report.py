@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,7 @@ from tests.viewer.web.pages import go, ready
 from tests.viewer.web.serving import write_hostile_run, write_stored_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Route
+    from playwright.sync_api import Browser, Page, Route
 
 HOSTILE = "</script><!--<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 
@@ -73,6 +73,42 @@ def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tm
     assert f"grpo-async inspect-rollouts {run.root} group_std=0 --sort step" in commands
 
 
+def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
+    slow = write_run(tmp_path, "slow", metrics=steps(20))
+    config = {"run": {"name": "x"}, "optimizer": {"lr": 1e-3}, "training": {"max_steps": 20}}
+    fast = write_run(tmp_path, "fast,er", metrics=steps(12), state="stopped", config=config)
+    out = write_report([slow, fast])
+    assert out == tmp_path / "runs" / "report-slow-fast,er.html"
+    together = {view: answer for view, asked, answer, _ in answers_of(out) if "compare_with" in asked}
+    (reward,) = (plot for plot in together["curves"]["chapters"][0]["plots"] if plot["name"] == "reward")
+    assert [series["label"] for series in reward["options"]["series"]] == ["slow", "fast,er"]
+    assert together["config"]["runs"] == ["slow", "fast,er"]
+    assert together["config"]["different"] == [["optimizer.lr", "1e-06", "0.001"]]
+
+
+def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> None:
+    run = write_run(tmp_path, state="failed", error="the server of rank 0 ended: CUDA out of memory\n  see logs")
+    found = _answers(run)
+    top = found["run"]
+    assert top["outcome"] == "The run failed after 0 of 5 steps."
+    assert "CUDA out of memory" in top["error"]
+    assert "It did not train: no optimizer step was finished." in top["verdict"]["text"]
+    assert any("There are no metrics" in each for each in top["problems"])
+
+
+def test_a_value_of_group_by_may_have_any_name(tmp_path: Path) -> None:
+    parts = {"by_group": {"all": {"reward": 0.125}}}
+    run = write_run(tmp_path, evaluations=[{**evaluation(0, 0.5), **parts}])
+    _, table = _answers(run)["run"]["evaluations"]
+    assert [row[:2] for row in table["rows"]] == [["all", "0.125"], ["all prompts", "0.5"]]
+
+
+def test_an_evaluation_that_failed_says_why_it_has_no_result(tmp_path: Path) -> None:
+    run = write_run(tmp_path, evaluations=[{"step": 0, "when": "before", "error": "the scorer died"}])
+    (table,) = _answers(run)["run"]["evaluations"]
+    assert table["rows"][0][1] == "none: the scorer died"
+
+
 def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(8), groups=[Group(rewards=[0.0, 1.0])], state=None)
     status = {"version": 1, "state": "running", "host": platform.node(), "pid": 2**22 + 1, "pid_started_at": 1.0}
@@ -87,6 +123,32 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert "The run was killed after 8 of 8 steps" in top["outcome"]
     assert any("torn" in each for each in top["problems"])
     assert ["stored rollouts", "2", "in 1 group"] in top["statistics"]
+
+
+def test_a_run_that_was_stopped_after_its_last_step_says_what_is_left(tmp_path: Path) -> None:
+    """The export and the last evaluation come after it."""
+    outcome = _answers(write_run(tmp_path, metrics=steps(20), state="stopped"))["run"]["outcome"]
+    assert (
+        outcome == "The run was stopped after 20 of 20 steps, 40 s of training, before its end; --resume does the rest."
+    )
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_the_time_of_an_attempt_before_is_not_told_of_this_one(tmp_path: Path, state: str) -> None:
+    left = {"status": "stopped", "steps": 3, "wall_s": 32.0}
+    run = write_run(tmp_path, metrics=steps(120), state=state, error="it broke", summary=left)
+    assert "120 of 120 steps, 4:00 of training" in _answers(run)["run"]["outcome"]  # 120 x 2 s
+
+
+def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(8), state=None, summary={"status": "finished", "steps": 8})
+    run.config.write_text("model: {path: m}\nan_old_section: {x: 1}\n")
+    (run.rollouts / "store.json").write_text("{]}\n")
+    found = _answers(run)
+    assert "The run finished after 8 steps" in found["run"]["outcome"]
+    assert ["an_old_section.x", "1"] in found["config"]["settings"]
+    assert any("store.json" in each for each in found["run"]["problems"])
+    assert found["rollouts"] is None
 
 
 def test_what_is_missing_of_a_store_is_said(tmp_path: Path) -> None:
@@ -287,6 +349,51 @@ def test_a_script_that_somebody_puts_into_the_file_does_not_run(browser: Browser
         assert sum("Content Security Policy" in error for error in watched.errors) == 3
         for notes in (watched.errors, watched.outside):
             notes.clear()
+
+
+def _becomes_true(page: Page, condition: Callable[[], Any]) -> bool:
+    """What the page does in its next frame, which comes when the machine has time for it."""
+    for _ in range(500):
+        if condition():
+            return True
+        page.wait_for_timeout(20)
+    return False
+
+
+def test_plots_have_the_colors_of_the_scheme_and_paper_shows_all_of_a_page(browser: Browser, report: Path) -> None:
+    with _opened(browser, report, size=SIZES["narrow"], scheme="dark") as watched:
+        page = watched.page
+        canvas = page.locator(".overview .chart-plot canvas").first
+        assert canvas.evaluate(_HAS_COLOR, DARK_BLUE)
+        page.emulate_media(color_scheme="light")
+        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOR, LIGHT_BLUE))
+        page.emulate_media(media="print", color_scheme="dark")
+        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOR, LIGHT_BLUE))
+        assert not page.locator("#bar").is_visible()
+        assert page.evaluate("(each => each.scrollHeight - each.clientHeight)(document.getElementById('main'))") <= 0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "state", "said"),
+    [
+        ([], "failed", "no optimizer step was finished."),
+        (steps(1), "stopped", "The run was stopped after 1 of 1 steps"),
+        (steps(8), "running", "The run is in progress"),
+    ],
+)
+def test_a_run_of_few_steps_without_evaluations_has_every_view(
+    browser: Browser, tmp_path: Path, metrics: list[dict[str, float]], state: str, said: str
+) -> None:
+    run = write_run(tmp_path, metrics=metrics, state=state, error="CUDA out of memory" if state == "failed" else None)
+    if state == "running":
+        mine = {"host": "another", "updated_at": 4e9}
+        run.status.write_text(json.dumps({"version": 1, "state": state, **mine}))
+    with _opened(browser, write_report([run])) as watched:
+        assert said in watched.page.inner_text("main")
+        assert ("CUDA out of memory" in watched.page.inner_text("main")) is (state == "failed")
+        for view in ("curves", "rollouts", "config"):
+            go(watched.page, f"#/{view}?run=run")
+            assert "Something went wrong" not in watched.page.inner_text("main"), view
 
 
 def test_a_report_of_several_runs_begins_with_all_and_lays_them_over_each_other(
