@@ -33,11 +33,9 @@ class Minibatch:
 
 
 def split_groups(groups: Sequence[ScoredGroup], num_minibatches: int) -> list[Minibatch]:
-    """Split the groups that have samples, in their order, into parts that differ by at most one group; into fewer parts if there
-    are fewer groups.
+    """Split the groups that have samples, in their order, into parts that differ by at most one group.
 
-    Worked example: groups [a, b, c, d, e] in 2 -> [a, b, c], [d, e]; in 8 -> five parts of one group.
-    """
+    [a, b, c, d, e] in 2 -> [a, b, c], [d, e]; in 8 -> five parts of one group."""
     trained = [group for group in groups if group.samples]
     count = min(num_minibatches, len(trained))
     size, longer = divmod(len(trained), max(count, 1))
@@ -58,22 +56,14 @@ def token_weights(
     grpo (arXiv 2402.03300): 1 / (S x tokens of the completion), the mean over completions of their token means.
     dapo (arXiv 2503.14476): 1 / trained tokens of the minibatch.
     dr_grpo (arXiv 2503.20783): 1 / (S x max_completion_tokens).
-    bnpo (arXiv 2506.02864): 1 / (B x tokens of the sample's micro-batch), the mean over micro-batches of their token means, as TRL
-    has it for its local batches. It depends on how samples are packed: with all in one micro-batch it is dapo.
+    bnpo (arXiv 2506.02864): 1 / (B x tokens of the sample's micro-batch), as TRL has it; with all in one micro-batch it is dapo.
 
-    S counts completions: one of an agent is one, however many branches (samples) it has. It also counts the `num_masked` that were
-    masked whole (rollout.overlong: mask): as in TRL they add 0 to the sum and 1 to the number. So does a completion without trained
-    tokens. B counts the micro-batches of all ranks that have a trained token: an
-    empty one is there because ranks run in lockstep, not because of the data.
+    S counts completions, an agent's once whatever its branches, and the `num_masked` that were masked whole (rollout.overlong:
+    mask): as in TRL they add 0 to the sum and 1 to the number. B counts the micro-batches of all ranks that have a trained
+    token.
 
-    Worked example, samples of 1 and 3 trained tokens: dapo [1/4, 1/4]; grpo [1/2, 1/6]; dr_grpo with 10: [1/20, 1/20]; bnpo with
-    each in a separate micro-batch [1/2, 1/6], with both in one [1/4, 1/4]. With one more, masked, completion: grpo [1/3, 1/9]. If
-    both are branches of one completion: grpo [1/4, 1/4], dr_grpo [1/10, 1/10].
-
-    Args:
-        plan: plan of these samples; only bnpo depends on it.
-        num_masked: completions of the same groups that are not among `samples`.
-    """
+    Samples of 1 and 3 trained tokens: dapo [1/4, 1/4]; grpo [1/2, 1/6]; dr_grpo with 10: [1/20, 1/20]; bnpo in two micro-batches
+    [1/2, 1/6]. With one more, masked: grpo [1/3, 1/9]. If both are branches of one completion: grpo [1/4, 1/4]."""
     counts = [sample.num_trained_tokens for sample in samples]
     tokens: Counter[str] = Counter()  # of each completion
     for sample, count in zip(samples, counts, strict=True):

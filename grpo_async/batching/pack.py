@@ -20,16 +20,12 @@ from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, j
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward of one rank. R rows of T tokens, N trained tokens in all rows together.
+    """One forward of one rank. R rows of T tokens, N trained tokens in all rows together. `source_index` points at the position, in
+    the flattened (R x T) grid, whose hidden state predicts the trained token: the token before it.
 
-    `source_index` points at the position, in the flattened (R x T) grid, whose hidden state predicts the trained token: the
-    token before it.
-
-    Worked example, samples 1 2 [5 6] and 1 2 [7], trained tokens in brackets:
-
+        samples 1 2 [5 6] and 1 2 [7], trained tokens in brackets:
         input_ids     1 2 5 6 1 2 7    source_index  1, 2, 5    targets  5 6 7
-        position_ids  0 1 2 3 0 1 2    segment_ids   0 0 0 0 1 1 1
-    """
+        position_ids  0 1 2 3 0 1 2    segment_ids   0 0 0 0 1 1 1"""
 
     input_ids: torch.Tensor  # (R, T) int64
     position_ids: torch.Tensor  # (R, T) int64, restarts at 0 for every sample
@@ -83,7 +79,6 @@ class RankSamples:
     minibatch_tokens: int
 
     def pack(self) -> list[MicroBatch]:
-        """The micro-batches, on the CPU."""
         packed = []
         first, begin = 0, 0  # sample and token
         for plan in self.micro_batches:
@@ -129,14 +124,8 @@ class RankSamples:
 def split_by_rank(
     samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, *, trainer_version: int
 ) -> list[RankSamples]:
-    """Divide a minibatch among the ranks. [world_size]
-
-    Args:
-        samples: all samples of the minibatch.
-        weights: weight of each trained token of each sample; see `batching.minibatch`. [num_samples]
-        plan: plan of these samples.
-        trainer_version: finished steps.
-    """
+    """Divide a minibatch among the ranks. [world_size] `weights`: of each trained token of each sample (`batching.minibatch`).
+    [num_samples]"""
     counts = [sample.num_trained_tokens for sample in samples]
     orders = [[index for micro_batch in rank for index in micro_batch.indices] for rank in plan.ranks]
     parts = []

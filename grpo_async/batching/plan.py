@@ -1,16 +1,11 @@
 """Decides which sample goes into which row, micro-batch and rank. Pure: works on lengths alone.
 
-Attention treats each sample separately wherever it is (training/attention.py), so the samples of a micro-batch go into one row,
-one after the other, and nothing is padded. Every rank gets the same number of micro-batches, because the collectives of FSDP run
-in lockstep. The m-th micro-batches of all ranks run at the same time, and all ranks wait for the most expensive of them.
+The samples of a micro-batch go into one row and nothing is padded (training/attention.py keeps them apart). Every rank gets the
+same number of micro-batches, as many as first-fit by decreasing length needs; the m-th ones of all ranks run at the same time, so
+samples go, longest first, each into the cheapest one with room, and neighbors by cost run together.
 
-The number of micro-batches is what first-fit by decreasing length needs. Samples go, longest first, each into the cheapest one that
-still has room (if a sample finds no room, the first-fit packing is kept). Micro-batches are then sorted by cost: neighbors run at
-the same time, and among them the rank with the least work so far gets the most expensive one.
-
-Worked example: lengths [5, 3, 4, 2], 2 ranks, 8 tokens per micro-batch. First-fit needs two, 5 + 3 and 4 + 2: one per rank. By
-cost, 5 and 4 go into one each, 3 joins the 4, 2 joins the 5 -> rank 0 has a row of samples [0, 3], rank 1 one of [2, 1].
-"""
+Lengths [5, 3, 4, 2], 2 ranks, 8 tokens per micro-batch: first-fit needs two. By cost, 5 and 4 go into one each, 3 joins the 4, 2
+joins the 5 -> rank 0 has a row of samples [0, 3], rank 1 one of [2, 1]."""
 
 from __future__ import annotations
 
@@ -31,8 +26,6 @@ knows only lengths."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchPlan:
-    """One forward of one rank."""
-
     rows: Sequence[Sequence[int]]
     """Indices of the samples in each row; none where the rank has nothing to do."""
     row_tokens: int
@@ -40,7 +33,6 @@ class MicroBatchPlan:
 
     @property
     def indices(self) -> list[int]:
-        """Indices of all its samples, in the order in which they are packed."""
         return [index for row in self.rows for index in row]
 
     @property
@@ -57,7 +49,6 @@ class BatchPlan:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens of all forwards on all ranks, padding included."""
         return sum(micro_batch.num_computed_tokens for rank in self.ranks for micro_batch in rank)
 
 
@@ -87,16 +78,11 @@ class _Bin:
 
 
 def plan_batch(lengths: Sequence[int], *, world_size: int, micro_batch_tokens: int, pack: bool) -> BatchPlan:
-    """Plan one optimizer update.
+    """Plan one optimizer update of samples with these `lengths`. [num_samples]
 
     Args:
-        lengths: tokens of each sample. [num_samples]
         micro_batch_tokens: maximum number of tokens (padding included) of one forward on one rank.
-        pack: False puts one sample into each row; rows are as long as the longest sample of their micro-batch.
-
-    Raises:
-        ValueError: no samples, or a sample longer than a micro-batch.
-    """
+        pack: False puts one sample into each row; rows are as long as the longest sample of their micro-batch."""
     if not lengths:
         raise ValueError("a step needs at least one sample")
     longest = max(lengths)

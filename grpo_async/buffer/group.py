@@ -16,8 +16,6 @@ from grpo_async.utils.text import count
 
 
 class GroupState(Enum):
-    """What became of an open group so far; see `buffer.group_table`."""
-
     STARTED = auto()  # its rollouts are generated, then scored
     SCORED = auto()  # it waits for its step
     RESERVED = auto()  # so it does, and is packed already for the next one
@@ -30,21 +28,16 @@ class OpenGroup:
 
     Attributes:
         name: prefix of its rollouts' ids.
-        seed: seed of the group, from which those of rollouts and turns derive (`utils.seeds.seed_of`).
         served_version: returns the policy version that the servers serve at the moment of the call.
         on_tokens: called with the number of tokens that arrived, and the oldest policy version among them.
-        completions, environments: what the producer made, and the environments in which the rollouts ran, if there are any.
         restored: what a checkpoint held of each rollout. A producer that cannot continue a partial rollout ignores it.
         snapshots: functions that each copy the current state of a rollout; called on the event loop.
-        num_tokens: number of tokens received of each rollout; rollouts without any are absent.
-        is_running: its task has begun.
+        num_tokens: received of each rollout; rollouts without any are absent.
 
     The fields from `state` on belong to the GroupTable and are written under its lock:
         spare_steps: it is due so many steps before the last one that may use it; below 0: at none.
         tokens: sampled tokens, without those of failed rollouts.
-        oldest_version: the oldest policy version among them; None where it is not known.
-        scored, scored_at: set from SCORED on; seconds since the epoch.
-    """
+        oldest_version: the oldest policy version among them; None where it is not known."""
 
     prompt: Prompt
     size: int
@@ -70,7 +63,6 @@ class OpenGroup:
 
     @property
     def group_id(self) -> int:
-        """The same as its record's."""
         return self.prompt.prompt_id
 
     @property

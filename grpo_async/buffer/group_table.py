@@ -5,19 +5,11 @@
                 '-> close(failed,   '-> close(stale,              '-> trained, filtered, failed:
                     stale, ...)         filtered, cancelled)          the next version admits others
 
-Admission limits how far generation runs ahead of training, so that little becomes stale:
+    admission: groups open, or taken by a step, since the start <= (served version + max_staleness + 1) x groups_per_step
 
-    groups open, or taken by a step <= (served version + max_staleness + 1) x groups_per_step
-
-counted from the start of the run. Groups that a step takes stay counted: the version that the step makes admits the next ones.
-Groups that no step takes free their place at once; otherwise admission would deadlock. With max_staleness 0 this is synchronous
-GRPO. Worked example: 4 groups per step, max_staleness 1: 8 groups start at version 0; one fails -> 1 more; version 1 -> 4 more.
-
-A group is *due* at the last step that may train on its oldest token. Where groups of several steps are admitted at once (at the
-start, after a push of several steps) the earlier ones are due earlier, or the first of these steps would get the short ones:
-above, groups 0 to 3 are due at step 1, 4 to 7 at step 2, and the four of version 1 at step 3.
-
-Thread-safe, with one lock, `changed`: the rollout thread admits, starts, generates and scores; it and the trainer's thread close.
+Groups that no step takes free their place at once. 4 groups per step, max_staleness 1: 8 start at version 0; one fails -> 1 more;
+version 1 -> 4 more. A group is *due* at the last step that may train on its oldest token; of those that were admitted at once the
+earlier ones are due earlier: groups 0 to 3 at step 1, 4 to 7 at step 2, the four of version 1 at step 3. One lock, `changed`.
 """
 
 from __future__ import annotations
@@ -42,11 +34,8 @@ class GroupTable:
 
     Args:
         totals: the ledger of a checkpoint to resume from, without open groups.
-        groups_per_step: groups that one optimizer step consumes.
-        max_staleness: in optimizer steps.
         version: policy version at the start (after a resume: the step of the checkpoint).
-        last_version: version after the last optimizer step; nothing is admitted that no step could consume.
-    """
+        last_version: version after the last optimizer step; nothing is admitted that no step could consume."""
 
     def __init__(
         self,
@@ -78,11 +67,9 @@ class GroupTable:
 
     @property
     def version(self) -> int:
-        """The policy version that the servers serve."""
         return self._version
 
     def advance(self, version: int) -> None:
-        """The servers serve `version` from now on."""
         with self.changed:
             self._version = max(self._version, version)
         self._wake()
@@ -100,14 +87,12 @@ class GroupTable:
 
     @property
     def _last_step(self) -> int:
-        """The last step that may train on a token sampled now."""
         return self._version + self._max_staleness + 1
 
     # ---- admission ----
 
     @property
     def capacity(self) -> int:
-        """Groups that may be started right now."""
         with self.changed:
             steps = min(self._last_step, self._last_version) - self._first_version
             return steps * self._groups_per_step - len(self._open) - self._num_taken
@@ -137,7 +122,6 @@ class GroupTable:
             self._groups["started"] += 1
 
     def restore(self, scored: ScoredGroup) -> None:
-        """Start a group of a checkpoint that is scored already."""
         with self.changed:
             self.start(OpenGroup(prompt=scored.group.prompt, size=len(scored.group.completions)))
             self.generated(scored.group_id, sum(each.num_sampled_tokens for each in scored.group.trainable))
@@ -192,7 +176,6 @@ class GroupTable:
     # ---- scored ----
 
     def score(self, scored: ScoredGroup) -> None:
-        """The group is scored and waits for its step."""
         with self.changed:
             group = self._open[scored.group_id]
             self._end_making(group)
@@ -260,7 +243,6 @@ class GroupTable:
     # ---- counts ----
 
     def take_stale(self) -> tuple[int, int]:
-        """Groups dropped as stale since the last call, and their tokens."""
         with self.changed:
             before, now = self._stale_before, (self._groups[GroupStatus.STALE], self._tokens[GroupStatus.STALE])
             self._stale_before = now
@@ -273,7 +255,6 @@ class GroupTable:
             return self._tokens["started"] + self._groups["started"] + sum(self._groups[s] for s in LEDGER_STATUSES)
 
     def ledger(self) -> dict[str, dict[str, int]]:
-        """The counts at one instant; see `buffer.ledger`."""
         with self.changed:
             groups = {status.value: self._groups[status] for status in LEDGER_STATUSES}
             tokens = {status.value: self._tokens[status] for status in LEDGER_STATUSES}

@@ -2,11 +2,8 @@
 
     started = trained + filtered + stale + failed + cancelled + queued + in flight       (groups and tokens)
 
-Worked example: a group starts, samples 40 tokens, one rollout with 10 of them fails, the others are trained:
-groups {started 1, trained 1}; tokens {started 40, failed 10, trained 30}.
-
-A ledger is a snapshot of `GroupTable`: {"groups": {"started": n, "trained": n, ...}, "tokens": {...}}.
-"""
+A snapshot of `GroupTable`. A group samples 40 tokens, one rollout with 10 of them fails, the others are trained:
+{"groups": {"started": 1, "trained": 1}, "tokens": {"started": 40, "failed": 10, "trained": 30}}"""
 
 from __future__ import annotations
 
@@ -18,18 +15,15 @@ Counts = Mapping[str, Mapping[str, int]]
 
 
 def is_balanced(ledger: Counts) -> bool:
-    """Whether the equation above holds, in groups and in tokens."""
     return all(
         counts["started"] == sum(counts[status.value] for status in LEDGER_STATUSES) for counts in ledger.values()
     )
 
 
 def totals_for_resume(ledger: Counts) -> dict[str, dict[str, int]]:
-    """A ledger without the open groups: a resumed run restores them, with the tokens that it still has, and counts them
-    again. Each group counts once, so the resumed run's ledger equals that of a run that was never interrupted.
+    """A ledger without the open groups: a resumed run restores them, and counts them again.
 
-    started 10 = trained 7 + queued 2 + in flight 1  ->  started 7 = trained 7
-    """
+    started 10 = trained 7 + queued 2 + in flight 1  ->  started 7 = trained 7"""
     totals = {}
     for kind, counts in ledger.items():
         still_open = counts[GroupStatus.QUEUED.value] + counts[GroupStatus.IN_FLIGHT.value]

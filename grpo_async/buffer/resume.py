@@ -2,12 +2,9 @@
 
     prompts to issue again | groups that are finished and not trained | rollouts in progress
 
-Worked example: step 3 was trained; group 8 is scored and queued, group 9 has one rollout that is over and one that made its
-first turn and 5 tokens of the second, group 10 waits for its first token. Then `queued` = [8], `in_progress` = [9], `outstanding` =
-[8, 9, 10]. A resume puts 8 back into the queue, continues 9 and restarts 10, all under the ids and seeds that they had.
-
-Prompts are not written: the stream issues them again, and has checked that the data is the same.
-"""
+Step 3 was trained; group 8 is queued, group 9 has a rollout that is over and one in its second turn, group 10 waits for its first
+token: `queued` [8], `in_progress` [9], `outstanding` [8, 9, 10]. A resume queues 8, continues 9 and restarts 10, with their ids and
+seeds. Prompts are not written: the stream issues them again."""
 
 from __future__ import annotations
 
@@ -65,7 +62,6 @@ class PartialRollout(TokenPath):
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version among the sampled tokens; None when there is none."""
         return oldest_of([*(turn.policy_versions for turn in self.turns), self.open_versions])
 
 
@@ -92,13 +88,10 @@ class ResumeState:
     Attributes:
         data: cursor of the prompt stream.
         outstanding: prompts that were issued and are not closed, ascending; includes those of `queued` and `in_progress`.
-        ledger: totals of closed groups; open groups are counted when they are restored, so every group counts once.
-        queued: groups that are scored and wait for their step, in the order of their ids.
-        in_progress: groups in progress, in the order of their prompts.
+        ledger: totals of closed groups.
         dropped: filtered and stale groups whose rewards the metrics of the next step will include; they are already stored.
         next_seq: the rollout store's number for the next group.
-        failures: the error log's counts.
-    """
+        failures: the error log's counts."""
 
     data: Mapping[str, Any]
     outstanding: Sequence[int]
@@ -110,7 +103,6 @@ class ResumeState:
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def small(self) -> dict[str, Any]:
-        """The part for the checkpoint's main file, ready for JSON."""
         return {
             "data": dict(self.data),
             "outstanding": list(self.outstanding),
@@ -132,14 +124,8 @@ class ResumeState:
 def read_resume_state(
     small: Mapping[str, Any], lines: Sequence[str], prompt_of: Callable[[int], Prompt]
 ) -> ResumeState:
-    """The inverse of `small` and `lines`.
-
-    Args:
-        prompt_of: gives a prompt by its id.
-
-    Raises:
-        ValueError, KeyError, TypeError: the data was not written by `small` and `lines`.
-    """
+    """The inverse of `small` and `lines`. `prompt_of` gives a prompt by its id. Raises ValueError, KeyError or TypeError for
+    other data."""
     queued: list[ScoredGroup] = []
     in_progress: list[GroupSnapshot] = []
     dropped: list[ScoredGroup] = []

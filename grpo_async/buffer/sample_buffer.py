@@ -1,18 +1,12 @@
 """The trainer's side of the table of groups: its main thread blocks in `take` until a step can be filled.
 
-`take` hands out scored groups: first those that no later step may use, then in the order in which they were started. Hard
-staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness; an older
-group is dropped whole, counted as stale, and its place is free again.
+`take` hands out scored groups: first those that no later step may use, then in the order of their start. Hard staleness: only if
+trainer_version - oldest version among its trained tokens <= max_staleness; an older group is dropped whole, counted as stale.
 
-A step keeps places for groups in the making that are due at it (`GroupTable.due`): younger groups that are ready leave them their
-places and go to a later step. Otherwise slow groups, those with the longest completions, would be dropped as stale. A place is
-free at once when its group fails or is filtered, and all are when others could have filled the step for `GroupTable.patience_s`.
-
-`reserve` predicts what the next `take` will hand out, so that it can be packed while a step trains.
-
-Each step also reports the scored groups that were dropped since the step before, as stale or filtered: `record_dropped` keeps them
-until `take_dropped`, and returns which step that will be, so that metrics and rollout store agree.
-"""
+A step keeps places for groups in the making that are due at it (`GroupTable.due`); otherwise the slow ones, with the longest
+completions, would be dropped. A place is free when its group fails or is filtered, and all are after `GroupTable.patience_s`.
+`reserve` predicts what the next `take` will hand out. `record_dropped` keeps groups that were scored and dropped until
+`take_dropped`, so that metrics and rollout store agree on their step."""
 
 from __future__ import annotations
 
@@ -33,13 +27,8 @@ OnDrop = Callable[[ScoredGroup, GroupStatus, int | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """How long a step may wait for its groups.
-
-    Attributes:
-        timeout_s: training.queue_timeout_s, the longest wait without `progress()` changing.
-        progress: a counter that grows while generation is alive (generated tokens).
-        describe: the current state, for the error.
-    """
+    """How long a step may wait for its groups: at most `timeout_s` without a change of `progress()`, which grows while tokens come.
+    `describe` gives the state for the error."""
 
     timeout_s: float
     progress: Callable[[], int]
@@ -59,11 +48,8 @@ class SampleBuffer:
     """See the module's docstring.
 
     Args:
-        table: has the groups, and the lock.
-        on_drop: called (in the taking thread) with each group that is dropped, its status (stale, or filtered where no group of a
-            round had anything to train), and the step; it closes the group.
-        next_step, last_step: the step that is taken next, and the last of the run.
-    """
+        on_drop: called (in the taking thread) with each group that is dropped, its status, and the step; it closes the group.
+        next_step, last_step: the step that is taken next, and the last of the run."""
 
     def __init__(self, table: GroupTable, *, on_drop: OnDrop, next_step: int = 1, last_step: int | None = None) -> None:
         self._table = table
@@ -92,7 +78,6 @@ class SampleBuffer:
             return self.step
 
     def dropped(self) -> list[ScoredGroup]:
-        """The groups dropped since the last `take_dropped`, which will still return them."""
         with self._condition:
             return list(self._dropped)
 
@@ -117,16 +102,14 @@ class SampleBuffer:
     def take(
         self, num_groups: int, *, trainer_version: int, watch: Watch, wait_s: float = HEARTBEAT_S
     ) -> list[ScoredGroup] | None:
-        """Wait until `num_groups` groups, at least one of them with samples, can be handed out; see the module's docstring.
-        Sorted by group id. After `end`: as many as there are, and [] when there is nothing more to train. None: not yet; `wait_s`
-        seconds are over, or `wake` or `interrupt` was called. Then call it again: the limits of the wait count on.
+        """Wait until `num_groups` groups, at least one of them with samples, can be handed out, sorted by id. After `end`: as
+        many as there are, and [] when there is nothing more to train. None: not yet; `wait_s` seconds are over, or `wake` or
+        `interrupt` was called. Then call it again: the limits of the wait count on. After an error all groups are still queued,
+        for a checkpoint.
 
         Raises:
             DeadlineError: nothing moved for `watch.timeout_s` seconds, and too few groups are queued.
-            BaseException: the error given to `fail`.
-
-        On each of these errors all groups are still queued, so a checkpoint that is written then has them.
-        """
+            BaseException: the error given to `fail`."""
         began = time.monotonic()
         wait = self._wait = self._wait or _Wait(seen=watch.progress(), changed_at=began)
         while True:
@@ -222,7 +205,6 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def end(self) -> None:
-        """Nothing more will be added: the data is at its end."""
         with self._condition:
             self._has_ended = True
             self._condition.notify_all()

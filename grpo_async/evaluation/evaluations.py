@@ -44,15 +44,13 @@ class _Running:
 
 
 class RunEvaluations:
-    """See the module's docstring. Use it from the trainer's main thread; `scores` and `running_step` are thread-safe.
+    """See the module's docstring. For the trainer's main thread; `scores` and `running_step` are thread-safe.
 
     Args:
         evaluator: None if the run has no evaluation; then every method does nothing.
         start: finished steps; records of later steps are dropped from the log.
-        control, trackers: are told of results.
-        shows_results: whether `control` is told of them; the launcher of `eval` shows them itself.
         hold: called with an evaluation of one policy version (`pin_version`), until whose end no weights may be pushed.
-    """
+        shows_results: whether `control` is told of them; the launcher of `eval` shows them itself."""
 
     def __init__(
         self,
@@ -96,17 +94,14 @@ class RunEvaluations:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled for evaluations so far, which training does not count."""
         return 0 if self._evaluator is None else self._evaluator.num_tokens
 
     @property
     def running_step(self) -> int | None:
-        """The step whose policy is being evaluated."""
         running = self._running
         return None if running is None else running.step
 
     def scores(self, metric: str) -> dict[int, float]:
-        """A metric of every evaluated policy after step 0, by step."""
         return scores_by_step(self.records, metric)
 
     @property
@@ -164,11 +159,7 @@ class RunEvaluations:
         self._begin(step, when="after")
 
     def collect(self, *, is_fatal: bool = False) -> None:
-        """Record the result of the evaluation that has ended, if any. A failure is recorded and shown; training goes on.
-
-        Raises:
-            Exception: with `is_fatal`, its failure: one before the first step fails later, too.
-        """
+        """Record the result of the evaluation that has ended, if any. A failure is recorded and shown, and raised if `is_fatal`."""
         running = self._running
         if running is None:
             return
@@ -189,7 +180,6 @@ class RunEvaluations:
             self._unreported = {}
 
     def summary(self) -> dict[str, Any] | None:
-        """The part for summary.json; None without evaluation."""
         if self._section is None:
             return None
         found = [record for record in self.records if record.metrics]
@@ -243,7 +233,6 @@ class RunEvaluations:
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
     def _tell_progress(self, done: str) -> None:
-        """Say how far the evaluation is, where nothing but it goes on."""
         running = self._running
         if running is not None and running.when != "during":
             self._control.send("phase", name=f"evaluating: {done}")

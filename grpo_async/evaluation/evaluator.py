@@ -1,11 +1,7 @@
-"""The evaluator: held-out prompts go through the same servers, rollouts and reward functions as training.
-
-    prompts -> produce (samples rollouts each) -> score -> ScoredGroup... -> evaluation_result
-                                                     '-> store (rows as those of training, never trained)
+"""The evaluator: held-out prompts go through the same servers, rollouts and reward functions as training, and are stored alike.
 
 Its seeds depend only on the prompt and the sample's number: with an engine that uses seeds (embedded), every evaluation draws the
-same samples, whatever training does. Its tokens are not in the ledger, and its failures are in its own metrics only.
-"""
+same samples. Its tokens are not in the ledger, and its failures are in its own metrics only."""
 
 from __future__ import annotations
 
@@ -67,14 +63,8 @@ class EvaluationTask:
 
 
 class Evaluator:
-    """Makes `samples_per_prompt` completions per prompt with `producer`, which knows how to sample, and scores them.
-
-    Args:
-        majority_baseline: score of always giving the most frequent held-out answer; None without `evaluation.baseline_column`.
-
-    Raises:
-        ConfigError: `group_by` is not a column of the prompts, or has too many values.
-    """
+    """Makes `samples_per_prompt` completions per prompt with `producer`, and scores them. `majority_baseline`: score of always
+    giving the most frequent held-out answer. Raises ConfigError for a `group_by` that cannot be used."""
 
     def __init__(
         self,
@@ -100,10 +90,7 @@ class Evaluator:
         """Evaluate once, alongside whatever else runs on the loop. To stop it, cancel it.
 
         Raises:
-            RunError: more than half of the rollouts failed (a reward that fails counts, too). Above 5% a warning says that the
-                numbers are those of the other rollouts only.
-            FatalRolloutError: the rollout function returned something unusable.
-        """
+            RunError: more than half of the rollouts failed (a reward that fails counts, too)."""
         began = told_at = time.monotonic()
         num_done = 0
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
@@ -186,7 +173,6 @@ def _failed(rollout_id: str, error: str) -> RolloutCompletion:
 
 
 def _row(scored: ScoredGroup) -> dict[str, str | float | None]:
-    """The table's row for the first completion of a prompt."""
     completion, is_scored = scored.group.completions[0], bool(scored.rewards)
     is_scored = is_scored and scored.group.trainable[0] is completion
     messages = completion.prompt_messages or scored.group.prompt.messages
@@ -229,11 +215,7 @@ def build_evaluator(
     client: InferenceClient,
     renderer: ChatRenderer,
 ) -> Evaluator | None:
-    """Build the evaluator; None without `evaluation` in the configuration.
-
-    Raises:
-        ConfigError: `evaluation.group_by` cannot be used.
-    """
+    """Build the evaluator; None without `evaluation` in the configuration."""
     section = config.evaluation
     if section is None or data.evaluation is None:
         return None

@@ -24,15 +24,8 @@ class EvaluationTarget:
 
 
 def choose_target(config: ExperimentConfig, checkpoint: str | None) -> EvaluationTarget:
-    """Choose the target, by looking at file names only.
-
-    Args:
-        checkpoint: a checkpoint of the run of `config`, as `find_checkpoint` takes it; or a Hugging Face folder, such as the model
-            that a run exported at its end; or the path of another run's checkpoint. None: the model that `config` names.
-
-    Raises:
-        ConfigError: there is no such checkpoint or folder.
-    """
+    """Choose the target, by looking at file names only. `checkpoint`: one of the run of `config`, as `find_checkpoint` takes it; a
+    Hugging Face folder; the path of another run's checkpoint; None: the model that `config` names. Raises ConfigError."""
     if checkpoint is None:
         return EvaluationTarget(label="base", folder=config.model.path)
     path = Path(checkpoint).resolve()

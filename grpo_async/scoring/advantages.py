@@ -28,25 +28,15 @@ class Advantages:
         of_group      when a group is scored: final for group, none and rloo; always decides whether there is a signal
         over_step     when the groups of a step are taken: for modes that need all of them (batch, normalize_each)
 
-    `over_step` uses the rewards alone, never the advantages that the samples have: it may be called again.
-
-    Args:
-        section: `advantage` of the configuration.
-        weights: weight of every reward, by name.
-    """
+    `over_step` uses the rewards alone, never the advantages that the samples have: it may be called again."""
 
     def __init__(self, section: AdvantageSection, weights: Mapping[str, float]) -> None:
         self._section = section
         self._weights = weights
 
     def of_group(self, rewards: Rewards, parts: Sequence[Mapping[str, float | None]]) -> list[float]:
-        """Advantages of one group, [num_completions]. Those that `over_step` completes are not divided by the std of the step yet,
-        but have the sign of the final ones. All are 0 in a group without a signal, and only there.
-
-        Args:
-            rewards: summed by weight.
-            parts: the rewards by function.
-        """
+        """Advantages of one group, [num_completions], of the `rewards` summed by weight, or by function (`parts`). Those that
+        `over_step` completes have the sign of the final ones. All are 0 in a group without a signal, and only there."""
         if self._section.rewards == "normalize_each":
             return [value or 0.0 for value in normalize_each(parts, self._weights)]
         if self._section.type == "rloo":
@@ -87,23 +77,19 @@ class Advantages:
     def _step_advantages(
         self, rewards: Sequence[Rewards], parts: Sequence[Sequence[Mapping[str, float | None]]]
     ) -> list[list[float]]:
-        """Advantages of the completions of each group."""
         if self._section.rewards == "normalize_each":
             return normalized_over_step([normalize_each(rows, self._weights) for rows in parts])
         return batch_advantages(rewards)
 
 
 def _with(values: Sequence[Value], index: int, value: Value) -> list[Value]:
-    """A copy of `values` with `value` at `index`."""
     return [*values[:index], value, *values[index + 1 :]]
 
 
 def combine_rewards(rows: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]) -> list[float | None]:
     """One reward per row: r = sum over the functions that scored the row of weight x value (TRL's weighted nansum).
 
-    A row that no function scored is None. KeyError for a name without a weight.
-    Example: weights {a: 1, b: 0.5}: {a: 1, b: 0.4} -> 1.2; {a: None, b: 0.4} -> 0.2; {a: None, b: None} -> None.
-    """
+    Weights {a: 1, b: 0.5}: {a: 1, b: 0.4} -> 1.2; {a: None, b: 0.4} -> 0.2; {a: None, b: None} -> None."""
     return [_weighted_sum(row, weights) for row in rows]
 
 
@@ -127,13 +113,8 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "none"] = "gro
 
 
 def leave_one_out_advantages(rewards: Rewards) -> list[float]:
-    """Advantages of one group of n scored rewards, each compared with the mean of the others (RLOO, arXiv 2402.14740):
-
-        A = r - (sum - r) / (n - 1)  =  (r - mean) x n / (n - 1)
-
-    0 in the same cases as in `group_advantages`.
-    Example: [1, 0, None, 0]: the others of 1 have mean 0, of a 0 have 0.5; A = 1, -0.5, 0, -0.5.
-    """
+    """RLOO (arXiv 2402.14740): A = r - (sum - r) / (n - 1)  =  (r - mean) x n / (n - 1), over n scored rewards; 0 as in
+    `group_advantages`. [1, 0, None, 0]: the others of 1 have mean 0, of a 0 have 0.5; A = 1, -0.5, 0, -0.5."""
     if has_zero_variance(rewards):
         return [0.0] * len(rewards)
     scored = scored_rewards(rewards)
@@ -142,12 +123,10 @@ def leave_one_out_advantages(rewards: Rewards) -> list[float]:
 
 
 def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:
-    """Advantages of the groups of a step: A = (r - mean of the group) / (std of the step + 1e-4). The std is over every scored
-    reward of every group (Lite PPO, arXiv 2508.08221).
+    """Lite PPO (arXiv 2508.08221): A = (r - mean of the group) / (std of all scored rewards of the step + 1e-4); 0 as in
+    `group_advantages`.
 
-    Small differences stay small. Advantages are 0 in the same cases as in `group_advantages`.
-    Example: [1, 0] and [3, 3]: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5, so
-    A = +-0.5 / 1.5001 = +-0.33331, and 0, 0.
+    [1, 0] and [3, 3]: std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5, so A = +-0.5 / 1.5001 = +-0.33331, and 0, 0.
     """
     divisor = sample_std([reward for rewards in groups for reward in scored_rewards(rewards)]) + _STD_EPSILON
     return [[advantage / divisor for advantage in group_advantages(rewards, scale="none")] for rewards in groups]
@@ -158,10 +137,8 @@ def normalize_each(rows: Sequence[Mapping[str, float | None]], weights: Mapping[
 
         c = sum over the functions k that scored the row of weight_k x (r_k - mean_k) / (std_k + 1e-4)
 
-    A row that no function scored is None. Where the functions cancel out, all rows are 0.
-    Example: weights {a: 1, b: 0.5}, rows {a: 1, b: 30}, {a: 0, b: 10}: both columns are +-0.70711 but for the 1e-4 (0.70701 and
-    0.70710), so c = +-(0.70701 + 0.35355) = +-1.06056; summed first, b alone would have decided.
-    """
+    None for a row that no function scored; where the functions cancel out, all rows are 0. Weights {a: 1, b: 0.5}, rows
+    {a: 1, b: 30}, {a: 0, b: 10}: columns +-0.70701 and +-0.70710, so c = +-(0.70701 + 0.35355) = +-1.06056."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}
     compared = {name: group_advantages(column) for name, column in columns.items()}
@@ -175,13 +152,9 @@ def normalize_each(rows: Sequence[Mapping[str, float | None]], weights: Mapping[
 
 
 def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
-    """Second half of GDPO (arXiv 2601.05242), over the values c of `normalize_each` of all groups of a step:
+    """Second half of GDPO (arXiv 2601.05242), over the values c of `normalize_each` of a step: A = (c - mean) / (std + 1e-4).
 
-        A = (c - mean) / (std + 1e-4)
-
-    The mean is that of the step, which is 0 up to float noise, like that of every group.
-    Example: [1, -1] and [0, 0]: std = sqrt(2 / 3) = 0.81650, A = +-1 / 0.81660 = +-1.22459, and 0, 0.
-    """
+    [1, -1] and [0, 0]: std = sqrt(2 / 3) = 0.81650, A = +-1 / 0.81660 = +-1.22459, and 0, 0."""
     scored = [value for values in groups for value in scored_rewards(values)]
     mean = math.fsum(scored) / len(scored) if scored else 0.0
     divisor = sample_std(scored) + _STD_EPSILON
@@ -200,7 +173,6 @@ def has_zero_variance(rewards: Rewards) -> bool:
 
 
 def scored_rewards(rewards: Rewards) -> list[float]:
-    """Those that are not None."""
     return [reward for reward in rewards if reward is not None]
 
 

@@ -1,9 +1,7 @@
 """Scores groups: calls the reward functions on the trainable completions, computes advantages, makes the rows.
 
-A failed completion is never scored and never trained, and reward functions do not see it. Every path of a completion
-(its own turns, and each branch of an agent's) is a row. All rows have its reward and its advantage, except branches to which the
-agent gave their own reward.
-"""
+Reward functions do not see a failed completion. Every path of a completion (its own turns, and each branch of an agent's) is a
+row, with its reward and advantage, except branches to which the agent gave their own reward."""
 
 from __future__ import annotations
 
@@ -40,13 +38,10 @@ class Scorer:
     """See the module's docstring.
 
     Args:
-        rewards: the reward functions.
-        advantage: how advantages are computed.
         train_zero_variance: whether to make samples of groups without a signal, whose advantages are all 0.
         train_truncated: whether to make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
-        state: for reward functions that ask for `trainer_state`; at the start of the run.
-    """
+        state: for reward functions that ask for `trainer_state`; at the start of the run."""
 
     def __init__(
         self,
@@ -69,26 +64,17 @@ class Scorer:
         self._state = state or TrainerState()
 
     def set_step(self, step: int, epoch: float) -> None:
-        """Set the step and epoch that reward functions see in `trainer_state` from now on."""
         self._state = replace(self._state, global_step=step, epoch=epoch)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a finished step to `trainer_state.log_history`."""
         history = [*self._state.log_history, {"step": step, **metrics}][-_LOG_HISTORY:]
         self._state = replace(self._state, log_history=history)
 
     async def score(
         self, group: RolloutGroup, *, environments: Sequence[Any] | None = None, is_trained: bool = True
     ) -> ScoredGroup:
-        """Score the trainable completions of a group (at least one).
-
-        Args:
-            environments: one instance for each completion of the group.
-            is_trained: False makes no samples, as for an evaluation.
-
-        Raises:
-            GrpoAsyncError: a reward function failed; the message names it.
-        """
+        """Score the trainable completions of a group (at least one). `environments`: one for each completion. Makes no samples
+        unless `is_trained`. Raises GrpoAsyncError: a reward function failed; the message names it."""
         trainable = group.trainable
         if environments is not None:
             kept = {id(completion) for completion in trainable}
@@ -122,7 +108,6 @@ class Scorer:
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
     ) -> list[RolloutSample]:
-        """Rows of the trainable completions; none if the group has no signal."""
         advantages = self.advantages.of_group(rewards, parts)
         samples = [
             _sample(group, completion, path, advantage=advantage, reward=reward, rewards=part)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from grpo_async.errors import RunError
-from grpo_async.store.database import connect, interrupting, lock, sql_paths
+from grpo_async.store.database import connect, guarded, lock, sql_paths
 from grpo_async.store.files import (
     MAX_LISTINGS,
     Block,
@@ -113,7 +113,7 @@ class Blocks:
         with self._lock:
             cursor = self._connection.cursor()
         try:
-            with interrupting(cursor):
+            with guarded(cursor):
                 yield cursor
         except duckdb.Error as error:
             problem = first_line(str(error))

@@ -66,13 +66,29 @@ def half_of_memory() -> int:
     return max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _MIN_MEMORY)
 
 
-def limit_process_memory() -> None:
-    """Give this process a half of the machine's memory: `memory_limit` does not count the values
-    that a query computes (`len(range(3000000000))`); now such a query fails, alone."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = half_of_memory()
-    if most == resource.RLIM_INFINITY or limit < most:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+_limiting = threading.Lock()
+_num_limited = 0
+_limit_before = 0
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Within, in any thread, this process has a half of the machine's memory: `memory_limit` does not count the
+    values that a query computes (`len(range(3000000000))`); such a query fails, alone."""
+    global _num_limited, _limit_before
+    with _limiting:
+        if _num_limited == 0:
+            _limit_before, most = resource.getrlimit(resource.RLIMIT_DATA)
+            limits = [each for each in (_limit_before, most) if each != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_DATA, (min([half_of_memory(), *limits]), most))
+        _num_limited += 1
+    try:
+        yield
+    finally:
+        with _limiting:
+            _num_limited -= 1
+            if _num_limited == 0:
+                resource.setrlimit(resource.RLIMIT_DATA, (_limit_before, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def quote(text: str) -> str:
@@ -102,12 +118,18 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
-    """Interrupt the connection at the deadline, if there is one.
+def guarded(connection: DuckDBPyConnection) -> Iterator[None]:
+    """Within, queries of users may run: memory is limited, and the deadline interrupts the connection, if there is one.
 
     Raises:
         TimeoutError: the deadline has passed.
     """
+    with _limited_memory(), _interrupting(connection):
+        yield
+
+
+@contextlib.contextmanager
+def _interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
     import duckdb
 
     deadline = _deadline.get()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.cells import cell_len
 
 from grpo_async.errors import ConfigError
-from grpo_async.store.database import connect, interrupting
+from grpo_async.store.database import connect, guarded
 from grpo_async.store.names import LAST_STEP_SQL, NAMES, VIEW_SQL
 from grpo_async.store.schema import NO_ROWS_SQL
 from grpo_async.utils.safe_text import SURROGATE
@@ -79,7 +79,7 @@ def parse_query(text: str) -> Query:
         cursor = _empty().cursor()
     with cursor:
         try:
-            with interrupting(cursor):
+            with guarded(cursor):
                 cursor.execute("SET errors_as_json = true")
                 found = cursor.execute(f"{_BEFORE}{text}\n) AS found FROM rollouts").fetchall()
             duckdb.SQLExpression(text)  # "true) or (true" is none

@@ -79,11 +79,7 @@ def make_client(config: ExperimentConfig, servers: Servers, *, vocab_size: int) 
 
 class FleetReporter:
     """Reports the fleet's changes, on any thread. The launcher gets the state of all servers, at once when one changes, otherwise
-    at most once per second. The timeline gets a span for each state that a server was in, and an instant for each change (a span is
-    written only when it is over).
-
-    Args:
-        tells_changes: the launcher also gets a note or a warning for each change.
+    at most once per second, and a note for each change if `tells_changes`. The timeline gets a span for each state of a server.
     """
 
     def __init__(self, fleet: Fleet, control: ControlClient, *, tells_changes: bool) -> None:
@@ -95,7 +91,6 @@ class FleetReporter:
         self._lock = threading.Lock()
 
     def on_change(self) -> None:
-        """The listener for `Fleet.subscribe`."""
         with self._lock:
             servers = self._fleet.servers()
             for server in servers:
@@ -107,12 +102,10 @@ class FleetReporter:
             self._control.send("servers", servers=[self._describe(server) for server in servers])
 
     def on_load(self) -> None:
-        """The listener for `Fleet.subscribe_info`."""
         if time.monotonic() - self._told_at >= _MIN_INTERVAL_S:
             self.on_change()
 
     def close(self) -> None:
-        """End the open spans."""
         with self._lock:
             for index in list(self._since):
                 self._end(index)

@@ -104,7 +104,6 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
 
 
 def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceMesh, device: torch.device) -> Policy:
-    """Build the policy of the model that `section` names, on this rank's device."""
     training = config.training
     policy = build_policy(
         section,

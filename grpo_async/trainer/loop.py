@@ -75,17 +75,12 @@ class Trainer:
         self.reporter.write_summary(step, is_complete=self.is_complete, engine=engine)
 
     def evaluate_before(self) -> None:
-        """Evaluate the policy that training begins with."""
         if self.evaluations.before_training():
             self._await_evaluation()
             self.evaluations.collect(is_fatal=True)
 
     def train(self) -> int:
-        """Train to the last step, the end of the data, or a request to stop; returns the number of finished steps.
-
-        Raises:
-            RunError: too many consecutive steps were not finite, generation died, a push failed for good, a deadline passed.
-        """
+        """Train to the last step, the end of the data, or a request to stop; returns the number of finished steps."""
         config, source, publisher = self.context.config, self.source, self.publisher
         self.reporter.begin_training()
         for step in range(self.start + 1, config.num_steps + 1):

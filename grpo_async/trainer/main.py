@@ -21,7 +21,6 @@ from grpo_async.utils.seeds import seed_of
 
 
 def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
-    """Run this rank from start to end."""
     number = attempt_number(assignment.attempt_dir)
     details = {"attempt": number, "process": os.getpid()}
     if assignment.resume_step is not None:

@@ -39,24 +39,24 @@ class PackedStep:
         return outcomes
 
 
+@dataclass(slots=True)
 class Packer:
     """Has the ranks pack the samples of a step: ahead, while the step before it trains, or when the step begins."""
 
-    def __init__(self, context: TrainerContext, source: RolloutSource, store: RolloutStore) -> None:
-        self._context = context
-        self._source = source
-        self._store = store
-        self._ahead: PackedStep | None = None
+    context: TrainerContext
+    source: RolloutSource
+    store: RolloutStore
+    _ahead: PackedStep | None = None
 
     def pack_next(self, step: int) -> None:
         """Called while the device computes the step before: pack the groups that `step` will train, if they are there."""
-        config, groups = self._context.config, list[ScoredGroup]()
+        config, groups = self.context.config, list[ScoredGroup]()
         if step <= config.num_steps:
-            groups = self._source.reserve(config.rollout.groups_per_step, trainer_version=step - 1)
+            groups = self.source.reserve(config.rollout.groups_per_step, trainer_version=step - 1)
         if groups:
             self._ahead = self._pack(groups, step)
         else:
-            self._context.channel.heartbeat()  # the other ranks wait for one command in every step
+            self.context.channel.heartbeat()  # the other ranks wait for one command in every step
 
     def pack(self, groups: Sequence[ScoredGroup], step: int) -> PackedStep:
         """Pack the groups of `step`, unless just these were packed ahead."""
@@ -66,14 +66,14 @@ class Packer:
         return self._pack(groups, step)
 
     def _pack(self, groups: Sequence[ScoredGroup], step: int) -> PackedStep:
-        context, began = self._context, time.time()
+        context, began = self.context, time.time()
         has_stats = context.config.record.rollouts.token_stats
         packed, commands = divide_step(
             groups,
             context.config,
             world_size=context.world_size,
             trainer_version=step - 1,
-            is_stored=lambda group_id: has_stats and self._store.stores(group_id, GroupStatus.TRAINED),
+            is_stored=lambda group_id: has_stats and self.store.stores(group_id, GroupStatus.TRAINED),
         )
         context.channel.send(commands)
         context.pack(commands[0])
@@ -89,13 +89,8 @@ def divide_step(
     trainer_version: int,
     is_stored: Callable[[int], bool],
 ) -> tuple[PackedStep, list[PackCommand]]:
-    """Divide the step. Returns it, and the part that each rank has to pack. [world_size]
-
-    Args:
-        groups: those that RolloutSource.take returned.
-        trainer_version: finished steps when this one begins.
-        is_stored: whether the rollout store keeps the statistics of the tokens of a group, by its id.
-    """
+    """Divide the step. Returns it, and the part that each rank has to pack. [world_size] `is_stored`: whether the rollout store
+    keeps the statistics of the tokens of a group, by its id."""
     minibatches = split_groups(groups, config.training.minibatches)
     parts: list[list[RankSamples]] = []  # [num_minibatches][world_size]
     tokens = TokenPlan(world_size)

@@ -25,14 +25,7 @@ _REPORTS_PER_TIMEOUT = 10
 
 class ProgressReporter:
     """A thread of rank 0, for a `with` block that begins when servers serve. It goes on when the main thread hangs in a
-    collective, or the rollout thread in a user's function.
-
-    Args:
-        source: generated tokens, and what is in flight.
-        publisher: the number of finished steps.
-        activity: what the main thread is doing.
-        fleet: tokens of evaluations, and whether servers are starting.
-    """
+    collective, or the rollout thread in a user's function."""
 
     def __init__(
         self,
@@ -78,7 +71,6 @@ class ProgressReporter:
                 return
 
     def _progress(self) -> object:
-        """Changes while the run makes progress."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
         # only the servers know the tokens of evaluations; the end of a run (save, export) shows in what the main thread begins
         return self._publisher.version, tokens, self._fleet.read_counters().generated_tokens, self._activity.num_begun
@@ -93,7 +85,6 @@ class ProgressReporter:
         )
 
     def _describe(self, unchanged_s: float) -> str:
-        """A paragraph on what waits for what."""
         servers = _servers(self._fleet.servers(), time.monotonic())
         return (
             f"no step was finished and no token generated for {unchanged_s:.0f} s; raise `training.stall_timeout_s` if this is "

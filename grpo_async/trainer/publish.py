@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.inference.fleet import Fleet
@@ -20,36 +21,23 @@ from grpo_async.training.timing import Activity
 from grpo_async.training.verify import TrainerScores
 
 
+@dataclass(slots=True, kw_only=True)
 class Publisher:
-    """See the module's docstring.
+    """See the module's docstring. `version` is that of the weights in this process: the number of finished steps."""
 
-    Attributes:
-        version: of the weights in this process: the number of finished steps.
-    """
-
-    def __init__(
-        self,
-        context: TrainerContext,
-        sync: FleetSync,
-        *,
-        fleet: Fleet,
-        source: RolloutSource,
-        activity: Activity,
-        version: int,
-    ) -> None:
-        self._context = context
-        self._sync = sync
-        self._fleet = fleet
-        self._source = source
-        self._activity = activity
-        self._held_by: Future[Any] | None = None
-        self._is_overdue = False  # a push was held back
-        self.version = version
+    context: TrainerContext
+    sync: FleetSync
+    fleet: Fleet
+    source: RolloutSource
+    activity: Activity
+    version: int
+    _held_by: Future[Any] | None = None
+    _is_overdue: bool = False  # a push was held back
 
     @property
     def served_version(self) -> int | None:
         """The version of the last complete push."""
-        return self._sync.served_version
+        return self.sync.served_version
 
     def hold(self, until: Future[Any]) -> None:
         """Push nothing until `until` is done, except if no server serves: it evaluates a single version (`pin_version`)."""
@@ -64,19 +52,19 @@ class Publisher:
         on with the queued groups; the weights follow as soon as one is up (`push_if_due`)."""
         version, self._is_overdue = self.version, False
         activity = f"pushing version {version} to the servers"
-        with self._activity.during(activity, "wait for the push", "pushing", version=version):
-            metrics = self._sync.push(version, before_gather=self._gather)
+        with self.activity.during(activity, "wait for the push", "pushing", version=version):
+            metrics = self.sync.push(version, before_gather=self._gather)
         if metrics is None:
             return {"sync/skipped": 1.0}
         began = time.time()
-        if verified := self._sync.verify(self.score):
+        if verified := self.sync.verify(self.score):
             record("verify weights", began, time.time())
-        self._source.advance(version)
+        self.source.advance(version)
         return metrics | verified
 
     def push_after_step(self) -> dict[str, float]:
         """Push if it is due after the step of this version; returns metrics."""
-        config, step = self._context.config, self.version
+        config, step = self.context.config, self.version
         if not (self._is_overdue or step % config.training.weight_sync_steps == 0 or step == config.num_steps):
             return {}
         if self.is_held:
@@ -87,17 +75,17 @@ class Publisher:
     def push_if_due(self) -> None:
         """While the trainer waits: push to servers that can serve again, and make the push that was held back. While one is held
         back and another server serves, servers that come back wait: a push goes to all."""
-        if self._context.config.inference.urls:  # the launcher ends the run when its own are lost
-            self._fleet.check_any_left()
+        if self.context.config.inference.urls:  # the launcher ends the run when its own are lost
+            self.fleet.check_any_left()
         waits = self.is_held and self.version != self.served_version
-        joins = self._fleet.has_ready and not (waits and self._fleet.serving())
+        joins = self.fleet.has_ready and not (waits and self.fleet.serving())
         if joins or (self._is_overdue and not self.is_held):
             self.push()
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
         """Log-probabilities of token sequences under the current weights, on all ranks; see training.reference."""
-        self._context.channel.send_all(ScoreCommand(sequences=sequences, rounding=rounding))
-        return self._context.score(sequences, rounding)
+        self.context.channel.send_all(ScoreCommand(sequences=sequences, rounding=rounding))
+        return self.context.score(sequences, rounding)
 
     def _gather(self, bucket_bytes: int) -> None:
-        self._context.channel.send_all(GatherCommand(bucket_bytes=bucket_bytes))
+        self.context.channel.send_all(GatherCommand(bucket_bytes=bucket_bytes))

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -48,130 +49,108 @@ def phase(name: str, control: ControlClient) -> Iterator[None]:
         yield
 
 
+@dataclass(slots=True, kw_only=True)
 class Reporter:
-    """See the module's docstring.
+    """See the module's docstring. `log` and `trackers` receive the metrics of each step; `start`: finished steps when it began."""
 
-    Args:
-        log, trackers: receive the metrics of each step.
-        meter: of the whole run, also of the steps before a resume.
-        start: finished steps when this process began.
-    """
-
-    def __init__(
-        self,
-        context: TrainerContext,
-        control: ControlClient,
-        *,
-        fleet: Fleet,
-        source: RolloutSource,
-        evaluations: RunEvaluations,
-        log: MetricsWriter,
-        trackers: Trackers,
-        meter: PipelineMeter,
-        activity: Activity,
-        start: int,
-    ) -> None:
-        self._context = context
-        self._control = control
-        self._fleet = fleet
-        self._source = source
-        self._evaluations = evaluations
-        self._log = log
-        self._trackers = trackers
-        self._meter = meter
-        self._activity = activity
-        self._start = start
+    context: TrainerContext
+    control: ControlClient
+    fleet: Fleet
+    source: RolloutSource
+    evaluations: RunEvaluations
+    log: MetricsWriter
+    trackers: Trackers
+    meter: PipelineMeter
+    activity: Activity
+    start: int
 
     def begin_training(self) -> None:
         """What happened until now (startup, evaluation) belongs to no step."""
-        self._activity.take_seconds()
-        self._meter.begin(self._read_counters())
+        self.activity.take_seconds()
+        self.meter.begin(self._read_counters())
 
     def measure(self, metrics: dict[str, float], result: StepResult, trained: Sequence[ScoredGroup], step: int) -> None:
         """Add the metrics of a step that has trained the groups `trained` to `metrics`."""
         metrics |= result.metrics
-        metrics |= self._meter.step(
+        metrics |= self.meter.step(
             self._read_counters(),
             trained_tokens=result.num_tokens,
             staleness=_staleness(trained, step - 1),
             reward=metrics.get("reward"),
-            spent=self._activity.take_seconds(),
+            spent=self.activity.take_seconds(),
         )
-        metrics |= self._source.gauges() | self._context.checkpoints.take_metrics()
+        metrics |= self.source.gauges() | self.context.checkpoints.take_metrics()
 
     def report(self, step: int, metrics: dict[str, float], groups: Sequence[ScoredGroup]) -> None:
-        """A step is done: report it to log, trackers and launcher."""
-        peak = float(peak_bytes(self._context.device))
-        metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": peak}
-        self._log.write(step, metrics)
-        self._source.log(step, metrics)
-        self._trackers.log(step, metrics)
-        config = self._context.config
-        self._control.send("step", step=step, max_steps=config.num_steps, metrics=metrics)
-        is_first = step == self._start + 1
+        peak = float(peak_bytes(self.context.device))
+        metrics |= {**self.fleet.metrics(), "perf/peak_memory_bytes": peak}
+        self.log.write(step, metrics)
+        self.source.log(step, metrics)
+        self.trackers.log(step, metrics)
+        config = self.context.config
+        self.control.send("step", step=step, max_steps=config.num_steps, metrics=metrics)
+        is_first = step == self.start + 1
         if (is_first or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
-            self._control.send("example", step=step, **example)
+            self.control.send("example", step=step, **example)
         if "eval/step" in metrics and config.tracking:
             self._track_evaluation(step)
-        if is_first and self._context.peaks:
+        if is_first and self.context.peaks:
             text = f"memory of a trainer rank after step {step}: {describe_peak(**self._memory())}"
             logger.info(text)
-            self._control.send("note", text=text)
+            self.control.send("note", text=text)
 
     def report_wait(self, step: int) -> None:
-        """Tell the launcher what the groups are doing for which `step` waits."""
-        groups = self._source.ledger_snapshot()["groups"]
+        groups = self.source.ledger_snapshot()["groups"]
         counts = ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in groups.items() if number)
-        self._control.send("phase", name=f"training: step {step} waits for groups ({counts})")
+        self.control.send("phase", name=f"training: step {step} waits for groups ({counts})")
 
     def report_evaluation(self, engine: str) -> None:
         """End a run of zero steps: tell the launcher what the evaluation found, unless a stop cancelled it."""
-        summary = self._evaluations.summary()
+        summary = self.evaluations.summary()
         if summary is not None and summary["before"] is not None:
-            self._control.send("summary", summary={"engine": engine, **summary})
+            self.control.send("summary", summary={"engine": engine, **summary})
 
     def write_summary(self, steps: int, *, is_complete: bool, engine: str) -> None:
         """Write summary.json of a run that ends after `steps` finished steps. `is_complete`: it has trained and exported all."""
-        run_dir, memory, ledger = self._context.run_dir, self._memory(), self._source.ledger_snapshot()
+        run_dir, memory, ledger = self.context.run_dir, self._memory(), self.source.ledger_snapshot()
         summary = {
-            "status": FINISHED if is_complete and not self._evaluations.is_final_missing else STOPPED,
+            "status": FINISHED if is_complete and not self.evaluations.is_final_missing else STOPPED,
             "steps": steps,
             "model": str(run_dir.model) if is_complete else None,
-            "num_devices": self._context.world_size,
+            "num_devices": self.context.world_size,
             "engine": engine,
             "on_gpu": memory.pop("on_gpu"),
             "server_failures": [
                 {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
-                for failure in self._fleet.failures
+                for failure in self.fleet.failures
             ],
-            **self._meter.summary(),
+            **self.meter.summary(),
             "learning": self._track_evaluation(steps).as_dict(),
-            "evaluation": self._evaluations.summary(),
+            "evaluation": self.evaluations.summary(),
             "ledger": ledger,
             "ledger_closed": is_balanced(ledger),
             "memory": memory,
         }
         write_atomically(run_dir.summary, json.dumps(summary, indent=2))
-        self._control.send("summary", summary=summary)
+        self.control.send("summary", summary=summary)
 
     def _track_evaluation(self, step: int) -> Diagnosis:
         """Give trackers the completions of evaluations that have ended. Return how the run stands by now."""
-        diagnosis = diagnose(RunHistory.read(self._context.run_dir))
-        self._trackers.log_completions(step, self._evaluations.take_completions())
-        self._trackers.log_diagnosis(step, " ".join(diagnosis.lines))
+        diagnosis = diagnose(RunHistory.read(self.context.run_dir))
+        self.trackers.log_completions(step, self.evaluations.take_completions())
+        self.trackers.log_diagnosis(step, " ".join(diagnosis.lines))
         return diagnosis
 
     def _memory(self) -> dict[str, Any]:
-        """The peak memory of each rank by the end of its first step."""
-        return {"peaks": list(self._context.peaks or ()), "on_gpu": self._context.device.type == "cuda"}
+        return {"peaks": list(self.context.peaks or ()), "on_gpu": self.context.device.type == "cuda"}
 
     def _read_counters(self) -> CounterSnapshot:
         """The counters exclude tokens of evaluations, but include the time that servers are busy with them."""
-        counters = self._fleet.read_counters()
+        counters = self.fleet.read_counters()
         return CounterSnapshot(
             time_s=time.monotonic(),
             generation_busy_s=counters.busy_s,
-            generated_tokens=counters.generated_tokens - self._evaluations.num_tokens,
+            generated_tokens=counters.generated_tokens - self.evaluations.num_tokens,
         )
 
 
@@ -200,7 +179,6 @@ def example_of(groups: Sequence[ScoredGroup]) -> dict[str, Any] | None:
 
 
 def _staleness(groups: Sequence[ScoredGroup], trainer_version: int) -> Counter[int]:
-    """Number of trained tokens by their staleness."""
     counts: Counter[int] = Counter()
     for sample in chain.from_iterable(group.samples for group in groups):
         versions, numbers = np.unique(sample.policy_versions[sample.loss_mask], return_counts=True)

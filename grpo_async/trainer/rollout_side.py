@@ -39,12 +39,9 @@ class RolloutSide:
 
     Attributes:
         config: the configuration, with `training.epochs` converted to steps.
-        evaluator: None when the config has no evaluation.
         first_prompts: a few prompts of the data.
         first_prompt_ids: their tokens, as rollouts begin with them; empty if a rollout function or an agent makes the prompts.
-        tool_sets: the sets of tools that rollouts may be offered.
-        next_seq: number of the first row that the store has from after the checkpoint to resume from.
-    """
+        next_seq: number of the first row that the store has from after the checkpoint to resume from."""
 
     config: ExperimentConfig
     source: RolloutSource

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
@@ -21,64 +21,43 @@ from grpo_async.utils.files import write_atomically
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True)
 class Saver:
-    """Saves what a resume needs: weights, optimizer, rollouts, totals of the meter, counters.
+    """Saves what a resume needs: weights, optimizer, rollouts, totals of the meter, counters; and exports the model."""
 
-    Args:
-        log: synced before a checkpoint begins: there is none without the metrics lines of its steps.
-        evaluations: scores by which checkpoints are kept.
-        step: of the checkpoint that the run resumes from.
-    """
-
-    def __init__(
-        self,
-        context: TrainerContext,
-        *,
-        source: RolloutSource,
-        log: MetricsWriter,
-        meter: PipelineMeter,
-        nonfinite: NonfiniteSteps,
-        evaluations: RunEvaluations,
-        activity: Activity,
-        fingerprints: Fingerprints,
-        step: int | None,
-    ) -> None:
-        self._context = context
-        self._source = source
-        self._log = log
-        self._meter = meter
-        self._nonfinite = nonfinite
-        self._evaluations = evaluations
-        self._activity = activity
-        self._fingerprints = fingerprints
-        self._saved_step = step
+    context: TrainerContext
+    source: RolloutSource
+    log: MetricsWriter
+    meter: PipelineMeter
+    nonfinite: NonfiniteSteps
+    evaluations: RunEvaluations
+    activity: Activity
+    fingerprints: Fingerprints
+    saved_step: int | None
 
     def save(self, step: int, *, wait: bool = False) -> None:
         """Begin to write checkpoint `step` on all ranks. Training pauses while the tensors are copied, generation does not. The
         previous checkpoint must be written first, and old ones are removed afterward. `wait`: return only when it is written.
-
-        Raises:
-            CheckpointError: this checkpoint, or the previous one, could not be written.
         """
-        context, during = self._context, self._activity.during
+        context, during = self.context, self.activity.during
         heartbeat = context.channel.heartbeat
-        if step != self._saved_step:
+        if step != self.saved_step:
             with during("waiting for the last checkpoint to be written", "wait for the last checkpoint", "checkpoint"):
                 context.checkpoints.prepare(heartbeat)
-            self._log.sync()  # first: no checkpoint without the lines of its steps, whatever ends the run in between
+            self.log.sync()  # first: no checkpoint without the lines of its steps, whatever ends the run in between
             with during(f"copying the checkpoint of step {step}", "copy checkpoint", "checkpoint", step=step):
-                rollouts = self._source.resume_state()
+                rollouts = self.source.resume_state()
                 state = CheckpointState(
                     step=step,
                     rollouts=rollouts.small(),
                     lines=rollouts.lines(),
-                    totals=asdict(self._meter.totals),
-                    counters=self._nonfinite.counters,
-                    fingerprints=self._fingerprints,
+                    totals=asdict(self.meter.totals),
+                    counters=self.nonfinite.counters,
+                    fingerprints=self.fingerprints,
                 )
                 context.channel.send_all(SaveCommand(step=step))
                 context.save(step, state, on_written=self._prune)
-            self._saved_step = step
+            self.saved_step = step
         if wait:
             text = f"waiting for the checkpoint of step {step} to be written"
             with during(text, "wait for the checkpoint", "checkpoint", step=step):
@@ -92,23 +71,21 @@ class Saver:
             logger.exception("the steps since the last checkpoint could not be saved")
 
     def export(self, step: int) -> None:
-        """Write the model."""
-        with self._activity.during("exporting the model", "export the model", "checkpoint"):
-            self._context.channel.send_all(ExportCommand())
-            card = model_card(self._context.config, step=step)
-            self._context.export(card=card, heartbeat=self._context.channel.heartbeat)
+        with self.activity.during("exporting the model", "export the model", "checkpoint"):
+            self.context.channel.send_all(ExportCommand())
+            card = model_card(self.context.config, step=step)
+            self.context.export(card=card, heartbeat=self.context.channel.heartbeat)
 
     def add_evaluation_to_card(self, step: int) -> None:
         """The model's card was written before the last evaluation."""
-        summary = self._evaluations.summary()
+        summary = self.evaluations.summary()
         if summary is not None and summary["after"]:
-            card = model_card(self._context.config, step=step, evaluation=summary["after"])
-            write_atomically(self._context.run_dir.model / CARD, card)
+            card = model_card(self.context.config, step=step, evaluation=summary["after"])
+            write_atomically(self.context.run_dir.model / CARD, card)
 
     def _prune(self) -> None:
-        """Remove old checkpoints. Called by the thread that writes them."""
         # read the step first: an evaluation that has ended since has its score
-        evaluated_now = self._evaluations.running_step
-        section = self._context.config.checkpoint
-        scores = self._evaluations.scores(section.best_metric)
-        prune(self._context.run_dir, section, scores=scores, evaluated_now=evaluated_now)
+        evaluated_now = self.evaluations.running_step
+        section = self.context.config.checkpoint
+        scores = self.evaluations.scores(section.best_metric)
+        prune(self.context.run_dir, section, scores=scores, evaluated_now=evaluated_now)

@@ -94,7 +94,7 @@ def run_rank_zero(
             control=control,
         )
         start = state.step if state else 0
-        publisher = Publisher(context, sync, fleet=fleet, source=source, activity=activity, version=start)
+        publisher = Publisher(context=context, sync=sync, fleet=fleet, source=source, activity=activity, version=start)
         log = stack.enter_context(MetricsWriter(run_dir.metrics, first_step=start + 1))
         is_run = assignment.purpose == "train"
         trackers = open_trackers(config, run_dir) if is_run else Trackers(())
@@ -116,8 +116,8 @@ def run_rank_zero(
         meter = PipelineMeter(Totals(**state.totals) if state else None)
         nonfinite = NonfiniteSteps(state.counters if state else {}, is_float16=config.model.compute_dtype == "float16")
         reporter = Reporter(
-            context,
-            control,
+            context=context,
+            control=control,
             fleet=fleet,
             source=source,
             evaluations=evaluations,
@@ -128,7 +128,7 @@ def run_rank_zero(
             start=start,
         )
         saver = Saver(
-            context,
+            context=context,
             source=source,
             log=log,
             meter=meter,
@@ -136,7 +136,7 @@ def run_rank_zero(
             evaluations=evaluations,
             activity=activity,
             fingerprints=fingerprints,
-            step=step,
+            saved_step=step,
         )
         trainer = Trainer(
             context=context,
@@ -202,7 +202,6 @@ def _open_transport(assignment: Assignment, context: TrainerContext, stack: Exit
 
 
 def _wait_until_up(fleet: Fleet, control: ControlClient, context: TrainerContext) -> bool:
-    """Wait until a server is up. See Fleet.wait_until_up."""
     return fleet.wait_until_up(
         deadline_s=context.config.inference.startup_timeout_s,
         stop=control.stop_requested,

@@ -1,16 +1,8 @@
-"""Brings the trainer's weights to every server that is up: connects fleet, transport and push, and fences
-the servers that failed.
+"""Brings the trainer's weights to every server that is up, in one group; to follow a push: FleetSync.push here, then
+weights/push.py.
 
-To follow a push: FleetSync.push here, then weights/push.py.
-
-    servers that are up -> (new group if they changed) -> push -> mark as serving
-            ^                                              |
-            '------- fence the servers that failed <-------'
-
-A server that fails is fenced, and the push is repeated with the others; those that loaded a part of it pause until
-then. With no server left the push is skipped: training continues with the queued groups, and the weights follow when a server is
-back (Publisher.push_if_due).
-"""
+A server that fails is fenced, and the push is repeated with the others; those that loaded a part of it pause until then. With no
+server left the push is skipped: the weights follow when a server is back (Publisher.push_if_due)."""
 
 from __future__ import annotations
 
@@ -40,13 +32,11 @@ class FleetSync:
     """Pushes the trainer's weights to the servers of the fleet; used from the trainer's main thread.
 
     Args:
-        parameters: parameters of the policy, gathered on every rank.
         probes: token sequences whose log-probabilities are compared.
         control: told of each server that serves for the first time after a start.
 
     Attributes:
-        served_version: of the last complete push; None before the first.
-    """
+        served_version: of the last complete push; None before the first."""
 
     def __init__(
         self,
@@ -72,15 +62,11 @@ class FleetSync:
 
     def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
         """Push the current weights as `version` to every server that is up. Returns metrics; None when no server is up.
-
-        Args:
-            before_gather: called with the size of the buckets before each pass over the parameters: the other ranks have to take
-                part in it.
+        `before_gather`: see push_weights.
 
         Raises:
             ConfigError: the first server cannot serve this run.
-            WeightPushError: an update was refused, or pushes fail although every server is well.
-        """
+            WeightPushError: an update was refused, or pushes fail although every server is well."""
         self._wake_up()
         self._fleet.versions = range(
             self.served_version or 0, version + 1
@@ -150,7 +136,6 @@ class FleetSync:
             self._control.send("server_serving", index=server.index)
 
     def _fence(self, servers: Sequence[Server], error: PushFailedError) -> bool:
-        """Fence the servers that failed; returns whether there were any."""
         is_drain = error.phase == "pause" and self._config.weights.mode == "drain"
         if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
             raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
@@ -221,12 +206,8 @@ class FleetSync:
         return True
 
     def verify(self, score: Score) -> dict[str, float]:
-        """If a check is due, compare the servers with `score`, which gives the trainer's own log-probabilities of sequences at the
-        rounding of a dtype; returns metrics. A server that is gone meanwhile is left to the fleet.
-
-        Raises:
-            RunError: a server serves other weights than the trainer has.
-        """
+        """If a check is due, compare the servers with `score`, the trainer's own log-probabilities; returns metrics. A server
+        that is gone meanwhile is left to the fleet. Raises RunError: a server serves other weights than the trainer has."""
         if not self._verify_now or not self._probes:
             return {}
         version = self.served_version
@@ -287,7 +268,6 @@ class FleetSync:
 
 
 def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
-    """Refuse a server that cannot serve this run."""
     if info.max_model_len < config.inference.max_model_len:
         raise ConfigError(
             f"the server accepts {info.max_model_len} tokens, but inference.max_model_len is {config.inference.max_model_len}; "

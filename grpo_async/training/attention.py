@@ -3,10 +3,8 @@
     mask    one sample at a time, plain causal attention: no (R, T, T) mask is ever made. Any device, any dtype.
     varlen  torch.nn.attention.varlen: one kernel for all samples. GPU, 16 bit.
 
-Both give what the model gives for each sample alone. Padding never attends to a sample. The layout of the samples reaches
-the layers as the keyword `sample_layout`, which transformers passes through, and the window of a layer as its mask, `CausalMask`.
-A model that needs more than this (other masks, biases, sinks) is refused; nothing is silently ignored.
-"""
+The layout of the samples reaches the layers as the keyword `sample_layout`, the window of a layer as its mask, `CausalMask`. A
+model that needs more than this (other masks, biases, sinks) is refused."""
 
 from __future__ import annotations
 
@@ -47,12 +45,8 @@ class SampleLayout:
     """
 
     def __init__(self, segment_ids: torch.Tensor, *, device: torch.device | None = None) -> None:
-        """Read the layout from the segment ids.
-
-        Args:
-            segment_ids: number of the sample in its row, -1 = padding. (R, T). Keep it on the CPU: the host would wait for a GPU.
-            device: where attention runs; None: where `segment_ids` are.
-        """
+        """Read the layout from `segment_ids` (R, T): number of the sample in its row, -1 = padding. Keep it on the CPU: the
+        host would wait for a GPU. `device`: where attention runs; None: where `segment_ids` are."""
         self._device = device or segment_ids.device
         rows = segment_ids.cpu()
         changes = torch.ones(rows.shape, dtype=torch.bool)
@@ -89,12 +83,8 @@ def _is_of_a_layout(mask: torch.Tensor) -> bool:
 def choose_attention(
     wanted: Literal["auto", AttentionName], *, device: torch.device, dtype: torch.dtype, config: Any = None
 ) -> tuple[AttentionName, str]:
-    """The attention that `model.attention` selects on this device, and why: a clause for a message or the log.
-
-    Args:
-        dtype: dtype of the forward pass (`model.compute_dtype`).
-        config: Hugging Face config of the model, if known: some models need what varlen lacks.
-    """
+    """The attention that `model.attention` selects on this device, and why: a clause for a message or the log. `dtype` is that of
+    the forward pass; `config` the model's, if known: some need what varlen lacks."""
     obstacle = _obstacle_to_varlen(device, dtype, config)
     if wanted == "varlen" and obstacle is not None:
         raise ConfigError(f"model.attention: varlen cannot run: {obstacle}; set it to mask, or to auto")
@@ -122,7 +112,6 @@ def _obstacle_to_varlen(device: torch.device, dtype: torch.dtype, config: Any) -
 
 
 def use_attention(model: Any, name: AttentionName) -> None:
-    """Make every layer of a Hugging Face model call our function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     full_name = f"grpo_async_{name}"
@@ -137,7 +126,6 @@ def use_attention(model: Any, name: AttentionName) -> None:
 
 
 def _make_mask(**arguments: Any) -> CausalMask:
-    """The mask function that transformers calls once for each kind of layer."""
     # vmap: the model changes the mask by its own function; bidirectional: attention to later tokens
     if arguments.get("use_vmap") or "allow_is_bidirectional_skip" in arguments:
         raise ConfigError("model.path: the model's attention is not causal everywhere; this family cannot be trained")
@@ -157,7 +145,6 @@ def _mask_attention(
     attention_mask: CausalMask | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls for `mask`. Returns (R, T, H, D)."""
     layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
     rows, heads, tokens, _ = query.shape
     # one long row; split and cat, because the gradient of a slice is as large as the tensor that was sliced

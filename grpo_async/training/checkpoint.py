@@ -6,17 +6,8 @@
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
 
-    training thread   begin = wait for the previous one -> copy this rank's tensors to the CPU -> dcp.async_save -> continue
-    DCP's thread      the files of all ranks, each with its checksum, in a separate gloo group
-                      rank 0 then: state -> manifest -> rename to step_N -> remove old ones
-
-Frozen parameters (the base of adapters) are left out: they are read from `model.path`. So are random number generators: each
-step seeds its own (StepCommand.seed).
-
-Invariant: a directory named step_N is complete. It is written under another name and renamed, so a crash or a full disk leaves the
-last good checkpoint untouched. DCP ends on rank 0 only when every rank has written its part; so ranks wait for each other only
-within DCP, whose group has a deadline. A checkpoint loads on another number of ranks.
-"""
+A directory named step_N is complete: DCP's thread writes all ranks' files under another name, in a gloo group of its own with a
+deadline, then rank 0 adds the rest and renames it. Frozen parameters are left out. It loads on another number of ranks."""
 
 from __future__ import annotations
 
@@ -90,12 +81,10 @@ class CheckpointState:
     """What a resume needs, apart from tensors. `step` = finished training steps = policy version.
 
     Attributes:
-        rollouts: the rollout side's ResumeState.small().
-        lines: its groups as lines; made one by one while they are written.
+        rollouts, lines: the rollout side's ResumeState.small(), and its groups as lines, made while they are written.
         totals: metrics.Totals of the whole run.
-        counters: the main loop's counters, such as consecutive steps that were not finite.
-        fingerprints: of what the run depends on beside its data (training.fingerprints).
-    """
+        counters: NonfiniteSteps.counters.
+        fingerprints: of what the run depends on beside its data (training.fingerprints)."""
 
     step: int
     rollouts: dict[str, Any]
@@ -105,11 +94,7 @@ class CheckpointState:
     fingerprints: Fingerprints = field(default_factory=dict)
 
     def resume_state(self, prompt_of: Callable[[int], Prompt]) -> ResumeState:
-        """The rollout side's part. `prompt_of` gives a prompt by its id.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """The rollout side's part. `prompt_of` gives a prompt by its id. Raises CheckpointError."""
         try:
             return read_resume_state(self.rollouts, list(self.lines), prompt_of)
         except (ValueError, KeyError, TypeError) as error:
@@ -119,11 +104,7 @@ class CheckpointState:
 
 
 def load_state(run_dir: RunDir, step: int) -> CheckpointState:
-    """The part of a checkpoint that is not tensors.
-
-    Raises:
-        CheckpointError: missing or broken.
-    """
+    """The part of a checkpoint that is not tensors. Raises CheckpointError."""
     folder = run_dir.checkpoint(step)
     path = folder / STATE
     try:
@@ -135,15 +116,11 @@ def load_state(run_dir: RunDir, step: int) -> CheckpointState:
 
 
 def find_undamaged(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list[str]]:
-    """The step to resume from: `step`, or the newest one before it, whose tensor files match their checksums; and a sentence about
-    each one that was damaged and set aside. A collective: each rank reads its part of the files (`holds_tensors`).
-
-    Args:
-        is_named: whether the user named `step`: then no other one is tried.
+    """The step to resume from: `step`, or, unless the user named it, the newest one before it whose tensor files match their
+    checksums; and a sentence about each one that was set aside. A collective: each rank reads its part of the files.
 
     Raises:
-        CheckpointError: none is complete.
-    """
+        CheckpointError: none is complete."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     is_mine = partial(holds_tensors, rank=rank, world_size=world_size)
     notes: list[str] = []
@@ -219,7 +196,6 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see tor
         self.checksums: dict[str, str] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy `state_dict`, so that training cannot change it while it is written."""
         if self.state_dict_cache is None and not torch.cuda.is_available():
             self.state_dict_cache = copy.deepcopy(state_dict)  # DCP would pin it, which needs a GPU
         staged: dict[str, Any] = super().stage(state_dict)
@@ -237,17 +213,15 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see tor
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on rank 0, when every rank has written."""
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
         sync(Path(self.path) / ".metadata")  # DCP syncs it while its end is still buffered
         self.checksums = {name: value for of_rank in results for name, value in of_rank[-1].storage_data.items()}
 
 
 class CheckpointWriter:
-    """Writes checkpoints; one on every rank. Its construction is a collective.
-
-    Args:
-        timeout_s: deadline of the collectives within a write; a whole write has twice as long.
+    """Writes checkpoints; one on every rank. Its construction is a collective. `timeout_s` is the deadline of the collectives
+    within a write; a whole write has twice as long. A write that failed or takes too long raises CheckpointError or
+    DeadlineError later on.
     """
 
     def __init__(self, run_dir: RunDir, *, timeout_s: float) -> None:
@@ -262,22 +236,15 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written now. Thread-safe."""
         writing = self._writing
         return writing is not None and not writing.done()
 
     @property
     def longest_s(self) -> float:
-        """How long one write may take."""
         return 2 * self._timeout_s + _WRITE_MARGIN_S
 
     def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Called on rank 0 before the others begin: wait for the previous write and remove what a crash left half-written.
-
-        Raises:
-            CheckpointError: the previous one could not be written.
-            DeadlineError: it takes too long.
-        """
+        """Called on rank 0 before the others begin: wait for the previous write and remove what a crash left half-written."""
         self.wait(heartbeat)
         for leftover in self._run_dir.checkpoints.glob(f"{PARTIAL_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -292,16 +259,8 @@ class CheckpointWriter:
         reference: Policy | None = None,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy the tensors and begin to write. Every rank calls it; rank 0 passes the state.
-
-        Args:
-            reference: given if it is synced (`loss.sync_ref_model`).
-            on_written: called by the writer's thread on rank 0 when the checkpoint is complete.
-
-        Raises:
-            CheckpointError: the previous one could not be written.
-            DeadlineError: the previous one has not been written in time.
-        """
+        """Copy the tensors and begin to write. Every rank calls it; rank 0 passes the state. `reference`: given if it is synced.
+        `on_written` is called by the writer's thread on rank 0 when the checkpoint is complete."""
         self.wait()
         began = time.monotonic()
         saving = dcp.async_save(
@@ -332,21 +291,11 @@ class CheckpointWriter:
         saving.add_done_callback(complete)  # called by the thread that saved
 
     def poll(self) -> None:
-        """Check without waiting whether a write has failed.
-
-        Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
-        """
+        """Raise the error of a write that has failed. Never waits."""
         if not self.is_writing:
             self.wait()
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Wait until nothing is being written. `heartbeat` is called regularly.
-
-        Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
-            DeadlineError: it takes too long.
-        """
         writing = self._writing
         if writing is None:
             return
@@ -397,12 +346,9 @@ class CheckpointWriter:
 
 
 def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Mapping[int, float]) -> set[int]:
-    """The ones of `steps` to keep; `best_first` says which are the best.
+    """The ones of `steps` to keep; `scores`: `checkpoint.best_metric` by step.
 
     steps 5 10 15 20, keep_last 1, keep_every 10, keep_best 1, scores 5: .9, 10: .2 -> {20} and {10, 20} and {5} = {5, 10, 20}
-
-    Args:
-        scores: `checkpoint.best_metric` of every policy that was evaluated, by step.
     """
     kept = set(sorted(steps)[-section.keep_last :])
     if section.keep_every is not None:
@@ -415,12 +361,8 @@ def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Ma
 def prune(
     run_dir: RunDir, section: CheckpointSection, *, scores: Mapping[int, float], evaluated_now: int | None = None
 ) -> None:
-    """Remove checkpoints that need not be kept (`steps_to_keep`); call it after one has been written. The newest is always kept, so
-    the one that the run resumed from is kept until there is a newer one; one that is being written has another name.
-
-    Args:
-        evaluated_now: the step whose policy is being evaluated: with `keep_best` its checkpoint stays until the result is known.
-    """
+    """Remove checkpoints that need not be kept (`steps_to_keep`), after one has been written; the newest is always kept. With
+    `keep_best` that of the step `evaluated_now` stays until its score is known."""
     steps = run_dir.checkpoint_steps()
     kept = steps_to_keep(steps, section, scores)
     if section.keep_best and evaluated_now is not None:

@@ -1,12 +1,10 @@
 """Finds the checkpoint that a name means, and whether it is complete: manifest.json lists its files with sizes and checksums, and
-is written last. A checkpoint that must not be found anymore (damaged, replaced, removed) is set aside under another name.
+is written last. One that must not be found anymore (damaged, replaced, removed) is set aside under another name.
 
     {"format": 6, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
-The files of tensors are large, so at a resume no process reads those of all ranks: the launcher compares sizes, and the checksums
-of the other files; each rank compares the checksums of its part before anything is loaded (checkpoint.find_undamaged). Does not
-import torch.
-"""
+At a resume the launcher compares sizes, and the checksums of the small files; each rank those of its part of the tensors. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -32,16 +30,11 @@ _TENSORS = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name for a file of tensor
 
 
 def find_checkpoint(run_dir: RunDir, name: str, *, option: str) -> int:
-    """The step of the checkpoint that `name` means.
-
-    Args:
-        name: "latest"; "best", by the run's own checkpoint.best_metric, among those that were kept; a step; or the path
-            RUN/checkpoints/step_N.
-        option: for messages, such as "--checkpoint".
+    """The step of the checkpoint that `name` means: "latest"; "best" by the run's checkpoint.best_metric; a step; or a path
+    RUN/checkpoints/step_N. `option` is for messages, such as "--checkpoint".
 
     Raises:
-        ConfigError: the run has no such checkpoint (the message lists those that it has), another version wrote them, or its
-            config.yaml, which "best" needs, cannot be read.
+        ConfigError: the run has no such checkpoint, another version wrote them, or config.yaml, which "best" needs, is broken.
     """
     steps = run_dir.checkpoint_steps()
     if not steps:
@@ -81,11 +74,8 @@ def best_first(steps: Collection[int], scores: Mapping[int, float]) -> list[int]
 
 
 def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> int:
-    """Write the list of the files of `folder`, which are on the disk already, and flush it; returns the total bytes of the files.
-
-    Args:
-        checksums: SHA-256 by name of files that need not be read again.
-    """
+    """Write the list of the files of `folder`, which are on the disk already, and flush it; returns their total bytes.
+    `checksums`: SHA-256 by name of files that need not be read again."""
     files: dict[str, dict[str, Any]] = {
         path.name: {"bytes": path.stat().st_size, "sha256": checksums.get(path.name) or checksum(path)}
         for path in sorted(folder.iterdir())
@@ -97,14 +87,12 @@ def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> 
 
 
 def write_synced(path: Path, parts: Iterable[str]) -> None:
-    """Write a file and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(parts)
     sync(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the list."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
@@ -137,11 +125,7 @@ def holds_tensors(name: str, *, rank: int = 0, world_size: int = 1) -> bool:
 
 def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True) -> str | None:
     """Why this checkpoint cannot be used; None if every file is there with its size, and those for which `reads` is true match
-    their checksums.
-
-    Raises:
-        OtherFormatError: another version wrote it.
-    """
+    their checksums. Raises OtherFormatError."""
     try:
         manifest = read_manifest(folder)
     except OtherFormatError:
@@ -169,7 +153,6 @@ def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True
 
 
 def damaged(step: int, problem: str) -> str:
-    """The message about a checkpoint that is set aside as "broken"."""
     return f"the checkpoint of step {step} is damaged and set aside as broken_step_{step}: {problem}"
 
 
@@ -182,6 +165,5 @@ def set_aside(checkpoint: Path, reason: str) -> Path:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -60,15 +60,11 @@ def export_model(
     """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes, the others return before that.
 
     Args:
-        dtype: dtype of the files: the one in which the model is served (`inference.dtype`).
+        dtype: of the files: the one in which the model is served (`inference.dtype`).
         end_tokens: end turns beside the tokenizer's eos and those of the base (`model.end_of_turn_tokens`).
         adapter: where the adapter goes, if the policy has one.
-        card: the model card (`model_card`); None: none is written. Only rank 0 needs it.
-        heartbeat: called regularly on rank 0 while it writes, which may take longer than others wait for it.
-
-    Raises:
-        CheckpointError: a folder cannot be written.
-    """
+        card: the model card; None: none is written. Only rank 0 needs it.
+        heartbeat: called regularly on rank 0 while it writes."""
     weights = gather_weights(policy.model, getattr(torch, dtype))
     adapter_state = gather_adapter(policy.model) if adapter is not None else {}
     if not is_leader():
@@ -97,16 +93,8 @@ def export_model(
 
 
 def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, folder: Path) -> None:
-    """Turn the checkpoint of a step into a Hugging Face folder, in this process alone and on the CPU.
-
-    Args:
-        config: that of the run (`runs/NAME/config.yaml`).
-        folder: where the model goes; with LoRA the merged one.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or the folder cannot be written.
-        ConfigError: the base model cannot be loaded, or is not the one that was trained.
-    """
+    """Turn the checkpoint of a step into a Hugging Face folder (with LoRA the merged model), in this process alone and on the CPU.
+    Raises CheckpointError or ConfigError: it is damaged, or its base is not the one that was trained."""
     from grpo_async.training.load import load_policy
 
     checkpoint = run_dir.checkpoint(step)
@@ -149,7 +137,6 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
 
 
 def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:
-    """The card of the policy after `step` steps. `evaluation`: metrics on held-out data, if there are any."""
     base, rollout, lora = config.model.path, config.rollout, config.model.lora
     merged = "" if lora is None else f"LoRA of rank {lora.rank}, merged into these weights."
     # 0: the steps of epochs, which only the trainer can count

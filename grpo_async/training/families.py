@@ -13,14 +13,8 @@ _LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_mup_width_m
 
 
 def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
-    """Check the text part of a config.json, as it is written or as transformers completes it.
-
-    Args:
-        max_model_len: longest sample, in tokens.
-
-    Raises:
-        ConfigError: the trainer's log-probabilities would differ from the server's, or packed samples would see each other.
-    """
+    """Check the text part of a config.json: ConfigError if the trainer's log-probabilities would differ from the server's, or
+    packed samples, of at most `max_model_len` tokens, would see each other."""
     for name in _LOGIT_CHANGES:
         if config.get(name) not in (None, 1, 1.0):
             raise ConfigError(
@@ -44,11 +38,7 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
 
 
 def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:
-    """Check that every id of the tokenizer has a row in the model's embedding (None: its size is not known).
-
-    Raises:
-        ConfigError: some ids have no row, so prompts with them would end in an index error.
-    """
+    """Check that every id of the tokenizer has a row in the model's embedding (None: its size is not known). Raises ConfigError."""
     if num_embeddings is not None and num_ids > num_embeddings:
         raise ConfigError(
             f"model.path: the tokenizer has {num_ids} ids, the model's embedding {num_embeddings} rows: it belongs to another "
@@ -57,12 +47,7 @@ def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:
 
 
 def check_vocabulary(path: str, *, ours: int | None, theirs: int | None) -> None:
-    """Check that the reference at `path` has the policy's vocabulary (None: its size is not known).
-
-    Raises:
-        ConfigError: the sizes differ, so token ids may mean other tokens. (Sizes that only their padding makes differ are refused,
-            too.)
-    """
+    """Check that the reference at `path` has the policy's vocabulary (None: its size is not known). Raises ConfigError."""
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
             f"loss.reference: {path!r} has a vocab_size of {theirs}, model.path one of {ours}; the reference has to use the "

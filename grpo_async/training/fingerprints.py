@@ -51,11 +51,6 @@ def model_fingerprints(model: ModelSection, renderer: ChatRenderer) -> Fingerpri
 
 
 def check_fingerprints(saved: Fingerprints, current: Fingerprints, *, step: int) -> None:
-    """Compare those that a checkpoint has with those of now.
-
-    Raises:
-        ConfigError: the content of some differs.
-    """
     changed = [name for name in saved if name in current and saved[name]["digest"] != current[name]["digest"]]
     if not changed:
         return

@@ -41,15 +41,8 @@ def build_policy(
     section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int, device_type: str = "cpu"
 ) -> Policy:
     """Build the model without memory for its parameters and buffers (device "meta"), with adapters and activation checkpointing as
-    configured. Only adapters keep their dropout: the server that samples has none.
-
-    Args:
-        max_model_len: longest sample, in tokens.
-        device_type: "cpu" or "cuda", the device type on which it will compute.
-
-    Raises:
-        ConfigError: no model at `model.path`, one whose log-probabilities the trainer would get wrong, or adapters that do not fit.
-    """
+    configured. Only adapters keep their dropout: the server that samples has none. It will compute samples of at most
+    `max_model_len` tokens on a device of the type `device_type`."""
     from transformers import AutoConfig
 
     try:
@@ -89,14 +82,7 @@ def build_policy(
 
 def load_weights(policy: Policy, section: ModelSection, *, device: torch.device, seed: int = 0) -> None:
     """Give every parameter and buffer of `policy` memory on `device` (each rank its shard) and its values from the files at
-    `model.path`; adapters get their initial values. A collective.
-
-    Args:
-        seed: seed of the adapters' initial values.
-
-    Raises:
-        ConfigError: on every rank, if files are missing or broken, or hold other tensors than the model has.
-    """
+    `model.path`; adapters get initial values by `seed`. A collective. Raises ConfigError on every rank."""
     model: Any = policy.model
     values: dict[str, torch.Tensor] = {}
     found: list[Any] = [None, None]  # the error; how transformers converted the files

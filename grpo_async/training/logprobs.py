@@ -1,12 +1,8 @@
 """Log-probabilities and entropies of chosen tokens, in chunks: full logits (N, vocab) are never held.
 
-Logits exist for one chunk only. The gradients of states and head are computed in the forward pass, from the chunk's logits and the
-gradient of the objective with respect to the logprobs. If the objective is a sum over tokens, that gradient is known as soon as
-the logprobs of a chunk are: three matrix products, as with full logits. Otherwise it is known only when the logprobs of all chunks
-are, and the logits are computed again. Gradients are exact either way.
-
-    products, N tokens in C chunks:   logits N, states' gradient N, head's gradient N   [+ logits again, all chunks but the last]
-"""
+The exact gradients of states and head are computed in the forward pass, from a chunk's logits and the gradient of the objective by
+the logprobs. If the objective is a sum over tokens, that is known as soon as the logprobs of a chunk are; otherwise only when those
+of all chunks are, and the logits are computed again."""
 
 from __future__ import annotations
 
@@ -41,7 +37,6 @@ class LogitTransform:
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
     def at(self, temperature: float) -> LogitTransform:
-        """The same transform with its result divided by `temperature`."""
         softcap = None if self.softcap is None else self.softcap / temperature
         return LogitTransform(scale=self.scale / temperature, softcap=softcap)
 
@@ -91,15 +86,10 @@ def chunked_logprobs(
         hidden: state before each target. (N, H), N >= 1
         target_ids: (N,)
         head: maps (n, H) to (n, vocab); see `is_plain_linear`.
-        chunk_tokens: logits are computed for this many tokens at a time.
         objective: computed, with the gradients of hidden states and head, in the forward pass; it allows one backward pass.
-        is_per_token: the objective is a sum over tokens, and is called for the tokens of one chunk after the other. Otherwise it is
-            called once for all tokens.
-        in_float32: a 16-bit head gives 32-bit logits: its products, exact in float32, are summed in float32. Gradients
-            are products in its own dtype.
-        loss_scale: factor on the loss before its backward pass; a 16-bit head keeps its gradients scaled by it, because small ones
-            would vanish in float16.
-    """
+        is_per_token: the objective is a sum over tokens, called chunk after chunk; otherwise once for all tokens.
+        in_float32: the products of a 16-bit head are summed in float32. Gradients are products in its own dtype.
+        loss_scale: factor on the loss before its backward pass; a 16-bit head keeps its gradients scaled by it."""
     transform = transform.at(temperature)
     chunks = _chunks(hidden.shape[0], chunk_tokens)
 
@@ -288,7 +278,6 @@ class _LinearGradients:
         self._bias = torch.zeros_like(bias, dtype=dtype) if wanted[2] and bias is not None else None
 
     def add(self, rows: slice, states: torch.Tensor, logit_gradient: torch.Tensor) -> None:
-        """Add the gradients of one chunk, from its states (n, H) and the gradient of its logits (n, vocab)."""
         states, logit_gradient = states.to(self._head.dtype), logit_gradient.to(self._head.dtype)
         if self._hidden is not None:
             self._hidden[rows] = logit_gradient @ self._head

@@ -1,9 +1,7 @@
 """LoRA through peft: adapters inside the Hugging Face model, their initial values, and the folder that peft loads.
 
-The model stays a Hugging Face model (`inject_adapter_in_model`), so forward, checkpoints and pushes see no other class. Adapters
-and the modules of `modules_to_save`, which are trained in place, are float32 on a base of any dtype; only they get
-gradients. Adapters of the head and the embedding are refused: servers merge linear layers, and a tied pair would no longer match.
-"""
+Adapters and the modules of `modules_to_save` are float32 on a base of any dtype; only they get gradients. Adapters of the head and
+the embedding are refused: servers merge linear layers, and a tied pair would no longer match."""
 
 from __future__ import annotations
 
@@ -124,7 +122,6 @@ def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> N
 
 
 def _target_names(model: Any, section: LoraSection) -> list[str]:
-    """Full names of the layers that get adapters."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if section.target_modules == "all-linear":
@@ -142,7 +139,6 @@ def _target_names(model: Any, section: LoraSection) -> list[str]:
 
 
 def _saved_modules(model: Any, section: LoraSection) -> list[str]:
-    """Full names of the modules of `modules_to_save`."""
     chosen: list[str] = []
     for wanted in section.modules_to_save:
         fitting = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]

@@ -38,9 +38,7 @@ class LossInputs:
     """The N trained tokens of one micro-batch, one after another; N >= 1. A custom loss gets this.
 
     Two samples of 2 and 1 trained tokens: sample_index = [0, 0, 1]. The loss of the minibatch is the sum of weights x loss over
-    all its micro-batches and ranks. A loss is called with gradient, and once more without for the metrics. (Built-in losses that
-    are sums over tokens are called with parts of a micro-batch, whose samples keep their numbers.)
-    """
+    all its micro-batches and ranks. A loss is called with gradient, and once more without for the metrics."""
 
     logprobs: torch.Tensor  # (N,) float32, under the trained policy, with gradient
     proximal_logprobs: torch.Tensor  # (N,) float32, under the proximal policy (`loss.proximal`), no gradient
@@ -67,35 +65,21 @@ class TokenLoss:
 
 
 def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
-    """At every token, the sum of `values` over its sample.
+    """At every token, the sum of `values` (N,) over its sample: [1, 2, 5], sample_index [0, 0, 1] -> [3, 3, 5].
 
-    A micro-batch has at most as many samples as tokens, so the sums get N places, and their number need not be read from the
-    device.
-    Worked example: values [1, 2, 5], sample_index [0, 0, 1] -> [3, 3, 5].
-
-    Args:
-        values: (N,)
-        sample_index: (N,) int64, less than N.
-    """
+    A micro-batch has at most N samples, so the sums get N places, and their number need not be read from the device."""
     sums = torch.zeros_like(values).index_add(0, sample_index, values)
     return sums[sample_index]
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(log_ratio), capped at e^80: anything above is beyond every clip, and inf would make the gradient 0 x inf = NaN, even
-    where the loss does not depend on it. Every ratio of two policies is computed here.
-
-    Args:
-        log_ratio: (N,) float32
-    """
+    """exp(log_ratio) (N,), capped at e^80: anything above is beyond every clip, and inf would make the gradient 0 x inf = NaN, even
+    where the loss does not depend on it. Every ratio of two policies is computed here."""
     return torch.exp(log_ratio.clamp(max=_MAX_LOG_RATIO))
 
 
 def sequence_mean(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
-    """At every token, the mean of `values` over its sample.
-
-    Worked example: values [1, 2, 5], sample_index [0, 0, 1] -> [1.5, 1.5, 5].
-    """
+    """At every token, the mean of `values` over its sample: [1, 2, 5], sample_index [0, 0, 1] -> [1.5, 1.5, 5]."""
     return sequence_sum(values, sample_index) / sequence_sum(torch.ones_like(values), sample_index)
 
 
@@ -105,11 +89,9 @@ def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, del
         rho = exp(logprob - proximal_logprob)
         loss = -min(min(rho, delta) A, clamp(rho, 1 - epsilon, 1 + epsilon_high) A)
 
-    Without delta a bad token (A < 0) that became likelier has an unbounded loss; delta bounds it (INTELLECT-2, arXiv 2505.07291),
-    and thereby removes its gradient. TRL's clip metrics do not count it.
-    Worked example: A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
-    A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8, capped.
-    """
+    delta bounds the loss of a bad token (A < 0) that became likelier (INTELLECT-2, arXiv 2505.07291), without gradient.
+    A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
+    A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8, capped."""
     ratio = ratio_of(inputs.logprobs - inputs.proximal_logprobs)
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
 
@@ -139,14 +121,12 @@ def clipped_surrogate(
 
 
 def gspo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> TokenLoss:
-    """Clipped surrogate on the ratio of whole samples, the geometric mean of their tokens' ratios (arXiv 2507.18071, equation 7).
+    """Clipped surrogate on the ratio of whole samples, the geometric mean of their tokens' ratios (arXiv 2507.18071, equation
+    7; TRL's `importance_sampling_level="sequence"`).
 
         s = exp(mean over the sample of (logprob - proximal_logprob));   loss = -min(s A, clamp(s, 1 - epsilon, 1 + epsilon_high) A)
 
-    Every token of a sample has that loss, so its mean over the sample (reduction grpo) is the paper's objective, and the gradient
-    of a token is s A / (tokens of the sample). The same as TRL's `importance_sampling_level="sequence"`.
-    Worked example: log ratios [0.1, 0.3], A = 2: s = exp(0.2) = 1.2214; epsilon_high = 4e-4: loss = -min(2.4428, 2.0008) = -2.0008.
-    """
+    Log ratios [0.1, 0.3], A = 2: s = exp(0.2) = 1.2214; epsilon_high = 4e-4: loss = -min(2.4428, 2.0008) = -2.0008."""
     ratio = ratio_of(sequence_mean(inputs.logprobs - inputs.proximal_logprobs, inputs.sample_index))
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, is_per_sequence=True)
 
@@ -189,14 +169,7 @@ class UserLoss:
 
         def reinforce(inputs, *, scale):  # loss: {type: custom, function: "my_losses:reinforce", arguments: {scale: 2.0}}
             ratio = torch.exp(inputs.logprobs.detach() - inputs.proximal_logprobs)
-            return -scale * ratio * inputs.advantages * inputs.logprobs
-
-    Args:
-        section: `loss` with `type: custom`.
-
-    Raises:
-        ConfigError: the function does not exist, is async, or does not accept its arguments.
-    """
+            return -scale * ratio * inputs.advantages * inputs.logprobs"""
 
     def __init__(self, section: CustomLoss) -> None:
         self._name = section.function
@@ -206,7 +179,6 @@ class UserLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Compute the loss of each token. Errors of the function propagate unchanged: the traceback shows the user's own line."""
         loss = self._function(inputs, **self._arguments)
         expected = tuple(inputs.logprobs.shape)
         wanted = f"it has to return a floating-point tensor of shape {expected}, the loss of each token"
@@ -229,22 +201,12 @@ class UserLoss:
 def log_linear_logprobs(
     logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, staleness: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities of the policy at the start of the step, estimated without a forward pass (A-3PO, of AReaL).
+    """Log-probabilities of the policy at the start of the step, estimated without a forward pass (A-3PO, of AReaL). (N,) each
 
-        log prox = log smp + a (log pi - log smp),   a = (v_prox - v_smp) / (v - v_smp)
+        log prox = log smp + a (log pi - log smp),   a = d / (d + 1) with the staleness d of the token
 
-    per token, without gradient. v_smp is the version that sampled the token, v_prox the trainer's at the start of the step, and
-    v = v_prox + 1 the one that the step makes; with staleness d = v_prox - v_smp that is a = d / (d + 1). A token of the newest
-    version (d = 0) keeps its sampler's value; the older it is, the closer the proximal policy is to the trained one.
-    AReaL's code counts the same formula from one version earlier (v is the trainer's version at the start, v_prox the previous
-    one), so its a = (d - 1) / d.
-    Worked example: smp = -2, pi = -1, d = 1: a = 1/2, prox = -1.5; d = 3: a = 3/4, prox = -1.25.
-
-    Args:
-        logprobs: log-probabilities under the trained policy. (N,)
-        sampler_logprobs: (N,)
-        staleness: finished steps since the token was sampled. (N,) int64
-    """
+    Without gradient. A token of the newest version (d = 0) keeps its sampler's value. AReaL's code counts from one version
+    earlier, so its a = (d - 1) / d. smp = -2, pi = -1, d = 1: a = 1/2, prox = -1.5; d = 3: a = 3/4, prox = -1.25."""
     age = staleness.clamp(min=0).to(sampler_logprobs.dtype)
     return sampler_logprobs + age / (age + 1.0) * (logprobs.detach() - sampler_logprobs)
 
@@ -252,17 +214,15 @@ def log_linear_logprobs(
 def importance_weights(
     inputs: LossInputs, correction: ImportanceSamplingSection
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight of each token, without gradient, that corrects for the difference between sampler and proximal policy: pi_prox /
-    pi_smp of decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS). Also returns the mask, bool, with MIS only.
-    (N,) each
+    """The weight of each token, without gradient, pi_prox / pi_smp of decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked
+    (MIS); and the mask, bool, with MIS only. (N,) each
 
         w = exp(proximal - sampler)                 level token
         w = exp(sum of (proximal - sampler))        level sequence, over the trained tokens of the sample
         truncate: clamp(w, floor, cap)      mask: w where floor <= w <= cap, else 0      none: w
 
-    Worked example, proximal - sampler = [0.5, 1.0 | -0.2] in two samples, cap 3: token: [1.6487, 2.7183, 0.8187], nothing changes;
-    sequence: exp(1.5) = 4.4817, so truncate gives [3, 3, 0.8187] and mask [0, 0, 0.8187].
-    """
+    proximal - sampler = [0.5, 1.0 | -0.2] in two samples, cap 3: token: [1.6487, 2.7183, 0.8187], nothing changes;
+    sequence: exp(1.5) = 4.4817, so truncate gives [3, 3, 0.8187] and mask [0, 0, 0.8187]."""
     cap, floor = correction.cap, correction.floor
     difference = inputs.proximal_logprobs.detach() - inputs.sampler_logprobs
     if correction.level == "sequence":
@@ -281,25 +241,20 @@ def is_on_policy(inputs: LossInputs, *, threshold: float) -> torch.Tensor:
 
         keep = A >= 0 or mean over the sample of (sampler - logprob) <= threshold
 
-    Worked example, threshold 0.1: sampler - logprob = [0.3, 0.1 | 0.0, 0.1] and A = -1: means 0.2 and 0.05, so the first sample is
-    excluded; with A = 1 it is kept.
-    """
+    Threshold 0.1: sampler - logprob = [0.3, 0.1 | 0.0, 0.1], A = -1: means 0.2 and 0.05, so the first sample is excluded."""
     divergence = sequence_mean(inputs.sampler_logprobs - inputs.logprobs.detach(), inputs.sample_index)
     return (inputs.advantages >= 0) | (divergence <= threshold)
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """The k3 estimator of KL(policy || reference) per token: unbiased, never negative (http://joschu.net/blog/kl-approx.html; GRPO,
-    arXiv 2402.03300, equation 4). Its gradient goes through `logprobs`.
+    arXiv 2402.03300, equation 4). Capped as `ratio_of`.
 
         exp(ref - logprob) - (ref - logprob) - 1
 
-    The estimator is unbiased for tokens of the policy itself; its gradient is biased even then. `loss.use_bias_correction_kl`
-    multiplies it by the ratio pi / pi_proximal, with gradient, which makes both unbiased (DeepSeek-V3.2, arXiv 2512.02556).
-    Worked example: ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487; times a ratio of 1 the same
-    value, and the gradient -0.6487 + 0.1487 = -0.5, that of logprob - ref.
-
-    It is capped at its value for a difference of 80, as in `ratio_of`.
+    Its gradient is biased; `loss.use_bias_correction_kl` multiplies it by the ratio pi / pi_proximal, with gradient, which
+    makes both unbiased (DeepSeek-V3.2, arXiv 2512.02556).
+    ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487.
     """
     difference = (ref_logprobs - logprobs).clamp(max=_MAX_LOG_RATIO)
     return torch.expm1(difference) - difference  # expm1: exp(d) - 1 loses the digits of a small d
@@ -320,15 +275,7 @@ class ObjectiveOutput:
 
 
 class Objective:
-    """See the module's docstring. Pure: its only state is the settings.
-
-    Args:
-        section: `loss`.
-        num_updates: number of updates per step (`training.num_updates`).
-
-    Raises:
-        ConfigError: the custom loss cannot be used.
-    """
+    """See the module's docstring. Pure: its only state is the settings. `num_updates`: updates per step."""
 
     def __init__(self, section: BaseLoss, *, num_updates: int = 1) -> None:
         self.section = section
@@ -342,7 +289,6 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        """Whether the loss clips, so that clip metrics are meaningful."""
         return not isinstance(self.section, SapoLoss | CustomLoss)
 
     @property
@@ -361,11 +307,7 @@ class Objective:
     def of_tokens(
         self, batch: MicroBatch, *, ref_logprobs: torch.Tensor | None = None, old: torch.Tensor | None = None
     ) -> TokenObjective:
-        """The objective of some of the trained tokens of `batch`; of all of them unless `is_per_token`. For `Policy.forward`.
-
-        Args:
-            ref_logprobs, old: as in `__call__`.
-        """
+        """The objective of some of the trained tokens of `batch`; of all of them unless `is_per_token`. For `Policy.forward`."""
 
         def of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
             return self(
@@ -385,12 +327,8 @@ class Objective:
         ref_logprobs: torch.Tensor | None = None,
         old: torch.Tensor | None = None,
     ) -> ObjectiveOutput:
-        """The contribution of a micro-batch with at least one trained token.
-
-        Args:
-            ref_logprobs: log-probabilities under the reference. (N,); needed if `section.needs_reference`
-            old: log-probabilities under the policy at the start of the step. (N,); needed if `needs_old_policy`
-        """
+        """The contribution of a micro-batch with at least one trained token. `ref_logprobs` (N,), if `section.needs_reference`;
+        `old` (N,), under the policy at the start of the step, if `needs_old_policy`."""
         section = self.section
         inputs = LossInputs(
             logprobs=output.logprobs,

@@ -31,7 +31,6 @@ class LossScale:
         self._num_finite = counters.get("loss_scale_steps", 0)  # consecutive
 
     def update(self, updates: Sequence[bool]) -> None:
-        """Called after each step. `updates`: for each update, whether it was finite."""
         if not all(updates):
             self.value, self._num_finite = max(1, self.value // 2), 0
             return
@@ -41,7 +40,6 @@ class LossScale:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counters for a checkpoint."""
         return {"loss_scale": self.value, "loss_scale_steps": self._num_finite}
 
 
@@ -90,5 +88,4 @@ class NonfiniteSteps:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counters for a checkpoint."""
         return {"bad_steps": self._count, **({} if self._scale is None else self._scale.counters)}

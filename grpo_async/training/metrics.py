@@ -3,16 +3,10 @@
     UpdateSums        what an optimizer update computed, summed on the device and brought to the host in one transfer
     PipelineMeter     who waited for whom, and tokens per second, for each step and for the run; computed from counter readings
 
-Names and definitions are TRL's where it has the metric: `policy_loss` (with the KL, without entropy bonus), `kl`,
-`entropy`, `clip_ratio/*`, `sampling/*`. Weights and clips that belong to whole samples (gspo, sequence corrections) are averaged
-over samples, those of tokens over tokens.
+Names and definitions are TRL's where it has the metric. Weights and clips that belong to whole samples are averaged over samples.
 
-    trainer idle    = seconds waiting for samples / wall           generator idle = 1 - seconds generating / wall
-    overlap         = max(generation, wall - waiting) / wall       1.0 is perfect overlap
-    tokens/s        = tokens of the window / seconds of the window
-    *_fraction      of the trainer's wall time: training, pushing, checkpoint, other; 1 together with trainer idle
-
-A push to a server that came back while the trainer waited is pushing, not waiting.
+    trainer idle = seconds waiting for samples / wall       generator idle = 1 - seconds generating / wall
+    overlap      = max(generation, wall - waiting) / wall   *_fraction: of the trainer's wall time; 1 together with trainer idle
 """
 
 from __future__ import annotations
@@ -53,7 +47,6 @@ class UpdateSums:
 
     @torch.no_grad()
     def add(self, output: ObjectiveOutput) -> None:
-        """Count one micro-batch."""
         inputs, token_loss = output.inputs, output.token_loss
         logprobs = inputs.logprobs.detach()
         ones = torch.ones_like(logprobs)
@@ -100,11 +93,8 @@ class UpdateSums:
 
     def gather(self, square_norm: torch.Tensor, *, before_sync: Callable[[], None] = lambda: None) -> UpdateMetrics:
         """Gather the sums of all ranks on the host: one collective (1.2 KB per rank) and the only transfer of an update.
-
-        Args:
-            square_norm: this rank's part of the squared norm of the gradients. ()
-            before_sync: called when all of this is launched, before the host waits for the device.
-        """
+        `square_norm`: this rank's part (). `before_sync` is called when all of this is launched, before the host waits for the
+        device."""
         mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
         of_ranks = mine[None]  # (world, 149)
         if num_ranks() > 1:
@@ -191,11 +181,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
 
 def _binned_quantile(counts: Sequence[float], wanted: float) -> float:
     """The upper end of the bin in which `wanted` tokens are reached: at most 16% too large. There are 16 bins per decade, from 1e-6
-    (smaller values are in the first) to 100 nats (larger values are in the last); NaN is in none.
-
-    Worked example: 99 tokens in the bin that starts at 1e-2, one in the bin that starts at 1, 99 wanted -> 1e-2 x 10^(1/16) =
-        0.0115.
-    """
+    to 100 nats. 99 tokens in the bin that starts at 1e-2, one in that of 1, 99 wanted -> 1e-2 x 10^(1/16) = 0.0115."""
     seen = 0.0
     for number, count in enumerate(counts):
         seen += count
@@ -229,11 +215,8 @@ class Totals:
 
 
 class PipelineMeter:
-    """Turns readings into metrics. Call `begin` when training begins, and `step` once per optimizer step.
-
-    Args:
-        totals: totals of the steps before a resume.
-    """
+    """Turns readings into metrics. Call `begin` when training begins, and `step` once per optimizer step. `totals`: before a
+    resume."""
 
     def __init__(self, totals: Totals | None = None) -> None:
         self._last: CounterSnapshot | None = None
@@ -252,13 +235,8 @@ class PipelineMeter:
         reward: float | None,
         spent: Mapping[str, float],
     ) -> dict[str, float]:
-        """Metrics of the step that ended at `now`.
-
-        Args:
-            staleness: number of trained tokens by their staleness.
-            reward: mean reward of the step; None if nothing was scored.
-            spent: seconds since the previous reading, by activity.
-        """
+        """Metrics of the step that ended at `now`. `staleness`: number of trained tokens by their staleness. `spent`: seconds
+        since the previous reading, by activity."""
         last = self._last
         assert last is not None, "call `begin` first"
         wall = max(now.time_s - last.time_s, 1e-9)
@@ -296,7 +274,6 @@ class PipelineMeter:
         return metrics
 
     def summary(self) -> dict[str, float]:
-        """The same metrics over the whole run, and the mean reward of its first and last three steps."""
         totals = self.totals
         wall = max(totals.wall_s, 1e-9)
         summary = {

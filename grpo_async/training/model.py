@@ -60,13 +60,6 @@ class Policy(nn.Module):
         attention: AttentionName = "mask",
         head_in_float32: bool = False,
     ) -> None:
-        """Replace the attention of `model`.
-
-        Args:
-            chunk_tokens: logits are computed for this many tokens at a time.
-            attention: see `attention.choose_attention`.
-            head_in_float32: compute logits in float32 (`model.head_dtype`).
-        """
         super().__init__()
         if model.base_model is model:
             raise ConfigError(
@@ -94,16 +87,8 @@ class Policy(nn.Module):
         is_per_token: bool = True,
         loss_scale: float = 1.0,
     ) -> PolicyOutput:
-        """Log-probabilities and entropies of the trained tokens.
-
-        Args:
-            temperature: sampling temperature; None = that of the run.
-            objective, is_per_token: see `chunked_logprobs`.
-            loss_scale: factor on the loss before its backward pass.
-
-        Raises:
-            ConfigError: the model's layers do not keep packed samples apart.
-        """
+        """Log-probabilities and entropies of the trained tokens. `temperature`: None = that of the run; for the others see
+        `chunked_logprobs`. Raises ConfigError: the model's layers do not keep packed samples apart."""
         hidden = self._hidden(batch)
         flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
         states = flat[batch.source_index]  # (N, H)
@@ -146,12 +131,9 @@ class Policy(nn.Module):
 
 
 def recompute_activations(model: Any, mode: Literal["none", "selective", "full"], *, has_dropout: bool = False) -> None:
-    """Make every decoder layer of `model` recompute its activations. Call it before the layers are compiled and sharded.
-
-    Args:
-        mode: full: recompute everything from a layer's input. selective: everything except matrix products and attention.
-        has_dropout: a layer draws random numbers; recomputation draws the same ones.
-    """
+    """Make every decoder layer recompute its activations: full: everything from its input; selective: everything except matrix
+    products and attention. With dropout, recomputation draws the same numbers. Call it before the layers are compiled and
+    sharded."""
     if mode == "none":
         return
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
@@ -191,11 +173,8 @@ def _kept() -> frozenset[Any]:
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the forward of every decoder layer of a Hugging Face causal LM, in place; the first forward pass does the work.
-
-    Call it after adapters were added and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: token counts differ
-    between micro-batches. One row (packed) and several are compiled once each.
-    """
+    """Compile the forward of every decoder layer, in place; the first forward pass does the work. Call it after adapters were added
+    and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: token counts differ between micro-batches."""
     for layer in decoder_layers(model):
         forward = layer.forward
         if isinstance(forward, partial):
@@ -228,14 +207,7 @@ def shard_policy(
     cpu_offload: bool = False,
 ) -> None:
     """Apply FSDP2 in place: every decoder layer is one unit, the rest (embeddings, norm, head) belongs to the root. Parameters on
-    "meta" stay there until `load_weights`.
-
-    Args:
-        reshard_after_forward: free a layer's gathered parameters until the backward pass.
-        cpu_offload: keep the shards in the machine's memory.
-
-    Raises:
-        ConfigError: there is nothing to offload on a CPU.
+    "meta" stay there until `load_weights`. `reshard_after_forward`: free a layer's gathered parameters until the backward pass.
     """
     if cpu_offload and mesh.device_type == "cpu":
         raise ConfigError(

@@ -1,10 +1,6 @@
-"""The optimizer of a policy: AdamW or Muon. It updates parameters that require a gradient.
+"""The optimizer of a policy: AdamW or Muon, on the shards of FSDP. Weight decay applies to matrices, not to biases and norms.
 
-Weight decay applies to matrices, not to biases and norms. Each optimizer works on the shards of FSDP and gives the same result on
-any number of ranks as on one, up to rounding (see `orthogonalize`); its state consists of tensors that torch's distributed
-checkpoint can reshard. (torch.optim.Muon does not support stacks of matrices, such as fused experts, and cannot share an optimizer
-with AdamW: therefore we have our own.)
-"""
+(torch.optim.Muon does not support stacks of matrices, such as fused experts, and cannot share an optimizer with AdamW.)"""
 
 from __future__ import annotations
 
@@ -28,12 +24,7 @@ _STEPS = 5
 
 def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.type` names, with the state of every parameter already allocated: the first step takes as much
-    memory as all others, and checkpoints also have the state of parameters that never get a gradient. Every group's `lr` is set
-    before each step. A collective (Muon's update is one).
-
-    Raises:
-        ConfigError: there is no matrix for Muon to update.
-    """
+    memory as all others, and checkpoints also have the state of parameters that never get a gradient. A collective."""
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer: torch.optim.Optimizer
     if section.type == "muon":

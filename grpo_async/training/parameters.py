@@ -4,11 +4,8 @@
     checkpoint_groups   transformers 5 fuses some parameters when it loads (the experts of a mixture): they are split for a push
     ShardedParameters, AdapterParameters    gathered bucket by bucket in the dtype that is sent; every rank takes part
 
-Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
--> experts.0.gate_proj.weight, experts.0.up_proj.weight, experts.1.gate_proj.weight, experts.1.up_proj.weight, each (8, 16).
-LoRA (arXiv 2106.09685): W' = W + scaling x B A, in float32, even if W is kept in bfloat16 (peft rounds the product to the dtype
-of the weights).
-"""
+2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16) -> experts.0.gate_proj.weight, experts.0.up_proj.weight, ..., each
+(8, 16). LoRA (arXiv 2106.09685): W' = W + scaling x B A, in float32, even if W is kept in bfloat16."""
 
 from __future__ import annotations
 
@@ -60,12 +57,8 @@ class NamedTensor:
         return tuple(self.tensor.shape)
 
     def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank.
-
-        Args:
-            dtype: dtype of the result. Shards without an adapter are cast before they are gathered: float32 shards that are served
-                in 16 bits need half the bytes. None: the dtype of the tensor; float32 with an adapter.
-        """
+        """The whole tensor with its adapter, on the device of the shards. A collective. Shards without an adapter are cast to
+        `dtype` before they are gathered: half the bytes for 16 bits. None: the dtype of the tensor; float32 with an adapter."""
         tensor = self.tensor.detach()
         if self.delta is None:
             return whole_of(tensor if dtype is None else tensor.to(dtype))
@@ -74,7 +67,6 @@ class NamedTensor:
 
 
 def list_sources(model: Any) -> list[NamedTensor]:
-    """Every tensor of the checkpoint of a Hugging Face model."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # names that a checkpoint omits
     by_tensor: dict[int, list[NamedTensor]] = {}
@@ -118,12 +110,10 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_leader() -> bool:
-    """Whether this is rank 0; a process outside of a process group is."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def num_ranks() -> int:
-    """Number of ranks; 1 outside of a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -141,12 +131,7 @@ class FusedTensors:
 
 
 def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[FusedTensors]:
-    """Groups in the order of `sources`, each as small as possible.
-
-    Args:
-        model: the Hugging Face model that knows how it was loaded.
-        sources: by name, a tensor of the same shape and dtype on the device "meta".
-    """
+    """Groups in the order of `sources` (by name, tensors on "meta"), each as small as possible."""
     try:
         everything = _shapes(to_checkpoint(model, sources))
     except Exception as error:  # transformers may raise anything for a model that it cannot save
@@ -219,13 +204,7 @@ def _layer_of(name: str) -> str:
 
 class ShardedParameters(GatheredParameters):
     """The model's parameters under the names and in the form of its Hugging Face checkpoint: tied ones once, adapters merged,
-    fused ones split, and the buffers that a checkpoint holds. Besides the bucket, `buckets` holds one whole group of fused
-    parameters (the experts of one layer).
-
-    Args:
-        model: the Hugging Face model inside the policy.
-        wire_dtype: dtype in which parameters are sent, as the server serves them. Buffers keep their own.
-        device: device of the buckets: the CPU for gloo, otherwise this rank's GPU.
+    fused ones split, and the buffers, which keep their dtype. Besides the bucket, `buckets` holds one group of fused parameters.
     """
 
     def __init__(self, model: Any, *, wire_dtype: torch.dtype, device: torch.device | None = None) -> None:
@@ -262,14 +241,7 @@ class ShardedParameters(GatheredParameters):
 
 
 class AdapterParameters(GatheredParameters):
-    """The factors of each adapted weight; see weights.adapters.
-
-    Args:
-        model: the Hugging Face model inside the policy, with adapters.
-        path: `model.path`, where servers find the base.
-        served_dtype: dtype in which the merged weights are served.
-        device: device of the buckets.
-    """
+    """The factors of each adapted weight; see weights.adapters. `path`: where servers find the base."""
 
     def __init__(self, model: Any, *, path: str, served_dtype: torch.dtype, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
@@ -301,7 +273,6 @@ class AdapterParameters(GatheredParameters):
 def choose_parameters(
     model: Any, section: ModelSection, *, served_dtype: torch.dtype, device: torch.device
 ) -> GatheredParameters:
-    """The parameters that `model.lora.push` says to send."""
     if section.lora is not None and section.lora.push == "adapter":
         return AdapterParameters(model, path=section.path, served_dtype=served_dtype, device=device)
     return ShardedParameters(model, wire_dtype=served_dtype, device=device)

@@ -1,7 +1,4 @@
-"""Keeps the trainer's ranks in lockstep: rank 0 decides, the others follow its commands.
-
-    rank 0     sends a command and does its own part of it (trainer.loop)
-    others     follow: receive a command -> do the same, until StopCommand
+"""Keeps the trainer's ranks in lockstep: rank 0 sends commands and does its own part of each; the others `follow`.
 
 A command travels on a separate gloo group, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
 """
@@ -66,15 +63,11 @@ class WaitCommand:
 
 @dataclass(frozen=True, slots=True)
 class GatherCommand:
-    """Take part in gathering all parameters, bucket by bucket."""
-
     bucket_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCommand:
-    """Take part in computing the log-probabilities of these token sequences."""
-
     sequences: Sequence[Sequence[int]]
     rounding: str
     """Name of a dtype; see score_twice."""
@@ -82,14 +75,12 @@ class ScoreCommand:
 
 @dataclass(frozen=True, slots=True)
 class SaveCommand:
-    """Take part in writing checkpoint `step`."""
-
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExportCommand:
-    """Take part in writing the final model."""
+    """Write the final model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +94,8 @@ Command = (
 
 
 class CommandChannel:
-    """Rank 0 sends a command; every other rank receives its own part of it. With one rank nothing is sent.
-
-    Args:
-        timeout_s: maximum time without a command.
-    """
+    """Rank 0 sends a command; every other rank receives its own part of it, or waits for at most `timeout_s`. With one rank nothing
+    is sent."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -123,7 +111,6 @@ class CommandChannel:
             dist.scatter_object_list([None], list(commands), src=0, group=self._group)
 
     def send_all(self, command: Command) -> None:
-        """On rank 0: send every rank the same command."""
         self.send([command] * self._world_size)
 
     def heartbeat(self) -> None:
@@ -131,12 +118,7 @@ class CommandChannel:
         self.send_all(WaitCommand())
 
     def receive(self) -> Command:
-        """On the other ranks: wait for the next command.
-
-        Raises:
-            DeadlineError: no command within the deadline.
-            RunError: rank 0 is gone.
-        """
+        """On the other ranks: wait for the next command. Raises DeadlineError, or RunError when rank 0 is gone."""
         received: list[Any] = [None]
         with self._waiting(f"a command of rank 0 on rank {self._rank}", peer="rank 0, which has ended"):
             dist.scatter_object_list(received, None, src=0, group=self._group)
@@ -146,15 +128,8 @@ class CommandChannel:
         return command
 
     def gather(self, numbers: torch.Tensor) -> list[torch.Tensor] | None:
-        """Bring a tensor of every rank to rank 0, which gets the list; the others get None. A collective.
-
-        Args:
-            numbers: a tensor on the CPU, of the same shape and dtype on every rank.
-
-        Raises:
-            DeadlineError: a rank did not come within the deadline.
-            RunError: a rank is gone.
-        """
+        """Bring a tensor of every rank, on the CPU and of one shape and dtype, to rank 0, which gets the list; the others get
+        None. A collective. Raises DeadlineError, or RunError when a rank is gone."""
         if self._group is None:
             return [numbers]
         parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self._rank == 0 else None
@@ -208,18 +183,15 @@ class TrainerContext:
         return self.reference.policy if self.reference is not None and self.config.loss.sync_ref_model else None
 
     def load(self, step: int) -> None:
-        """Load the tensors of a checkpoint. A collective."""
         load_tensors(self.run_dir, step, self.policy, self.optimizer, reference=self._synced_reference)
 
     def save(
         self, step: int, state: CheckpointState | None = None, *, on_written: Callable[[], None] = lambda: None
     ) -> None:
-        """See CheckpointWriter.begin. A collective."""
         reference = self._synced_reference
         self.checkpoints.begin(step, self.policy, self.optimizer, state, reference=reference, on_written=on_written)
 
     def export(self, *, card: str | None = None, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Write the final model; see export_model. A collective."""
         export_model(
             self.run_dir.model,
             self.policy,
@@ -267,7 +239,6 @@ class TrainerContext:
         return result if tokens is None else replace(result, token_statistics=self.channel.gather(tokens.on_host()))
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
-        """See score_twice; `rounding` is the name of a dtype. A collective."""
         model = self.config.model
         return score_twice(
             self.policy,

@@ -20,11 +20,7 @@ from grpo_async.training.verify import TrainerScores
 
 
 class Reference:
-    """The policy that the KL term compares with.
-
-    Args:
-        policy: sharded and loaded. A separate model, which is frozen here, or, with `without_adapters`, the trained one.
-    """
+    """The policy that the KL term compares with: a separate model, frozen here, or, `without_adapters`, the trained one."""
 
     def __init__(self, policy: Policy, *, without_adapters: bool = False) -> None:
         self.policy = policy
@@ -52,16 +48,8 @@ class Reference:
 
 
 def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, device: torch.device) -> list[list[float]]:
-    """log softmax(logits) at temperature 1 of every token but the first, given those before it; natural log.
-
-    A collective: every rank calls it with the same sequences, one forward for each.
-
-    Args:
-        sequences: at least two token ids each.
-
-    Returns:
-        One list per sequence, one entry shorter than it.
-    """
+    """log softmax(logits) at temperature 1 of every token but the first, given those before it; one list per sequence, one entry
+    shorter than it. A collective: every rank calls it with the same sequences, of at least two token ids each."""
     scores: list[list[float]] = []
     with torch.no_grad():
         for sequence in sequences:
@@ -79,12 +67,8 @@ def score_twice(
     compute: torch.dtype,
     rounding: torch.dtype,
 ) -> TrainerScores:
-    """`score_sequences`, twice, the second time with different rounding: `training.verify` judges a server by both.
-
-    Args:
-        compute: dtype of the forward pass.
-        rounding: dtype whose rounding the second scores show; not finer than `compute`.
-    """
+    """`score_sequences`, twice, the second time with the rounding of another dtype, not finer than `compute`: `training.verify`
+    judges a server by both."""
     logprobs = score_sequences(policy, sequences, device=device)
     with _perturbed_rounding(policy, rounding, device=device, is_coarser=rounding != compute):
         return TrainerScores(logprobs=logprobs, perturbed_logprobs=score_sequences(policy, sequences, device=device))
@@ -114,7 +98,6 @@ def _perturbed_rounding(
 
 
 def one_row(sequence: Sequence[int]) -> MicroBatch:
-    """A micro-batch of one sequence, with every token but the first as a target."""
     length, num_scored = len(sequence), len(sequence) - 1
     ids = torch.tensor(sequence, dtype=torch.int64)
     unused = torch.zeros(num_scored, dtype=torch.float32)

@@ -13,18 +13,13 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
     """The factor on `optimizer.lr` by 0-based step; a function of the step alone, so a resume needs no state of it.
 
     Warmup: (step + 1) / warmup_steps. (transformers begins at 0, which wastes the first step.) Then the schedule begins, and
-    ends at the run's last step. With 10 steps, 2 of warmup and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125.
-
-    Raises:
-        ConfigError: `optimizer.schedule_kwargs` does not fit the schedule, or lacks what it needs.
-    """
+    ends at the run's last step. With 10 steps, 2 of warmup and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125."""
     warmup = config.warmup_steps
     after = _after_warmup(config)
     return lambda step: (step + 1) / warmup if step < warmup else after(step - warmup)
 
 
 def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
-    """The factor by the number of steps after the warmup."""
     optimizer, name = config.optimizer, config.optimizer.schedule
     floor = optimizer.min_lr_ratio
     defaults: dict[str, tuple[str, dict[str, float | None]]] = {

@@ -3,11 +3,8 @@
     [old log-probabilities of everything, where the objective needs them]
       -> num_iterations times, for each minibatch: (reference, forward, backward) for each micro-batch -> clip -> update
 
-Gradients are summed, not averaged: the token weights already contain the common denominator of the minibatch. FSDP averages
-over ranks, so the loss is multiplied by their number. An update with a non-finite loss or gradient is skipped and
-reported; the step's other updates are made. With float16, losses are multiplied by `loss_scale` before the backward pass, and
-gradients are divided by it when they are clipped.
-"""
+Gradients are summed: the token weights already contain the common denominator of the minibatch. FSDP averages over ranks, so the
+loss is multiplied by their number. An update with a non-finite loss or gradient is skipped; the step's others are made."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """False when no update at all was made."""
         return any(self.updates)
 
     @property
@@ -74,16 +70,11 @@ def train_step(
 
     Args:
         minibatches: the micro-batches of each optimizer update, on the CPU: one update or more, each of one or more.
-        reference: reference of the KL term; needed if `objective.section.needs_reference`.
-        lr: learning rate of all updates of this step.
-        max_grad_norm: maximum total norm of the gradients over all ranks.
         num_iterations: passes over the minibatches (mu in GRPO, arXiv 2402.03300, algorithm 1).
         tokens: collects the statistics of this rank's tokens in the first pass, if they are stored.
-        loss_scale: a power of two; see `training.loss_scale`.
+        loss_scale: a power of two; gradients are divided by it when they are clipped.
         before_sync: called in the last update, after its backward passes have been launched and before the host waits for the
-            device. It costs a GPU no time while its queue of launched kernels lasts, except with `training.cpu_offload`, for which
-            FSDP waits at the end of each backward pass.
-    """
+            device. It costs a GPU no time while its queue of launched kernels lasts (with `training.cpu_offload` it does)."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     old_logprobs: Sequence[Sequence[torch.Tensor | None]] = [[None] * len(batches) for batches in minibatches]
@@ -144,13 +135,9 @@ def train_step(
 
 
 def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -> None:
-    """Set when gradients are reduced between ranks.
-
-    GPU: they are reduced and scattered after every micro-batch, so that a rank holds only its shard of the float32 gradient.
-    Reducing once per update would save that traffic, which overlaps with the backward pass anyway, but cost 4 bytes per parameter
-    on every rank (28 GB at 7 billion). Between groups of ranks that hold the same shards (hybrid sharding) they are reduced once,
-    after the last micro-batch: until then only shards are held.
-    CPU: once, after the last micro-batch. Nothing overlaps there, and models are small.
+    """Set when gradients are reduced between ranks. GPU: after every micro-batch, so that a rank holds only its shard of the
+    float32 gradient; between groups of ranks that hold the same shards (hybrid sharding) and on CPUs once, after the last
+    micro-batch.
     """
     if not isinstance(policy, FSDPModule):
         return
@@ -193,12 +180,10 @@ def _result(updates: Sequence[UpdateMetrics], objective: Objective, *, lr: float
 
 @torch.no_grad()
 def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """This rank's part of the squared norm of all gradients: the sum over ranks is the total. () float64 on `device`
+    """This rank's part of the squared norm of all gradients: the sum over ranks is the total. () float64 on `device`. It
+    travels with the metrics of the update (torch's clip_grad_norm_ reduces it in a separate collective).
 
-    (torch's clip_grad_norm_ reduces the norm in a separate collective and multiplies every gradient, clipped or not. Here a
-    rank's part travels with the metrics of the update, and the host, which needs the norm anyway, decides.)
-    Worked example, gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5.
-    """
+    Gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5."""
     by_copies: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -224,7 +209,6 @@ def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float, l
 
 
 def _num_copies(gradient: torch.Tensor) -> int:
-    """How many ranks hold the same values."""
     if not isinstance(gradient, DTensor):
         return num_ranks()
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

@@ -19,11 +19,7 @@ class Activity:
     """What a thread is doing: shown by `str`, recorded in the timeline, and its seconds summed by kind. Only that thread
     writes it, any thread may read it.
 
-    Worked example: 5 s of the kind "waiting", in the middle of which 2 s are "pushing" -> {"waiting": 3.0, "pushing": 2.0}.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    5 s of the kind "waiting", in the middle of which 2 s are "pushing" -> {"waiting": 3.0, "pushing": 2.0}."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -35,7 +31,6 @@ class Activity:
         """Grows whenever an activity other than a push begins: pushes to servers that come and go are no progress."""
 
     def begin(self, what: str) -> None:
-        """Set the thread's activity to `what` ("evaluating after training")."""
         self._now = what, self._clock()
         self.num_begun += 1
 
@@ -63,7 +58,6 @@ class Activity:
         return spent
 
     def __str__(self) -> str:
-        """ "training step 3, for 12 s"."""
         what, since = self._now
         return f"{what}, for {self._clock() - since:.0f} s"
 

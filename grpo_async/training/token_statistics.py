@@ -1,14 +1,10 @@
-"""The trainer's statistics of each trained token in the first pass, from the ranks that computed them to the rollouts that
-the tokens belong to.
+"""The trainer's statistics of each trained token in the first pass, from the ranks that computed them to their rollouts.
 
     rank 0     TokenPlan         which tokens each rank will have, and in which order; `capacity` is part of the step's command
     each rank  TokenCollector    writes them one after another on the device, (5, capacity); one copy to the host
-                  | CommandChannel.gather
     rank 0     TokenPlan.by_rollout    TokenStats by rollout id
 
-Nothing here waits for the device: the copy is enqueued before the transfer that ends every update anyway. A token
-takes 20 bytes on its rank, and on rank 0 until its group is written.
-"""
+Nothing here waits for the device. A token takes 20 bytes on its rank, and on rank 0 until its group is written."""
 
 from __future__ import annotations
 
@@ -27,11 +23,8 @@ _FLAGS = len(_ROWS) - 1
 
 
 class TokenCollector:
-    """Collects on one rank in one step: call `add` after each micro-batch, then `begin_copy`, then `on_host`.
-
-    Args:
-        capacity: the maximum number of trained tokens of a rank in this step; unused places stay 0.
-    """
+    """Collects at most `capacity` tokens on one rank in one step: `add` after each micro-batch, then `begin_copy`, then
+    `on_host`."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._values = torch.zeros(len(_ROWS), capacity, dtype=torch.float32, device=device)
@@ -41,7 +34,6 @@ class TokenCollector:
 
     @torch.no_grad()
     def add(self, output: ObjectiveOutput) -> None:
-        """Add the tokens of the next micro-batch."""
         inputs, start = output.inputs, self._num_tokens
         self._num_tokens = stop = start + inputs.logprobs.numel()
         values = (inputs.logprobs, inputs.proximal_logprobs, output.importance_weights, inputs.entropy)
@@ -96,14 +88,9 @@ class TokenPlan:
         self._places: list[_Place] = []
 
     def add(self, samples: Sequence[RolloutSample], plan: BatchPlan, *, is_stored: Sequence[bool]) -> None:
-        """Add one minibatch.
+        """Add one minibatch. `is_stored`: whether the rollout store keeps a sample. [num_samples]
 
-        Worked example: samples of 3 and 2 trained tokens in one micro-batch, of which the second is stored: its place is 3 to 5.
-
-        Args:
-            plan: plan of `samples`; `batching.pack` lays out their tokens in its order.
-            is_stored: whether the rollout store keeps a sample. [num_samples]
-        """
+        Samples of 3 and 2 trained tokens in one micro-batch, of which the second is stored: its place is 3 to 5."""
         for rank, micro_batches in enumerate(plan.ranks):
             for index in (index for micro_batch in micro_batches for index in micro_batch.indices):
                 start = self._num_tokens[rank]
@@ -118,13 +105,8 @@ class TokenPlan:
         return max(self._num_tokens) if self._places else 0
 
     def by_rollout(self, collected: Sequence[torch.Tensor], trained: Sequence[bool]) -> dict[str, TokenStats]:
-        """The statistics of each stored sample, by its rollout's id; tokens of a minibatch that was not trained are flagged
-        SKIPPED.
-
-        Args:
-            collected: results of `TokenCollector.on_host` on each rank. [world_size]
-            trained: StepResult.trained. [num_minibatches]
-        """
+        """The statistics of each stored sample, by its rollout's id, from what each rank collected [world_size]; tokens of a
+        minibatch that was not `trained` [num_minibatches] are flagged SKIPPED."""
         found = {}
         for place in self._places:
             # a copy: views would keep the statistics of the whole step alive until the last of its groups is written

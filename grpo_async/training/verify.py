@@ -1,19 +1,11 @@
 """Checks whether trainer and server have the same weights, by comparing the log-probabilities that both give to the same tokens.
-Pure, except for `compare_server`, which queries a server.
 
-    probes = probe_sequences(prompts, vocab_size=..., max_model_len=...)
-    trainer = score_twice(policy, probes, ..., rounding=coarsest_dtype(config, served))     a TrainerScores
-    found = compare_server(server, probes, trainer, config=..., version=...)                a ServerComparison
-    same = found.is_same
-
-With the same weights the two differ only by rounding. How much that is depends on depth, width, dtype and tokens, so it is
-measured: the trainer computes the same tokens twice, t and t', where t' is rounded differently (training.reference). With
-independent rounding errors e of size E|e| ~ r for the trainer's and k r for the server's,
+With the same weights they differ only by rounding, which is measured: the trainer computes the same tokens twice, t and t',
+where t' is rounded differently (training.reference). With rounding errors of size r for the trainer's and k r for the server's,
 
     E|t - t'| ~ sqrt(2) r        E|t - s| ~ sqrt(1 + k^2) r        ratio = sqrt((1 + k^2) / 2)
 
-which is 1 if both round alike. The limit of the ratio is 2, which means k = 2.6. Wrong weights that move log-probabilities by D
-independently of the rounding add D^2 under the root: they are found if D exceeds about 1.7 E|t - t'|.
+The limit of the ratio is 2 (k = 2.6). Wrong weights that move log-probabilities by D are found if D exceeds about 1.7 E|t - t'|.
 """
 
 from __future__ import annotations
@@ -63,7 +55,6 @@ class TrainerScores:
 
     @property
     def rounding(self) -> LogprobDifference:
-        """The difference that rounding alone makes."""
         return compare_logprobs(self.logprobs, self.perturbed_logprobs)
 
 
@@ -73,8 +64,6 @@ Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerComparison:
-    """One server's answers to the probes, compared with the trainer's scores."""
-
     is_same: bool
     """Whether it serves the trainer's weights, as the version that was pushed."""
     versions: list[int]
@@ -92,11 +81,8 @@ def compare_server(
     config: ExperimentConfig,
     version: int,
 ) -> ServerComparison:
-    """Have `server` score the probes, and compare with the scores of the trainer, whose weights are `version`.
-
-    Raises:
-        InferenceError: the server does not answer, or does not score sequences.
-    """
+    """Have `server` score the probes, and compare with the scores of the trainer, whose weights are `version`. Raises
+    InferenceError."""
     answers = [server.score(probe) for probe in probes]
     versions = sorted({answer.policy_version for answer in answers})
     scores = [answer.logprobs for answer in answers]
@@ -116,14 +102,9 @@ def compare_server(
 
 
 def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> LogprobDifference:
-    """Compare token by token; NaN on either side makes mean, max and k3 NaN, which passes no limit.
+    """Compare token by token; NaN on either side makes mean, max and k3 NaN, which passes no limit. One list per sequence each.
 
-    Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
-    k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744.
-
-    Args:
-        trainer, server: one list per sequence, of the same lengths.
-    """
+    Trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5, k3 = 0.0744."""
     if [len(scores) for scores in trainer] != [len(scores) for scores in server]:
         raise ValueError(
             f"log-probabilities of different numbers of tokens: trainer {[len(scores) for scores in trainer]}, "
@@ -154,26 +135,15 @@ def verify_limit(config: ExperimentConfig, trainer: TrainerScores) -> float:
 
 
 def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
-    """The dtype whose rounding limits how closely trainer and servers can agree.
-
-    Args:
-        served: the dtypes that servers report, in addition to `inference.dtype`.
-    """
+    """The dtype whose rounding limits how closely trainer and servers, which report the dtypes `served`, can agree."""
     return max((config.model.resolved_compute_dtype, config.inference.resolved_dtype, *served), key=_DTYPES.index)
 
 
 def probe_sequences(prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """Token sequences for the comparison: 16, 64 and 300 tokens, each at most `max_model_len` - 1.
+    """Token sequences for the comparison: 16, 64 and 300 tokens, each at most `max_model_len` - 1 (the server samples one more).
 
-    The first half (or less) of each sequence is from the run's prompts: prompt i of `prompt_ids` for sequence i, from its start.
-    The rest is pseudo-random, so that many rows of the embedding take part. The same arguments give the same sequences.
-
-    Worked example: prompts [[5, 6, 7]], vocab_size 10, max_model_len 17 -> one sequence of 16: 5, 6, 7 and 13 random ids.
-
-    Args:
-        vocab_size: random ids are below it; prompt ids must be.
-        max_model_len: the server's limit; it samples one token more than it scores; at least 3.
-    """
+    The first half (or less) of sequence i is from the start of prompt i of `prompt_ids`, the rest pseudo-random, below
+    `vocab_size`. Prompts [[5, 6, 7]], vocab_size 10, max_model_len 17 -> one sequence of 16: 5, 6, 7 and 13 random ids."""
     generator = random.Random(0)
     lengths = sorted({min(length, max_model_len - 1) for length in _LENGTHS})
     sequences = []

@@ -3,12 +3,7 @@
     trainer: for each adapted weight W two factors, `W.lora_B` (rows, r), scaling included, and `W.lora_A` (r, columns), float32
     server:  W = base + B @ A in float32, cast to the served dtype; base = the files that the server was started from
 
-The result equals a push of merged weights, and is loaded in the same way. Both ends compare a digest of their base, so that
-adapters are never added to another model. Over gloo only: between GPUs, sending whole weights is faster than reading and merging
-the base.
-
-Worked example: rank 16 at a (4096, 4096) matrix: 2 x 16 x 4096 x 4 = 0.5 MB are sent instead of 33.5 MB in bfloat16.
-"""
+Both ends compare a digest of their base. Over gloo only: between GPUs, sending whole weights is faster than merging."""
 
 from __future__ import annotations
 
@@ -31,13 +26,8 @@ _WHOLE_BYTES = 1 << 20
 
 
 class BaseWeights:
-    """The base model of the adapters, as its safetensors files hold it. Files are opened on first use, and must be on this machine
-    by then, as they are after the model was loaded. They are memory-mapped: nothing is read before it is used.
-
-    Args:
-        path: folder or hub name.
-        revision: of a hub name; None: `main`.
-    """
+    """The base model of the adapters, as the safetensors files of a folder or hub name hold it; opened on first use,
+    memory-mapped."""
 
     def __init__(self, path: str, *, revision: str | None = None) -> None:
         self._path, self._revision = path, revision
@@ -57,7 +47,6 @@ class BaseWeights:
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
-        """Name, dtype and shape of each tensor in the files. Raises ConfigError like `digest`."""
         specs = {}
         for name, handle in self._handles.items():
             part = handle.get_slice(name)
@@ -68,12 +57,8 @@ class BaseWeights:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes, and every tensor: up to 1 MiB all of it, of larger ones three rows. It tells models
-        apart that differ in anything that training changes, without reading all of them.
-
-        Raises:
-            ConfigError: there are no safetensors files, or they are broken.
-        """
+        """SHA-256 over names, shapes, dtypes, and every tensor: up to 1 MiB all of it, of larger ones three rows, without
+        reading all. Raises ConfigError without safetensors files."""
         sha = hashlib.sha256()
         for name, spec in sorted(self.specs.items()):
             sha.update(f"{name} {spec.dtype_name} {spec.shape}\n".encode())
@@ -89,7 +74,6 @@ class BaseWeights:
         return sha.hexdigest()
 
     def digest_or_none(self) -> str | None:
-        """The digest; None if there are no safetensors files, so that no adapters can be added."""
         try:
             return self.digest
         except ConfigError:
@@ -98,12 +82,7 @@ class BaseWeights:
     def update_problems(
         self, specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
     ) -> list[str]:
-        """Why these adapters cannot be added, or why base and adapters are no complete update.
-
-        Args:
-            specs: the factors.
-            served_shapes, optional: as in `buckets.update_problems`. Further tensors of the files are not loaded.
-        """
+        """Why these factors cannot be added, or why base and adapters are no complete update; see `buckets.update_problems`."""
         factors = {spec.name: spec for spec in specs}
         merged = [spec for name, spec in self.specs.items() if name in served_shapes]
         problems = update_problems(merged, served_shapes, optional)
@@ -124,15 +103,8 @@ class BaseWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of the update, under the names of the files, one at a time. Those without adapters are views of the
-        files, in the files' dtype and in host memory.
-
-        Args:
-            factors: the factors as received; all of them are read first.
-            wanted: names of the parameters that the server wants; empty: all in the files.
-            dtype: dtype of the merged weights.
-            device: where the products are computed.
-        """
+        """Yield every parameter of the update that is `wanted` (empty: all), under the names of the files: those with factors
+        merged on `device`, the others as views of the files, in the files' dtype and in host memory."""
         received = dict(factors)
         for name, handle in self._handles.items():
             if wanted and name not in wanted:
@@ -153,7 +125,6 @@ def _fit(pair: Sequence[ParameterSpec | None], shape: Sequence[int]) -> bool:
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:
-    """Why a server cannot take adapters of the base at `path`; [] if it can."""
     if served_digest is None:
         return [f"it has no safetensors files to add adapters to; set model.lora.push: merged (model.path: {path})"]
     if served_digest != own_digest:

@@ -3,15 +3,9 @@
     trainer   pack 0 | start sending 0, pack 1 | wait for 0, start sending 1, pack 2 | ...
     worker           | start receiving 0 and 1, wait for 0, load it | start receiving 2, wait for 1, load it | ...
 
-So each end holds two buckets. Deadlines are per bucket: each starts at the end of the previous bucket.
-
-Members meet in a TCP store that listens only on the trainer's address, under a random key that the servers get with the request to
-join. Nothing in it is unpickled. A group that cannot form is aborted on all members at once.
-
-Both ends are our own. vLLM's transfer engines (vllm.distributed.weight_transfer) meet in a store whose contents they unpickle, wait
-without a deadline, and support neither the CPU nor gloo. If one of several workers raises, vLLM's executor takes the other workers'
-answers for those of later calls.
-"""
+Each end holds two buckets, each with its own deadline. Members meet in a TCP store that listens only on the trainer's address,
+under a random key; nothing in it is unpickled. (vLLM's transfer engines unpickle, wait without a deadline, and support neither the
+CPU nor gloo.) A group that cannot form is aborted on all members at once."""
 
 from __future__ import annotations
 
@@ -49,11 +43,7 @@ class GroupClosedError(RuntimeError):
 
 
 class Rendezvous:
-    """The trainer's end of the rendezvous.
-
-    Args:
-        address: the trainer's IP address in the group.
-    """
+    """The trainer's end of the rendezvous; `address` is the trainer's in the group."""
 
     def __init__(self, address: str, *, world_size: int, timeout_s: float) -> None:
         self._info = {"master_address": address, "world_size": world_size, "timeout_s": timeout_s}
@@ -70,7 +60,6 @@ class Rendezvous:
         )
 
     def join(self, transport: TransportKind, device: torch.device) -> Backend:
-        """Wait for every worker, and form the group. Raises RuntimeError like `join_group`."""
         return _form_group(self.init_info(transport, rank_offset=1), self._store, rank=0, device=device)
 
     def abort(self, reason: str) -> None:
@@ -79,11 +68,7 @@ class Rendezvous:
 
 
 def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Backend:
-    """Join the trainer's group from a worker (rank >= 1), as `info` says.
-
-    Args:
-        device: device of the worker's model.
-    """
+    """Join the trainer's group from a worker (rank >= 1), as `info` says; `device` is that of the worker's model."""
     check_device(info.transport, device)
     timeout = timedelta(seconds=info.timeout_s)
     store = dist.TCPStore(
@@ -93,7 +78,6 @@ def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Back
 
 
 def check_device(transport: TransportKind, device: torch.device) -> None:
-    """Raise RuntimeError if `transport` is impossible on `device`."""
     if transport != "gloo" and device.type != "cuda":
         raise RuntimeError(
             f"weights.transport: {transport} needs a GPU, this process has its weights on {device}; set gloo"
@@ -122,11 +106,7 @@ def _form_group(info: WeightInitInfo, store: dist.Store, *, rank: int, device: t
 
 
 class Backend(ABC):
-    """One end of a group that has formed. After an error it cannot be used again: close it and form a new group.
-
-    Args:
-        device: device on which buckets that are sent must be.
-    """
+    """One end of a group that has formed, for buckets on `device`. After an error: close it and form a new group."""
 
     sends_in_place = True
     """Whether `send` accepts any memory on `device`, not only a tensor from `buffer`."""
@@ -165,8 +145,6 @@ class Backend(ABC):
 
 
 class _BroadcastBackend(Backend):
-    """Each bucket is one broadcast of a process group."""
-
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         return self._broadcast(bucket, timeout_s=timeout_s)
 
@@ -186,13 +164,7 @@ class _BroadcastBackend(Backend):
 
 
 class GlooBackend(_BroadcastBackend):
-    """Buckets in host memory, over a process group of only the trainer and the servers' workers. It listens only on its own address
-    in the group.
-
-    Args:
-        store: store of a complete rendezvous.
-        address: address at which the other members reach this one.
-    """
+    """Buckets in host memory, over a process group of only the trainer and the servers' workers, that listens only on `address`."""
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         super().__init__(torch.device("cpu"))
@@ -209,17 +181,14 @@ class GlooBackend(_BroadcastBackend):
         self._num_started = 0
 
     def confirm(self, *, timeout_s: float) -> None:
-        """Return when every member has called this."""
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=timeout_s)
         self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
 
     def close(self) -> None:
-        """Close the connections, which ends the other members' waits.
-
-        Connections stay open as long as anything refers to the group or to a broadcast. The traceback of a failed broadcast keeps
-        this object alive as long as its error, so nothing but this object may refer to them.
-        """
+        """Close the connections, which ends the other members' waits. They stay open as long as anything refers to the group or
+        to a broadcast, and the traceback of a failed one keeps this object alive: so nothing but this object may refer to
+        them."""
         self._group = self._store = None
         self._works.clear()
 
@@ -245,16 +214,8 @@ class GlooBackend(_BroadcastBackend):
 
 
 class NcclBackend(_BroadcastBackend):
-    """Buckets between GPUs, over an NCCL communicator of the weight group alone, outside torch's default process group. Broadcasts
-    run on NCCL's own stream.
-
-    Waiting with a time limit blocks this thread until the broadcast has ended, and aborts the communicator when the limit has
-    passed or NCCL reports an error. Forming the communicator has no such limit, so a separate thread does it.
-
-    Args:
-        group: the weight group's own process group; see `_nccl_group`.
-        timeout_s: deadline for forming the communicator.
-    """
+    """Buckets between GPUs, over an NCCL communicator outside torch's default process group, on NCCL's own stream. A wait with a
+    limit aborts the communicator when it has passed. Forming it has no such limit, so a separate thread does it."""
 
     def __init__(self, group: Any, *, device: torch.device, timeout_s: float) -> None:
         super().__init__(device)
@@ -340,9 +301,6 @@ _Bytes = Annotated[bytes, Field(max_length=4096)]
 
 
 class Handle(BaseModel):
-    """Everything needed to map a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`, in their
-    order. Sent as JSON, with bytes in hexadecimal."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_bytes="hex", val_json_bytes="hex")
 
     gpu: str = Field(max_length=256)
@@ -365,10 +323,7 @@ class IpcBackend(Backend):
         trainer   packs into buffer 0/1 - "it is there" ---------------- waits for all -> the buffer may be filled again
         worker                            maps the buffer once, copies it out - "taken" --'
 
-    Both signals are a barrier of a gloo group. Handles are in the group's store, as JSON; nothing is unpickled. A handle is written
-    when a buffer is new, and checked before it is opened. The GPU is identified by its UUID: its index may differ in the two
-    processes.
-    """
+    Both signals are a barrier of a gloo group. Handles are JSON in the group's store, checked before they are opened."""
 
     sends_in_place = False
 
@@ -460,7 +415,6 @@ class IpcBackend(Backend):
             torch.cuda.current_stream(self.device).synchronize()
 
     def _release(self) -> None:
-        """Release shared or mapped memory that has no reference anymore."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 

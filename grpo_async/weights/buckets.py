@@ -1,8 +1,6 @@
 """Parameters in transit: how they are divided into buckets, packed and unpacked, and whether an update fits a server's model.
 
-Trainer and server both apply these rules. Worked example: three float32 parameters of 100, 120 and 300 bytes with bucket_bytes
-320 -> [[100, 120], [300]]. A parameter of half a bucket or more is a separate bucket.
-"""
+Float32 parameters of 100, 120 and 300 bytes, bucket_bytes 320 -> [[100, 120], [300]]."""
 
 from __future__ import annotations
 
@@ -26,8 +24,6 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """Name, dtype and shape of one parameter that is sent."""
-
     name: str
     dtype_name: str
     shape: tuple[int, ...]
@@ -93,16 +89,10 @@ def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tup
 def update_problems(
     specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
 ) -> list[str]:
-    """One sentence per difference; [] if the update fits, or if the server does not know its parameters. Part of a model is also
-    refused: vLLM fuses layers (q, k, v), and a fused layer that gets only one part computes garbage.
+    """One sentence per difference; [] if the update fits, or if the server does not know its parameters (`served_shapes` empty).
+    Part of a model is also refused: vLLM fuses layers (q, k, v), and one that gets only one part computes garbage.
 
-    Args:
-        specs: the parameters that are sent.
-        served_shapes: name -> shape of the parameters that the server wants, empty if it cannot know (api.ServedParameters).
-        optional: names that may be sent or omitted (a head that is tied to the embeddings).
-
-    Worked example: served {"a": (2, 3), "b": (4,)}, sent a with shape (2, 2)
-    -> "a has the shape [2, 2], the server's [2, 3]", "b is missing".
+    Served {"a": (2, 3), "b": (4,)}, sent a with shape (2, 2) -> "a has the shape [2, 2], the server's [2, 3]", "b is missing".
     """
     if not served_shapes:
         return []
@@ -133,11 +123,9 @@ class GatheredParameters(ABC):
         """Whole, contiguous tensors in the order of `specs`. A collective: iterate on every rank."""
 
     def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot take these parameters; [] if it can."""
         return update_problems(self.specs, served.shapes, served.optional)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        """The tensors of `gather`, one bucket at a time."""
         tensors = self.gather()
         for bucket in cut_into_buckets(self.specs, bucket_bytes):
             yield [next(tensors) for _ in bucket]

@@ -2,25 +2,12 @@
 
     pause -> (connect) -> start -> transfer -> finish(version) -> resume
 
-During the transfer the trainer gathers and sends bucket after bucket, and every worker loads each bucket into its weights when it
-arrives. Besides its weights, a worker holds two buckets, and the tensors of layers that are still incomplete (vLLM loads a
-layer when it has all of its tensors).
-
-Where the bytes go, file by file:
-
     trainer   push_weights -> WeightTransport (the group, packing; both here) -> backends (gloo, nccl, ipc)
     server    its HTTP routes (servers.app) -> the engine, or each of its workers -> receiver -> backends
-    both      buckets (how parameters are divided and packed)
 
-Invariants: every pause is followed by a resume, also after errors, except for a server that has loaded part of an update: it
-answers no request until it has received a complete update, from the next attempt, the next trainer, or after its restart. A push
-that fails before the transfer has changed nothing. Every rank gathers every bucket; only rank 0 sends. If sending fails, rank 0
-keeps gathering without sending, because the other ranks wait for it in the collective. Every wait has a deadline; in the transfer
-each bucket has one.
-
-Which server failed: a server that dies breaks the broadcast for the whole group. Those that are alive report that in an HTTP
-answer: they are affected. The failed one broke its connection, did not answer, refused, or reported another reason.
-"""
+Every pause is followed by a resume, except for a server that has loaded part of an update: it refuses requests until it has
+received a complete one. Every rank gathers every bucket, also after a failed send, because the others wait in the collective.
+A server that dies breaks the broadcast for all: those that report that in an HTTP answer are affected, the others failed."""
 
 from __future__ import annotations
 
@@ -62,12 +49,9 @@ class PushFailedError(WeightPushError):
     """Servers failed in a phase of a push, or the broadcast failed.
 
     Args:
-        what: what failed, as a noun phrase ("pause of the push of version 7").
         phase: connect, pause, start, transfer, finish or resume.
         failures: the error of each server that failed itself; empty if none did and a new attempt may well succeed.
-        affected: the errors of the servers that only saw the failure.
-        hint: the deadline and its setting.
-    """
+        affected: the errors of the servers that only saw the failure."""
 
     def __init__(
         self,
@@ -88,19 +72,11 @@ class PushFailedError(WeightPushError):
 
 class WeightTransport:
     """The trainer's end of one group with all servers: rank 0 = trainer, then the workers of each server in the given order.
-
-    After a failed send the group is unusable: close, then connect.
-
-    Args:
-        transport: the planned transport (launch.gpus).
-        host: the trainer's address in the group; a loopback address if every server is on this machine.
-        bucket_bytes: size of a bucket.
-        timeout_s: deadline for joining and for each bucket.
-        device: device of the trainer's weights.
+    After a failed send the group is unusable: close, then connect. `host` is the trainer's address, loopback if all are on this
+    machine.
 
     Raises:
-        WeightPushError: `transport` is impossible on `device`.
-    """
+        WeightPushError: `transport` is impossible on `device`."""
 
     def __init__(
         self,
@@ -125,12 +101,8 @@ class WeightTransport:
         """Names of the connected servers; () if not connected."""
 
     def connect(self, servers: Sequence[ServerControl]) -> None:
-        """Form a new group, leaving the previous one. A server that fails ends it for all at once.
-
-        Raises:
-            PushFailedError: phase "connect"; a server refused or did not join within the deadline, or the store cannot listen at
-                `host`.
-        """
+        """Form a new group, leaving the previous one. Raises PushFailedError: a server refused or did not join within the
+        deadline."""
         self.close()
         ranks: dict[str, int] = {}  # rank of each server's first worker
         world_size = 1
@@ -166,7 +138,6 @@ class WeightTransport:
         self.members = tuple(ranks)
 
     def describe(self, parameters: GatheredParameters) -> WeightUpdateInfo:
-        """The message that servers receive before an update of these parameters."""
         specs = parameters.specs
         return WeightUpdateInfo(
             names=[spec.name for spec in specs],
@@ -187,11 +158,8 @@ class WeightTransport:
         return pack(tensors, into=backend.buffer(sum(tensor.nbytes for tensor in tensors)))
 
     def send(self, bucket: torch.Tensor) -> Callable[[], None]:
-        """Begin to send one bucket that `pack` returned to all servers. The returned function waits for the end.
-
-        Raises (here and in the returned function):
-            RuntimeError: a server vanished, or took longer than the deadline, or the group was closed.
-        """
+        """Begin to send one bucket that `pack` returned to all servers. The returned function waits for the end. Both raise
+        RuntimeError."""
         return self._open().send(bucket, timeout_s=self._timeout_s)
 
     def close_callback(self) -> Callable[[], None]:
@@ -199,7 +167,6 @@ class WeightTransport:
         return self._open().close
 
     def close(self) -> None:
-        """Leave the group, which ends the waits of the servers' workers."""
         backend, self._backend = self._backend, None
         self.members = ()
         if backend is not None:
@@ -221,22 +188,16 @@ def push_weights(
     before_gather: Callable[[int], None] = lambda _: None,
     loading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, float]:
-    """Rank 0: push all parameters to all servers and make `version` their policy version.
+    """Rank 0: push all parameters to all servers and make `version` their policy version. Returns the metrics sync/*.
 
     Args:
-        transport: it is connected to `servers` first if it is not connected.
-        before_gather: called with the size of the buckets when the servers are ready to receive; makes the other ranks take part in
-            the gather.
+        before_gather: called with the size of the buckets when the servers are ready: the other ranks take part in the gather.
         loading: a context for the phases in which engines are busy with the update and answer nothing else.
 
-    Returns:
-        The metrics sync/* of this push (tracking.catalog explains them).
-
     Raises:
-        PushFailedError: servers failed, or the broadcast did. Those that still answer continue with their weights if these are
-            complete; the others wait for the next push. After a failed transfer the transport is closed.
-        WeightPushError: the trainer itself failed.
-    """
+        PushFailedError: servers failed, or the broadcast did. Those with complete weights continue, the others wait for the next
+            push. After a failed transfer the transport is closed.
+        WeightPushError: the trainer itself failed."""
     started, timeout_s = time.monotonic(), settings.timeout_s
     clock = _Clock()
 
@@ -315,11 +276,7 @@ def _transfer(
     timeout_s: float,
     clock: _Clock,
 ) -> None:
-    """Gather every bucket and send each while the next is gathered. "gather" is the time for gathering and packing, "send" the time
-    spent waiting until a bucket is sent.
-
-        gather+pack 0 | start sending 0 | gather+pack 1 | wait for 0 | start sending 1 | gather+pack 2 | ...
-    """
+    """Gather every bucket and send each while the next is gathered. "send" is the time spent waiting until a bucket is sent."""
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering
     answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
@@ -366,12 +323,7 @@ def _transfer(
 def _broken_group(
     what: str, phase: str, errors: Mapping[str, Exception], failure: Exception | None, hint: str
 ) -> PushFailedError:
-    """The error for a group that did not form or broke, with who failed and who only saw it (see the module's docstring).
-
-    Args:
-        errors: errors of the servers.
-        failure: error of the trainer's own end.
-    """
+    """The error for a group that did not form or broke: `errors` of the servers, `failure` of the trainer's own end."""
     affected = {name: error for name, error in errors.items() if _is_affected(error)}
     failed = {name: error for name, error in errors.items() if name not in affected}
     if failure is None and not failed:

@@ -1,11 +1,7 @@
 """A server's end of a weight push: one worker's membership in the weight group, and the parameters that arrive.
 
-    join -> receive -> receive -> ... -> join, when the group is replaced
-
-A worker does one of these at a time. Received parameters are loaded in place, so an incomplete update leaves parts of two versions:
-the caller must then serve nothing until another update was received completely. An update that fails closes its group: the members
-may disagree about the next broadcast, and the trainer's wait ends with the connection.
-"""
+They are loaded in place, so an incomplete update leaves parts of two versions: serve nothing until one was received completely. An
+update that fails closes its group: the members may disagree about the next broadcast, and the trainer's wait ends."""
 
 from __future__ import annotations
 
@@ -34,12 +30,7 @@ class UpdateFailedError(GrpoAsyncError):
 
 
 class WeightReceiver:
-    """Receives weights; one per worker.
-
-    Args:
-        device: device of the worker's model.
-        rank: rank of this worker within its server, from 0.
-    """
+    """Receives weights on `device`; one per worker, whose rank within its server is `rank`."""
 
     def __init__(self, *, device: torch.device, rank: int = 0) -> None:
         self.device, self.rank = device, rank
@@ -48,11 +39,7 @@ class WeightReceiver:
         self._backend: Backend | None = None
 
     def join(self, info: WeightInitInfo) -> None:
-        """Leave the current group, if any, and join the trainer's new one.
-
-        Raises:
-            UpdateFailedError: the group did not form within `info.timeout_s`, or was aborted.
-        """
+        """Leave the current group, if any, and join the trainer's new one. Raises UpdateFailedError if it does not form."""
         self.leave()
         rank = info.rank_offset + self.rank
         try:
@@ -64,7 +51,6 @@ class WeightReceiver:
             ) from error
 
     def leave(self) -> None:
-        """Leave the group, if there is one. The other members are not waited for."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
@@ -80,12 +66,9 @@ class WeightReceiver:
         return base.merge(received, wanted=wanted, dtype=getattr(torch, info.base.dtype_name), device=self.device)
 
     def receive(self, info: WeightUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of `info` (or factors of adapters) in their order: a bucket is received while the previous one is
-        being loaded. A tensor may be kept; its bucket's memory lives as long.
-
-        Raises (when the first parameter is requested, or later):
-            UpdateFailedError: there is no group, or the trainer vanished or was too slow (message: NOT_ARRIVED).
-            torch.OutOfMemoryError: there is no memory for a bucket.
+        """Yield the parameters of `info` (or factors of adapters) in their order: a bucket is received while the previous one
+        is being loaded. A tensor may be kept; its bucket's memory lives as long. Raises UpdateFailedError (NOT_ARRIVED), or
+        OutOfMemoryError.
         """
         backend, timeout_s = self._backend, info.timeout_s
         if backend is None:
@@ -114,7 +97,6 @@ class WeightReceiver:
 
 
 def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:
-    """The parameters of an update. Raises UpdateRefusedError if the message is not a valid update."""
     names, dtypes, shapes = info.names, info.dtype_names, info.shapes
     known = sorted(DTYPE_NAMES.values())
     unknown = sorted(set(dtypes) - set(known))

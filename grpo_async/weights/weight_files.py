@@ -17,11 +17,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder: those of its index, or the single file; none if it has neither.
-
-    Raises:
-        ConfigError: the index is broken, or names missing files.
-    """
+    """The safetensors files of a model's folder: those of its index, or the single file; none if it has neither. Raises ConfigError
+    for a broken index."""
     index = folder / INDEX
     if not index.is_file():
         return [folder / SINGLE] if (folder / SINGLE).is_file() else []
@@ -50,7 +47,6 @@ def find_weights(path: str, revision: str | None = None) -> list[Path]:
 
 
 def _names_in(index: Path) -> list[str]:
-    """The names of the files in an index. Raises ConfigError if the index is broken."""
     try:
         return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -58,11 +54,7 @@ def _names_in(index: Path) -> list[str]:
 
 
 def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
-    """Open a safetensors file: read its header, and memory-map its tensors.
-
-    Raises:
-        ConfigError: it is not a complete safetensors file.
-    """
+    """Open a safetensors file: read its header, and memory-map its tensors. Raises ConfigError if it is not complete."""
     try:
         return safe_open(file, framework=framework)
     except (OSError, SafetensorError) as error:
@@ -72,7 +64,6 @@ def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
 
 
 def no_weights(folder: Path) -> str:
-    """Why a folder without `weight_files` cannot be loaded."""
     if any((folder / name).is_file() for name in _PICKLED):
         return (
             f"{folder} holds its weights as pickled .bin files, which can run code when they are read; convert them "

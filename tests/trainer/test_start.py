@@ -178,7 +178,7 @@ class _Stub:
                 "set_aside_later_checkpoints",
                 lambda run_dir, step: self.events.append(f"set aside {step}"),
             ),
-            (Saver, "save", lambda saver, step, wait=False: self._save(saver._saved_step, step)),
+            (Saver, "save", lambda saver, step, wait=False: self._save(saver.saved_step, step)),
         ):
             monkeypatch.setattr(module, name, fake)
 

@@ -31,7 +31,7 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.inference.guard import TokenGuard
+from grpo_async.inference.guard import GuardedProtocol, TokenGuard
 from grpo_async.servers.app import PARAMETERS_TIMEOUT_S, Engine, NextChunk, RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.embedded.grammar import Grammars, is_xgrammar_installed
@@ -293,6 +293,7 @@ class EmbeddedServer(uvicorn.Server):
     def __init__(self, engine: EmbeddedEngine, *, greeting: str = "") -> None:
         config = uvicorn.Config(
             TokenGuard(RolloutApp(engine).app),
+            http=GuardedProtocol,
             log_level="warning",
             access_log=False,
             lifespan="off",

@@ -1,4 +1,4 @@
-"""Runtime patches of vLLM and torch, each with its reason.
+"""Runtime patches of vLLM, torch and uvicorn, each with its reason.
 
 `plugin` applies those of a whole process, `engine` those of its client. They fit the versions of vLLM in `command`, which have no
 hook instead; scripts/check_vllm_versions.py looks at each.
@@ -21,6 +21,16 @@ from grpo_async.utils.network import listening_store
 from grpo_async.utils.warn_once import WarnOnce
 
 logger = logging.getLogger("vllm.grpo_async")
+
+# ---- uvicorn: Config(http="auto") reads HTTP_PROTOCOLS ----
+
+
+def limit_silent_connections() -> None:
+    """Use our protocol in the API server: vLLM's own arguments do not choose uvicorn's protocol."""
+    import uvicorn.config
+
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.guard:GuardedProtocol"
+
 
 # ---- torch: a private function of torch.distributed.rendezvous ----
 

@@ -19,6 +19,8 @@ def register() -> None:
     _die_with_vllm_parent()
     from grpo_async.servers.vllm import patches
 
+    if multiprocessing.parent_process() is None:
+        patches.limit_silent_connections()
     patches.ask_for_amx()
     patches.track_deliveries()
     patches.bind_rendezvous_to_its_own_address()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.store.database import limit_process_memory
 from grpo_async.store.query import EVERYTHING, Query
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import WILDCARDS, host_in_url, is_loopback
@@ -81,7 +80,6 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="grpo-async-") as private:
         if open_browser:
             _open_in_browser(f"{address}#token={token}", Path(private))
-        limit_process_memory()  # after the browser was started, which would inherit it
         try:
             uvicorn.Server(config).run(sockets=[listener])
         finally:
