@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+import psutil
+
 from grpo_async.config import ExperimentConfig
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.heartbeat import (
@@ -142,8 +144,9 @@ class Watcher:
                     case "heartbeat":
                         pid = message["pid"]
                         self._processes[pid] = _Process(message["name"], pid, time.monotonic())
-                    case "progress":
-                        self._judge_progress(message["pid"], message["unchanged_s"], message["text"])
+                    case "progress" if message["unchanged_s"] >= self._stall_timeout_s:
+                        self.can_save = True
+                        self._fail(message["text"])
                     case "exit":
                         self.reports.append(RankExit(**message))
                     case "failure":
@@ -175,7 +178,9 @@ class Watcher:
                 del self._processes[process.pid]
         elif silent_s >= self._timeout_s:
             text = process.describe(now)
-            os.kill(process.pid, STACKS_SIGNAL)
+            # where the GIL is held, no thread changes the frames that are read; in one that is continued all run, and it could crash
+            if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                os.kill(process.pid, STACKS_SIGNAL)
             os.kill(process.pid, signal.SIGCONT)
             await asyncio.sleep(_STACKS_S)  # back-off: for the process to be back, if it was only stopped
             self._receive()
@@ -186,12 +191,6 @@ class Watcher:
             process.is_warned_of = True
             limit = f"the run ends after {self._timeout_s:g} s (launch.heartbeat_timeout_s)"
             self._warn(f"{process.describe(now)}; {limit}")
-
-    def _judge_progress(self, pid: int, unchanged_s: float, text: str) -> None:
-        if unchanged_s >= self._stall_timeout_s and not self.trouble.is_set():
-            os.kill(pid, STACKS_SIGNAL)
-            self.can_save = True
-            self._fail(text)
 
     def _fail(self, failure: str) -> None:
         if not self.trouble.is_set():

@@ -105,7 +105,10 @@ Report = RankFailure | RankExit
 
 
 def report_progress(path: Path, unchanged_s: float, text: str) -> None:
-    """Tell the launcher for how long the run has made no progress, and what waits for what."""
+    """Tell the launcher for how long the run has made no progress, and what waits for what. The stacks of all threads are kept,
+    should that be too long: written here, while no other thread runs, they cannot crash this process."""
+    with stacks_file(path, os.getpid()).open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
     _send(path, {"kind": "progress", "pid": os.getpid(), "unchanged_s": unchanged_s, "text": clipped(text, _MAX_CHARS)})
 
 
