@@ -2,8 +2,7 @@
 in one log file, and at the end everything is killed, whatever its parent is by then.
 
 The terminal's Ctrl-C reaches the launcher only. A child ends itself when the launcher dies (utils.processes). On Linux the launcher
-is the subreaper of its descendants meanwhile, so that a process whose parent died is handed to it instead of init and is still
-found. Processes are ended by their pids (psutil guards against reuse), never by name.
+is the subreaper of its descendants meanwhile, so that a process whose parent died is handed to it instead of init.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +22,7 @@ import psutil
 from grpo_async.errors import RunError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launch.plan import ProcessSpec
+from grpo_async.launch.signals import Signals
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
 from grpo_async.utils.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from grpo_async.utils.processes import (
@@ -32,6 +32,7 @@ from grpo_async.utils.processes import (
     TAG_VARIABLE,
     describe_exit,
     is_running,
+    raise_open_files_limit,
 )
 from grpo_async.utils.safe_text import tail
 
@@ -40,27 +41,46 @@ _FOREIGN_VARIABLES = re.compile(
 )
 """Variables of another launcher or torchrun, whose child this launcher is."""
 _ROUND_S = 0.02
+_GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
 class Child:
-    """A running child process. `Children.spawn` starts one."""
+    """A running child process. `Children.spawn` starts one.
 
-    def __init__(self, name: str, log: Path, process: asyncio.subprocess.Process) -> None:
+    Attributes:
+        exited: its exit status.
+        url: of a server whose address is known only now.
+        is_lost: it ended with the machine on which it ran.
+    """
+
+    exited: asyncio.Task[int]
+    url: str | None = None
+    is_lost = False
+
+    def __init__(self, name: str, log: Path, process: asyncio.subprocess.Process, children: Children) -> None:
         self.name = name
         self.log = log
         self.pid = process.pid
-        self.exited: asyncio.Task[int] = asyncio.ensure_future(process.wait())
+        self.exited = asyncio.ensure_future(process.wait())
+        self._children = children
 
     @property
     def is_running(self) -> bool:
         return not self.exited.done()
 
-    def describe_end(self, *, how: str | None = None) -> str:
-        """How it ended, and the last lines of its log. Only after `exited` is done, or with `how`."""
-        how = how or describe_exit(self.exited.result())
+    @property
+    def end(self) -> str:
+        """How it ended. Only after `exited` is done."""
+        return describe_exit(self.exited.result())
+
+    def describe_end(self, end: str | None = None) -> str:
+        """How it ended, and the last lines of its log."""
         lines = [f"  {line}" for line in tail(self.log)]
         last_lines = ["its last lines:", *lines] if lines else ["its log is empty"]
-        return "\n".join([f"{self.name} (pid {self.pid}) {how}", *last_lines, f"log: {self.log}"])
+        return "\n".join([f"{self} {end or self.end}", *last_lines, f"log: {self.log}"])
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
 
     def terminate(self) -> None:
         """Send it SIGTERM, which a child passes on to its own children."""
@@ -68,9 +88,43 @@ class Child:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to its process group at once; `Children.kill` finds the rest."""
+        """Send SIGKILL to its process group at once; `kill_all` finds the rest."""
         if self.is_running:
             os.killpg(self.pid, signal.SIGKILL)
+
+    async def kill_all(self) -> None:
+        """Kill it with all that descends from it."""
+        await self._children.kill(self)
+
+
+async def first_of(children: Sequence[Child], events: Sequence[asyncio.Event], timeout_s: float | None = None) -> None:
+    """Wait for the end of a child or for an event, `timeout_s` at most."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        tasks = [*waits, *(child.exited for child in children)]
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def end(children: Sequence[Child], signals: Signals) -> None:
+    """Send SIGTERM to each and wait for their ends; a further signal to the launcher cuts that short."""
+    signals.arrived.clear()
+    for child in children:
+        child.terminate()
+    if children:
+        ended = asyncio.ensure_future(asyncio.wait([child.exited for child in children], timeout=_GRACE_S))
+        signalled = asyncio.ensure_future(signals.arrived.wait())
+        await asyncio.wait([ended, signalled], return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        signalled.cancel()
+
+
+def log_file(folder: Path, name: str, num_restarts: int) -> Path:
+    """The log of a child; a restart keeps the older ones (server.log, server.restart_1.log)."""
+    log = folder / name
+    return log.with_name(f"{log.stem}.restart_{num_restarts}{log.suffix}") if num_restarts else log
 
 
 class Children:
@@ -86,6 +140,7 @@ class Children:
         self._session = os.getsid(0)
 
     async def __aenter__(self) -> Self:
+        raise_open_files_limit()
         _adopt_orphans(True)
         return self
 
@@ -96,15 +151,8 @@ class Children:
             _adopt_orphans(False)
 
     async def spawn(self, spec: ProcessSpec, *, num_restarts: int = 0) -> Child:
-        """Start `spec`, from the main thread: the death signal is bound to it. A restart keeps the older logs (server.log,
-        server.restart_1.log).
-
-        Raises:
-            RunError: the program cannot be started, or its log cannot be written.
-        """
-        log = self._folder / spec.log_name
-        if num_restarts > 0:
-            log = log.with_name(f"{log.stem}.restart_{num_restarts}{log.suffix}")
+        """Start `spec`, from a thread that lives as long as this process: the death signal is bound to it."""
+        log = log_file(self._folder, spec.log_name, num_restarts)
         own = {name: value for name, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(name)}
         tags = {
             LAUNCHER_PID_VARIABLE: str(os.getpid()),
@@ -123,7 +171,7 @@ class Children:
                 )
         except OSError as error:
             raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
-        child = Child(spec.name, log, process)
+        child = Child(spec.name, log, process, self)
         self._all.append(child)
         return child
 
@@ -160,8 +208,14 @@ class Children:
             return alive
         below, pids = [], {child.pid}
         for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if process.pid in pids or process.ppid() in pids or _belongs(process, child):
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                is_below = process.pid in pids or process.ppid() in pids or os.getsid(process.pid) == child.pid
+                if not is_below:
+                    with contextlib.suppress(
+                        psutil.AccessDenied
+                    ):  # it runs as another user, so we cannot kill it either
+                        is_below = process.environ().get(TAG_VARIABLE) == _tag_of(child.name)
+                if is_below:
                     below.append(process)
                     pids.add(process.pid)
         return below
@@ -173,7 +227,7 @@ def _adopt_orphans(enabled: bool) -> None:
         prctl("child subreaper", PR_SET_CHILD_SUBREAPER, enabled)
 
 
-def _reap(pids: Iterable[int]) -> None:
+def _reap(pids: set[int]) -> None:
     """Reap adopted processes, so that they do not stay as zombies until the launcher ends."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):  # it runs, or has another parent
@@ -182,12 +236,3 @@ def _reap(pids: Iterable[int]) -> None:
 
 def _tag_of(name: str) -> str:
     return f"{os.getpid()}:{name}"
-
-
-def _belongs(process: psutil.Process, child: Child) -> bool:
-    if os.getsid(process.pid) == child.pid:
-        return True
-    try:
-        return bool(process.environ().get(TAG_VARIABLE) == _tag_of(child.name))
-    except (psutil.AccessDenied, OSError):
-        return False  # it runs as another user, so we cannot kill it either

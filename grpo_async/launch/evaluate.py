@@ -72,7 +72,10 @@ def run_evaluation(
                 "evaluation: the configuration has no such section; say what to evaluate on (evaluation.data)"
             )
         target = choose_target(config, checkpoint)
-        config = _on_one_machine(config)
+        if config.launch.ray is not None:  # on this machine alone, with its ranks and one server
+            launch = config.launch.on_one_machine(colocate=True)
+            inference = config.inference.model_copy(update={"replicas": 1})
+            config = config.model_copy(update={"launch": launch, "inference": inference})
         engine = choose_engine(config)
         config = fill_dtypes(config, engine, inspect_machine().gpus)
         notes = check_inputs(config, engine=engine)
@@ -127,15 +130,6 @@ def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, 
     finally:
         for leftover in (run_dir.model, partial_of(run_dir.model)):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _on_one_machine(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config for this machine alone, with its ranks and one server, where it is one of several."""
-    if config.launch.ray is None:
-        return config
-    launch = config.launch.on_one_machine(colocate=True)
-    inference = config.inference.model_copy(update={"replicas": 1})
-    return config.model_copy(update={"launch": launch, "inference": inference})
 
 
 def _without_steps(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> ExperimentConfig:

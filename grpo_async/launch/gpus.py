@@ -69,9 +69,6 @@ def share_gpus(
 
     Worked examples, 2 ranks: 4 GPUs 0-3, one vLLM with tensor_parallel_size 2 -> trainer (0, 1), server (2, 3).
     4 GPUs, 2 replicas -> trainer (0, 1), servers (2,) and (3,). 2 GPUs, 2 replicas, colocate -> trainer (0, 1), servers (0,), (1,).
-
-    Raises:
-        ConfigError: there are too few.
     """
     launch = config.launch
     if num_servers is None:
@@ -84,7 +81,14 @@ def share_gpus(
     is_shared = launch.colocate and ranks > 0
     needed = max(ranks, min(each, wanted)) if is_shared else ranks + wanted
     if needed > len(gpus):
-        raise ConfigError(_too_few(config, len(gpus), ranks=ranks, num_servers=num_servers, each=each))
+        needs = [f"{ranks} for the trainer's ranks (launch.num_trainer_ranks)"] if ranks else []
+        if num_servers:
+            servers_of = f"{count(num_servers, 'server')} of {each} (inference.replicas, sizes under inference.vllm)"
+            needs.append(f"{wanted} for {servers_of}")
+        raise ConfigError(
+            f"launch: this machine has {count(len(gpus), 'GPU')} for the run, and it needs {' and '.join(needs)}; lower them, give "
+            "servers other machines (launch.ray), or let both share GPUs on purpose (launch.colocate: true)"
+        )
     first = 0 if is_shared else ranks
     servers = tuple(
         tuple(dict.fromkeys(gpus[(first + server * each + k) % len(gpus)] for k in range(each)))
@@ -99,28 +103,8 @@ def share_gpus(
     return replace(shares, notes=tuple(notes))
 
 
-def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: int, each: int) -> str:
-    needs = [f"{ranks} for the trainer's ranks (launch.num_trainer_ranks)"] if ranks else []
-    if num_servers:
-        servers = f"{count(num_servers, 'server')} of {each} (inference.replicas, sizes under inference.vllm)"
-        needs.append(f"{num_servers * each} for {servers}")
-    remedies = ["lower them"]
-    if ranks and num_servers:
-        remedies.append("give servers other machines (launch.ray)")
-        if not config.launch.colocate and max(ranks, each) <= number:
-            remedies.append("let both share GPUs on purpose (launch.colocate: true)")
-    return (
-        f"launch: this machine has {count(number, 'GPU')} for the run, and it needs {' and '.join(needs)}; "
-        f"{', or '.join(remedies)}"
-    )
-
-
 def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuShares) -> tuple[TransportKind, str]:
-    """How the weights travel, and why. `shares` are of the machine with rank 0, which sends them.
-
-    Raises:
-        ConfigError: `weights.transport` names a way that is impossible with these devices; says what to set instead.
-    """
+    """How the weights travel, and why. `shares` are of the machine with rank 0, which sends them."""
     wanted = config.weights.transport
     if config.model.lora is not None and config.model.lora.push == "adapter":
         return (

@@ -34,9 +34,6 @@ def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShare
 
     Args:
         gpu_bytes: of the smallest GPU; None: there is none, or its size is not known.
-
-    Raises:
-        ConfigError: trainer and vLLM share a GPU, and what is needed to divide it is not known.
     """
     options, model = config.inference.vllm, ModelSize.read(config.model.path)
     num_sharing = shares.most_servers_on_a_gpu if shares.shared and engine.engine == "vllm" else 0

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from grpo_async.config import ExperimentConfig
@@ -40,11 +39,7 @@ from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url
 from grpo_async.utils.text import count
 
-Fact: TypeAlias = tuple[str, str]
-"""A further line of a plan's description: a name and a text."""
-
 _MAX_PORT = 65535
-_SOCKET_FOLDER_BYTES = 70  # with "/" and the UUID by which vLLM names a socket 107, which Linux takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +71,9 @@ class ProcessPlan:
     assignment: Assignment
     servers: tuple[ProcessSpec, ...]
     trainer: ProcessSpec | None
-    num_gpus: int
-    """GPUs that this machine has for the run."""
-    facts: tuple[Fact, ...] = ()
-    notes: tuple[str, ...] = ()
+    facts: Mapping[str, str]
+    """Further lines of its description."""
+    notes: tuple[str, ...]
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -100,7 +94,7 @@ class ProcessPlan:
             f"directory  {assignment.run_dir.root}",
             f"engine     {self.engine.engine}: {self.engine.reason}",
             *(f"server     {url}{external}" for url in assignment.server_urls if url and urlsplit(url).port != 0),
-            *(f"{name:<10} {text}" for name, text in self.facts),
+            *(f"{name:<10} {text}" for name, text in self.facts.items()),
         ]
         for spec in self.processes:
             lines += [
@@ -162,12 +156,18 @@ def plan_dry(
     else:
         plans_memory = plans_memory and bool(machine.gpus)
         machine = replace(machine, gpus=gpus_of_lead(config, machine.gpus))
-        notes = (*ray_notes(config), *notes)
+        machines, ranks = count(launch.trainer_nodes, "machine"), count(launch.num_trainer_ranks, "rank")
+        least, most = config.inference.min_replicas, config.inference.max_replicas
+        servers = count(most, "server") if least == most else f"{least} to {most} servers"
+        servers = (
+            "servers that run already" if config.inference.urls else f"{servers}, each on a node that has room for it"
+        )
+        notes = (f"launch.ray: {machines} train, with {ranks} each", f"launch.ray: {servers}", *notes)
     run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.attempt("N"),
-        private_dir=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
+        private_dir=Path(tempfile.gettempdir()) / "grpo-run-RANDOM",
         server_urls=urls,
         resume_step=resume_step,
         node=Node() if is_alone else Node(count=launch.trainer_nodes, address="NODE_0", own_address="NODE_0"),
@@ -182,19 +182,6 @@ def plan_dry(
         plans_memory=plans_memory,
         notes=notes,
     )
-
-
-def ray_notes(config: ExperimentConfig) -> list[str]:
-    """Describe what runs on other machines of a Ray cluster than that of rank 0."""
-    launch, inference = config.launch, config.inference
-    machines = count(launch.trainer_nodes, "machine")
-    notes = [f"launch.ray: {machines} train, with {count(launch.num_trainer_ranks, 'rank')} each"]
-    if not inference.urls:
-        number = f"{inference.min_replicas} to {inference.max_replicas} servers"
-        if inference.min_replicas == inference.max_replicas:
-            number = count(inference.max_replicas, "server")
-        notes.append(f"launch.ray: {number}, each on a node that has room for it")
-    return notes
 
 
 def plan_processes(
@@ -215,22 +202,14 @@ def plan_processes(
         assignment: where rank 0 is without `transport`, which is planned here; elsewhere whole. `server_urls` are those of all
             servers of the run, by their index.
         token: guards the servers; None only with servers that ask for none.
-        machine: None: this one.
-        trains: whether ranks run here.
-        servers: the indices of the servers that run here; None: all that the run starts.
-        plans_memory: see `plan_dry`.
-        notes: shown with the plan, after its own.
-
-    Raises:
-        ConfigError: there are too few GPUs, or they cannot be divided (see launch.memory), or `weights.transport` or
-            `inference.vllm.sleep_while_training` is impossible here, or $TMPDIR is too long for the sockets of vLLM.
+        servers: the indices of those that run here; None: all that the run starts.
     """
     node, machine = assignment.node, machine or inspect_machine()
     if servers is None:
         servers = range(0 if engine.engine == "external" else config.inference.max_replicas)
     shares = share_gpus(config, engine, machine.gpus, trains=trains, num_servers=len(servers))
     memory = plan_memory(config, engine, shares, machine.gpu_bytes) if plans_memory else MemoryPlan()
-    facts: list[Fact] = []
+    facts = {}
     if node.rank == 0 and trains:
         if config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
             raise ConfigError(
@@ -240,7 +219,8 @@ def plan_processes(
         transport, reason = plan_transport(config, engine, shares)
         urls = assignment.server_urls or tuple(config.inference.urls)
         assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
-        facts += _facts(config, f"{transport}: {reason}")
+        weights = f"{transport}: {reason}; requests in flight: {config.weights.mode} (weights.mode)"
+        facts = {"precision": config.precision, "weights": weights}
     environment = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -257,17 +237,16 @@ def plan_processes(
     if trains:
         assignment = assignment.model_copy(update={"on_gpu": trains_on_gpu(config, machine.gpus)})
         trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
-    plan = ProcessPlan(
+    started = specs if trainer is None else (*specs, trainer)
+    return ProcessPlan(
         run_name=config.run.name,
         engine=engine,
         assignment=assignment,
         servers=specs,
         trainer=trainer,
-        num_gpus=len(machine.gpus),
-        facts=tuple(facts),
+        facts=facts,
+        notes=(*shares.notes, *memory.notes, *_own_notes(config, machine, started, shares.shared), *notes),
     )
-    own_notes = _own_notes(config, machine, plan.processes, shares.shared)
-    return replace(plan, notes=(*shares.notes, *memory.notes, *own_notes, *notes))
 
 
 def _servers(
@@ -283,11 +262,7 @@ def _servers(
     """The servers of this machine, by their indices."""
     if not servers:
         return ()
-    node, urls, sockets = assignment.node, assignment.server_urls, assignment.private_dir
-    if engine.engine == "vllm" and len(os.fsencode(sockets)) > _SOCKET_FOLDER_BYTES:
-        raise ConfigError(
-            f"the path of the temporary folder is too long for the sockets of vLLM: {sockets}; set TMPDIR=/tmp"
-        )
+    node, urls = assignment.node, assignment.server_urls
     # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
     overrides = ["inference.replicas=1"] if config.inference.replicas != 1 else []
     if memory.cache_mb is not None:
@@ -295,10 +270,9 @@ def _servers(
     if not node.is_alone and config.inference.host not in WILDCARDS:
         overrides.append(f"inference.host={node.own_address}")
     command = "serve-vllm" if engine.engine == "vllm" else "serve-embedded"
-    is_only = len(urls) == 1
     return tuple(
         ProcessSpec(
-            name="inference server" if is_only else f"inference server {index}",
+            name=server_name(index, len(urls)),
             command=(
                 *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
                 *("--port", str(urlsplit(urls[index]).port or 0)),
@@ -307,9 +281,9 @@ def _servers(
             environment={
                 **_environment(common, config.inference.threads, own),
                 # unix sockets between vLLM's processes: by default in a folder that everybody can list
-                **({"VLLM_RPC_BASE_PATH": str(sockets)} if engine.engine == "vllm" else {}),
+                **({"VLLM_RPC_BASE_PATH": str(assignment.private_dir)} if engine.engine == "vllm" else {}),
             },
-            log_name="server.log" if is_only else f"server_{index}.log",
+            log_name=server_log(index, len(urls)),
             num_processes=1,
             threads=config.inference.threads,
             gpus=own or (),
@@ -317,6 +291,16 @@ def _servers(
         )
         for index, own in zip(servers, shares.servers, strict=True)
     )
+
+
+def server_name(index: int, number: int) -> str:
+    """Name of one of `number` servers."""
+    return "inference server" if number == 1 else f"inference server {index}"
+
+
+def server_log(index: int, number: int) -> str:
+    """Name of the log of one of `number` servers."""
+    return "server.log" if number == 1 else f"server_{index}.log"
 
 
 def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] | None) -> dict[str, str]:
@@ -385,11 +369,6 @@ def _trainer(
         gpus=gpus or (),
         memory=memory,
     )
-
-
-def _facts(config: ExperimentConfig, weights: str) -> Iterator[Fact]:
-    yield "precision", config.precision
-    yield "weights", f"{weights}; requests in flight: {config.weights.mode} (weights.mode)"
 
 
 def _own_notes(

@@ -87,9 +87,6 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
         resume: None, or a name as `find_checkpoint` has it; "latest" is the newest checkpoint that is whole, as far as sizes and
             small files say (the trainer's ranks compare the checksums of its tensors).
         clean: an old run directory is going to be removed.
-
-    Raises:
-        ConfigError: the directory is taken, is not ours to remove, or has nothing to resume from.
     """
     run_dir = RunDir(config.run_path)
     check_run_dir_writable(run_dir)
@@ -111,12 +108,9 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
             f"the run directory {run_dir.root} already exists, with a checkpoint of step {steps[-1]}: "
             "--resume continues it, --clean removes it first, a different run.name leaves it alone"
         )
-    return Start() if is_new else _reuse(run_dir, config)
-
-
-def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
-    """Begin in the directory of a run without a checkpoint."""
-    _check_removable(run_dir, config)
+    if is_new:
+        return Start()
+    _check_removable(run_dir, config)  # begin in the directory of a run without a checkpoint
     if run_dir.has_steps():
         raise ConfigError(
             f"the run directory {run_dir.root} already exists, with trained steps but without a checkpoint to continue from: "
@@ -128,11 +122,7 @@ def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
 
 @contextmanager
 def lock(run_dir: RunDir) -> Iterator[None]:
-    """Hold the run directory (made if need be) for this process.
-
-    Raises:
-        ConfigError: another launcher holds it, or it cannot be made.
-    """
+    """Hold the run directory (made if need be) for this process."""
     with writing(run_dir):
         run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(run_dir.root, os.O_RDONLY)  # not inherited by children (PEP 446)
@@ -150,11 +140,7 @@ def lock(run_dir: RunDir) -> Iterator[None]:
 
 @contextmanager
 def writing(run_dir: RunDir) -> Iterator[None]:
-    """A context for writes before anything is started.
-
-    Raises:
-        ConfigError: the directory takes nothing (full, read-only, immutable, another user's).
-    """
+    """A context for writes before anything is started."""
     try:
         yield
     except OSError as error:

@@ -23,7 +23,7 @@ import psutil
 from grpo_async.errors import RunError
 from grpo_async.utils.processes import KILL_TIMEOUT_S, TAG_VARIABLE, is_running
 
-_SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
+_FOLDER_BYTES = 66  # with "/" and the UUID by which vLLM names a socket 103, which the kernel takes (macOS; Linux: 107)
 _DONE = b"done\n"
 _END_TIMEOUT_S = 5.0  # for the reaper to end when the launcher has
 
@@ -32,8 +32,8 @@ _END_TIMEOUT_S = 5.0  # for the reaper to end when the launcher has
 def private_folder() -> Iterator[Path]:
     """A new folder that only this user can enter (0700), removed at the end. Should this process be killed meanwhile, the reaper
     removes it, and kills what carries the tag of this process."""
-    with tempfile.TemporaryDirectory(prefix="grpo-async-run-", ignore_cleanup_errors=True) as name:
-        if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:  # Assignment.heartbeat_socket, the longest
+    with tempfile.TemporaryDirectory(prefix="grpo-run-", ignore_cleanup_errors=True) as name:
+        if len(os.fsencode(name)) > _FOLDER_BYTES:
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
         command = (sys.executable, "-m", "grpo_async.launch.reaper", str(os.getpid()), name)
         nowhere = subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""One run on the machine with rank 0: its run directory, its plan, its processes in front of the user, how it ended, its report.
+"""One run on the machine with rank 0: its run directory, its plan, its processes in front of the user, its report.
 
 report.html is written however the run ended; whatever goes wrong with it, the run keeps its exit code.
 """
@@ -26,7 +26,7 @@ from grpo_async.display.summary import print_summary
 from grpo_async.findings import RunHistory, diagnose
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launch.advisor import Advisor
-from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
+from grpo_async.launch.plan import own_urls, plan_processes
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock, writing
 from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.signals import exit_on_signals
@@ -41,7 +41,7 @@ from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped, last_line
 
 if TYPE_CHECKING:
-    from grpo_async.launch.nodes import RayNodes
+    from grpo_async.launch.ray import RayNodes
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
@@ -69,13 +69,8 @@ def lead_run(
     nodes: RayNodes | None = None,
     notes: Sequence[str],
 ) -> RunOutcome:
-    """Carry out a run on the machine with rank 0, in its run directory, which this process holds.
-
-    Args:
-        config: it has been checked.
-        nodes: the other nodes of a run on several; None: this is the only machine.
-        notes: shown with the plan.
-    """
+    """Carry out a run whose `config` was checked, in its run directory, which this process holds; `notes` are shown with the plan.
+    `nodes`: the other nodes of a run on several."""
     run_dir = RunDir(config.run_path.absolute())
     with writing(run_dir):
         run_dir.create(dump_config(config))
@@ -96,7 +91,7 @@ def lead_run(
         if nodes is None:
             assignment = assignment.model_copy(update={"server_urls": own_urls(config, config.inference.host)})
         else:
-            assignment = nodes.gather(config, engine, assignment, token)
+            assignment = nodes.gather(assignment, token)
         plan = plan_processes(
             config,
             engine=engine,
@@ -108,38 +103,28 @@ def lead_run(
         with writing(run_dir):
             write_atomically(run_dir.plan, plan.describe())
         output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
-        return _run_with_display(config, plan, output, nodes)
-
-
-def _run_with_display(
-    config: ExperimentConfig, plan: ProcessPlan, output: Output, nodes: RayNodes | None
-) -> RunOutcome:
-    """Carry out the plan of a run in front of the user; status.json is kept meanwhile."""
-    assignment = plan.assignment
-    run_dir = assignment.run_dir
-    display = output.display(
-        run_name=config.run.name,
-        max_steps=config.num_steps,
-        run_dir=run_dir,
-        resume_step=assignment.resume_step,
-        lines_only=assignment.purpose != "train",
-    )
-    about = {
-        "purpose": assignment.purpose,  # train or evaluation
-        "attempt": str(assignment.attempt_dir),  # folder of its logs
-        "engine": plan.engine.engine,  # embedded, vllm or external: what generates
-        "on_gpu": plan.trainer is not None and bool(plan.trainer.gpus),  # the trainer
-        "precision": config.precision,  # dtypes of master weights, computation, servers and logits
-    }
-    status = StatusFile(StatusContent(run_dir, display.progress, run_name=config.run.name, about=about))
-    display.views.append(status)
-    if assignment.purpose == "train":
-        every = config.record.advise_every_steps
-        display.views.append(Advisor(display, every_steps=every, run_dir=run_dir))
-    outcome = supervise(config, plan, display, nodes)
-    states = {0: FINISHED, 1: FAILED}
-    status.end(states.get(outcome.exit_code, STOPPED), exit_code=outcome.exit_code, error=outcome.error)
-    return outcome
+        display = output.display(
+            run_name=config.run.name,
+            max_steps=config.num_steps,
+            run_dir=run_dir,
+            resume_step=start.resume_step,
+            lines_only=purpose != "train",
+        )
+        about = {
+            "purpose": purpose,  # train or evaluation
+            "attempt": str(attempt),  # folder of its logs
+            "engine": engine.engine,  # embedded, vllm or external: what generates
+            "on_gpu": plan.trainer is not None and bool(plan.trainer.gpus),  # the trainer
+            "precision": config.precision,  # dtypes of master weights, computation, servers and logits
+        }
+        status = StatusFile(StatusContent(run_dir, display.progress, run_name=config.run.name, about=about))
+        display.views.append(status)
+        if purpose == "train":
+            display.views.append(Advisor(display, every_steps=config.record.advise_every_steps, run_dir=run_dir))
+        outcome = supervise(config, plan, display, nodes)
+        state = {0: FINISHED, 1: FAILED}.get(outcome.exit_code, STOPPED)
+        status.end(state, exit_code=outcome.exit_code, error=outcome.error)
+        return outcome
 
 
 # ---- the end of a run ----

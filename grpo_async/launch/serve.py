@@ -15,11 +15,12 @@ from grpo_async.config.loader import dump_config
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
-from grpo_async.launch.node import NodeProcesses
+from grpo_async.launch.children import Child, Children, first_of
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launch.prepare import writing
 from grpo_async.launch.reaper import private_folder
-from grpo_async.launch.signals import exit_on_signals
+from grpo_async.launch.servers import Servers
+from grpo_async.launch.signals import Signals, exit_on_signals
 from grpo_async.processes.assignment import Assignment
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
@@ -66,11 +67,17 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
 
 
 async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> int:
-    async with NodeProcesses(config, plan, display, tell_trainer=None) as local:
-        await local.start()
-        await local.wait(local.lost_servers)
-        await local.end_servers()
-    if local.signals.first is not None:
-        return local.signals.exit_code
-    display.warning(str(local.server_failure))
+    children, signals = Children(plan.assignment.attempt_dir, display.warning), Signals()
+
+    async def spawn(index: int, num_restarts: int) -> Child:
+        return await children.spawn(plan.servers[index], num_restarts=num_restarts)
+
+    servers = Servers(config.inference, [spec.name for spec in plan.servers], spawn, display, tell_trainer=None)
+    with signals.installed():
+        async with children, servers.running():
+            await first_of([], [signals.arrived, servers.lost])
+            await servers.end(signals)
+    if signals.first is not None:
+        return signals.exit_code
+    display.warning(str(servers.failure))
     return 1

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextmanager
+def handling(take: Callable[[signal.Signals], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Call `take` with each of these signals that arrives, but for a SIGHUP that is ignored on purpose, as under nohup. No other
+    thread than the main one may set handlers: there it is without effect (a node of a cluster is told by the command)."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in numbers}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        take(signal.Signals(number))
+
+    before = {n: old for n, old in before.items() if n is not signal.SIGHUP or old is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not set from Python
 
 
 class Signals:
-    """SIGINT, SIGTERM, SIGHUP and SIGQUIT as an event of the loop. `arrived` may be cleared to wait for the next one."""
+    """The signals of a run, as an event of its loop. `arrived` may be cleared to wait for the next one."""
 
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
@@ -19,52 +42,32 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """By the shell's convention, 128 + number; SIGHUP and SIGQUIT count as SIGTERM."""
-        return 130 if self.first is signal.SIGINT else 143
+        return exit_code_of(self.first)
 
-    @contextlib.contextmanager
+    @contextmanager
     def installed(self) -> Iterator[None]:
-        if not _is_main_thread():  # on a node of a cluster, which is told by the one that leads
+        self._loop = asyncio.get_running_loop()
+        with handling(self.take, *ENDING):
             yield
-            return
-        loop = asyncio.get_running_loop()
-        caught = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored on purpose
-            caught.append(signal.SIGHUP)
-        before = {number: signal.getsignal(number) for number in caught}
-        for number in caught:
-            loop.add_signal_handler(number, self.take, number)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)  # which leaves the system's default
-                if handler is not None:  # None: not set from Python, which cannot set it again
-                    signal.signal(number, handler)
 
     def take(self, number: signal.Signals) -> None:
-        """A signal has come; call it in the loop."""
+        """A signal has come. Any thread may call it while they are installed."""
         self.first = self.first or number
-        self.arrived.set()
+        self._loop.call_soon_threadsafe(self.arrived.set)
 
 
-@contextlib.contextmanager
+def exit_code_of(number: signal.Signals | None) -> int:
+    """By the shell's convention, 128 + number; SIGHUP and SIGQUIT count as SIGTERM."""
+    return 130 if number is signal.SIGINT else 143
+
+
+@contextmanager
 def exit_on_signals() -> Iterator[None]:
     """While no event loop handles signals: SIGTERM, SIGHUP and SIGQUIT raise SystemExit(143), so that context managers
     clean up (the token's file, a temporary folder)."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def leave(number: signal.Signals) -> None:
         raise SystemExit(143)
 
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if _is_main_thread() else ()
-    before = {n: signal.signal(n, leave) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
-    try:
+    with handling(leave, *ENDING[1:]):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _is_main_thread() -> bool:
-    """No other thread may set handlers."""
-    return threading.current_thread() is threading.main_thread()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.heartbeat import Heartbeat, RankExit, report
+from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
 from grpo_async.utils.processes import die_with_launcher
 
 
@@ -24,11 +24,8 @@ def main() -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        exits = [
-            RankExit(rank=rank, pid=failure.pid, time=failure.timestamp, exit_code=failure.exitcode)
-            for rank, failure in failures
-        ]
-        report(assignment.heartbeat_socket, *exits)
+        ends = [RankEnd.of_status(rank, end.exitcode, end.pid, end.timestamp) for rank, end in failures]
+        report(assignment.heartbeat_socket, *ends)
         return 1
     return 0
 

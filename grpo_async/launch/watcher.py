@@ -32,14 +32,12 @@ from grpo_async.processes.heartbeat import (
     INTERVAL_S,
     MAX_DATAGRAM,
     STACKS_SIGNAL,
-    RankExit,
-    RankFailure,
-    Report,
+    RankEnd,
     stacks_file,
 )
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.utils.processes import describe_exit, is_running
+from grpo_async.utils.processes import is_running
 from grpo_async.utils.safe_text import plain
 
 _WARNING_S = 30.0
@@ -79,7 +77,7 @@ class Watcher:
     Attributes:
         trouble: set when a deadline has passed; `failure` says who, how, and where in its code.
         can_save: the trainer still gives signs of life, so it may save when it is asked to.
-        reports: what ranks and torchrun have said of the end of ranks.
+        ends: what ranks and torchrun have said of the ends of ranks.
     """
 
     def __init__(self, assignment: Assignment, config: ExperimentConfig, warn: Callable[[str], None]) -> None:
@@ -95,7 +93,7 @@ class Watcher:
         self.trouble = asyncio.Event()
         self.failure: str | None = None
         self.can_save = False
-        self.reports: list[Report] = []
+        self.ends: list[RankEnd] = []
 
     async def __aenter__(self) -> Self:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -120,7 +118,7 @@ class Watcher:
     def explain(self) -> Cause | None:
         """Return which rank failed first and why; None: none has said anything."""
         self._receive()
-        return explain(self.reports)
+        return explain(self.ends)
 
     def lost_run_dir(self) -> str | None:
         """Look whether the run directory is where it was; return what happened and what to do, or None."""
@@ -147,10 +145,8 @@ class Watcher:
                     case "progress" if message["unchanged_s"] >= self._stall_timeout_s:
                         self.can_save = True
                         self._fail(message["text"])
-                    case "exit":
-                        self.reports.append(RankExit(**message))
-                    case "failure":
-                        self.reports.append(RankFailure(**message))
+                    case "end":
+                        self.ends.append(RankEnd(**message["end"]))
 
     async def _watch(self) -> None:
         looked_at = time.monotonic()
@@ -178,10 +174,11 @@ class Watcher:
                 del self._processes[process.pid]
         elif silent_s >= self._timeout_s:
             text = process.describe(now)
-            # where the GIL is held, no thread changes the frames that are read; in one that is continued all run, and it could crash
-            if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-                os.kill(process.pid, STACKS_SIGNAL)
-            os.kill(process.pid, signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                # while code holds the GIL, nothing changes the frames that are read; in one that is continued all threads run
+                if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                    os.kill(process.pid, STACKS_SIGNAL)
+                os.kill(process.pid, signal.SIGCONT)
             await asyncio.sleep(_STACKS_S)  # back-off: for the process to be back, if it was only stopped
             self._receive()
             self.can_save = self._processes[process.pid].seen_at > process.seen_at
@@ -223,25 +220,18 @@ class Watcher:
         return [*(["its threads are in:", *shown] if shown else []), f"the stacks of all its threads: {target}"]
 
 
-def explain(reports: Sequence[Report]) -> Cause | None:
-    """Return which rank failed first and why; None when nothing was reported. The earliest failure is the cause of the
-    others, unless a rank was killed, which reports nothing."""
-    failures = sorted((report for report in reports if isinstance(report, RankFailure)), key=lambda report: report.time)
-    exits = sorted((report for report in reports if isinstance(report, RankExit)), key=lambda report: report.time)
-    failure, killed = next(iter(failures), None), _killed_first(exits, {failure.rank for failure in failures})
-    if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
-        lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
-        if failure is not None:
-            lines.append(f"after that rank {failure.rank} reported: {failure.error}")
-        return Cause(killed.rank, plain("\n".join(lines)))
-    return None if failure is None else Cause(failure.rank, plain(failure.text))
-
-
-def _killed_first(exits: Sequence[RankExit], reported: set[int]) -> RankExit | None:
-    """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
-    SIGTERM, so that signal counts for the first one only."""
-    for index, exit_ in enumerate(exits):
-        is_silent = exit_.exit_code < 0 and exit_.rank not in reported
-        if is_silent and (index == 0 or exit_.exit_code != -signal.SIGTERM):
-            return exit_
-    return None
+def explain(ends: Sequence[RankEnd]) -> Cause | None:
+    """Return which rank failed first and why; None when nothing was reported. The earliest error is the cause of the others, unless
+    a signal ended a rank before it could say anything. Having seen one end, the agent ends the others by SIGTERM, so that signal
+    counts for the first one only."""
+    ends = sorted(ends, key=lambda end: end.time)
+    errors, exits = [end for end in ends if end.error is not None], [end for end in ends if end.error is None]
+    reported = {end.rank for end in errors}
+    for index, end in enumerate(exits):
+        is_killed = end.status < 0 and end.rank not in reported and (index == 0 or end.status != -signal.SIGTERM)
+        if is_killed and (not errors or errors[0].time > end.time - _NOTICE_S):
+            after = [f"after that rank {errors[0].rank} reported: {errors[0].error}"] if errors else []
+            return Cause(end.rank, plain("\n".join([end.text, *after])))
+        if is_killed:
+            break
+    return Cause(errors[0].rank, plain(errors[0].text)) if errors else None

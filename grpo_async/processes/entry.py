@@ -13,7 +13,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.heartbeat import Heartbeat, RankFailure, report
+from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
@@ -50,7 +50,7 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
         work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
     except BaseException as error:
         code = 1
-        report(assignment.heartbeat_socket, RankFailure.of(assignment.rank, error, name))
+        report(assignment.heartbeat_socket, RankEnd.of_error(assignment.rank, error, name))
         logger.exception("%s %d failed", name, assignment.rank)
     control.close()
     logging.shutdown()

@@ -2,7 +2,7 @@
 
 Heartbeats   of each process, every second, and the progress of rank 0 (launch.watcher judges both). When the launcher sends
              STACKS_SIGNAL, a signal handler in C writes the stacks of all threads, which needs no GIL.
-Failures     A rank that raises reports a RankFailure; torchrun's agent reports a RankExit for each rank that failed.
+Ends         A rank that raises reports its error, torchrun's agent the exit status of each rank that failed.
 
 All are datagrams, so that nobody waits for the launcher and no disk is needed. Imports no torch.
 """
@@ -21,9 +21,10 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from grpo_async.errors import GrpoAsyncError, message_of
+from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.text import clipped
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -69,39 +70,29 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFailure:
-    """An error that ended a rank, at `time` in seconds since the epoch. `text` has the traceback, unless this package raised the
-    error on purpose."""
+class RankEnd:
+    """How a rank ended, at `time` in seconds since the epoch: by an error that it raised, or with an exit status (-9: killed by
+    signal 9) that torchrun's agent has noticed. `text`, for the user, has the traceback of an error not raised on purpose."""
 
     rank: int
     time: float
-    error: str
     text: str
-    kind: Literal["failure"] = "failure"
+    error: str | None = None
+    status: int = 0
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, name: str = "trainer rank") -> RankFailure:
-        """The failure of a rank that `error` ends now. `name`: of the process without its number, as in its log."""
+    def of_error(cls, rank: int, error: BaseException, name: str = "trainer rank") -> RankEnd:
+        """The end of a rank that `error` ends now. `name`: of the process without its number, as in its log."""
         message = clipped(message_of(error), _MAX_CHARS)
         lines = [f"{name} {rank} failed: {message}"]
         if not isinstance(error, GrpoAsyncError):
             trace = "".join(traceback.format_exception(error))[-_MAX_CHARS:]
             lines += ["  " + line for line in trace.rstrip().splitlines()[-_TRACEBACK_LINES:]]
-        return cls(rank=rank, time=time.time(), error=message, text="\n".join(lines))
+        return cls(rank=rank, time=time.time(), text="\n".join(lines), error=message)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankExit:
-    """How one rank's process ended (-9: killed by signal 9); `time` is when the agent noticed, in whole seconds since the epoch."""
-
-    rank: int
-    pid: int
-    time: float
-    exit_code: int
-    kind: Literal["exit"] = "exit"
-
-
-Report = RankFailure | RankExit
+    @classmethod
+    def of_status(cls, rank: int, status: int, pid: int, at: float) -> RankEnd:
+        return cls(rank=rank, time=at, text=f"trainer rank {rank} (pid {pid}) {describe_exit(status)}", status=status)
 
 
 def report_progress(path: Path, unchanged_s: float, text: str) -> None:
@@ -112,9 +103,9 @@ def report_progress(path: Path, unchanged_s: float, text: str) -> None:
     _send(path, {"kind": "progress", "pid": os.getpid(), "unchanged_s": unchanged_s, "text": clipped(text, _MAX_CHARS)})
 
 
-def report(path: Path, *reports: Report) -> None:
+def report(path: Path, *ends: RankEnd) -> None:
     """Tell the launcher, whose socket is `path`, how ranks end."""
-    _send(path, *map(asdict, reports))
+    _send(path, *({"kind": "end", "end": asdict(end)} for end in ends))
 
 
 def _send(path: Path, *messages: Mapping[str, Any]) -> None:

@@ -113,9 +113,6 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     follows it. A torch built for CPUs can use none of them.
 
     Worked example: GPUs 0 to 3 and CUDA_VISIBLE_DEVICES=2,5,1 -> ("2",).
-
-    Raises:
-        ConfigError: the driver does not answer, or there are GPUs and no nvidia-smi to ask for them.
     """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = None if given is None else [part.strip() for part in given.split(",")]

@@ -20,24 +20,24 @@ from grpo_async.errors import ConfigError, DeadlineError
 from grpo_async.launch.run import report_end
 from grpo_async.launch.supervise import RunOutcome
 from grpo_async.launch.watcher import explain
-from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankExit, RankFailure, Report, report
+from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankEnd, report
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import tail
 
 
-def _failure(rank: int, error: Exception) -> RankFailure:
+def _failure(rank: int, error: Exception) -> RankEnd:
     try:
         raise error
     except type(error) as caught:
-        return RankFailure.of(rank, caught)
+        return RankEnd.of_error(rank, caught)
 
 
-def _exit(rank: int, exit_code: int) -> RankExit:
-    return RankExit(rank=rank, pid=100 + rank, time=time.time(), exit_code=exit_code)
+def _exit(rank: int, status: int) -> RankEnd:
+    return RankEnd.of_status(rank, status, 100 + rank, time.time())
 
 
-def _lines(*reports: Report) -> list[str]:
+def _lines(*reports: RankEnd) -> list[str]:
     cause = explain(reports)
     assert cause is not None
     return cause.text.splitlines()
@@ -62,7 +62,7 @@ def test_an_error_raised_on_purpose_is_shown_without_its_traceback() -> None:
     error = DeadlineError("samples of step 3", waited_s=600, setting="training.queue_timeout_s")
     (line,) = _lines(_failure(0, error))
     assert line.startswith("trainer rank 0 failed: waited 600 s for samples of step 3")
-    evaluation = RankFailure.of(0, error, name="evaluation rank")
+    evaluation = RankEnd.of_error(0, error, name="evaluation rank")
     (line,) = _lines(evaluation)
     assert line.startswith("evaluation rank 0 failed: waited 600 s for samples of step 3")
 
@@ -81,7 +81,9 @@ def test_reports_reach_the_launcher_without_a_disk_and_one_that_is_gone_costs_no
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as launcher:
         launcher.bind(str(tmp_path / "heartbeat"))
         report(tmp_path / "heartbeat", *reports)
-        assert [json.loads(launcher.recv(MAX_DATAGRAM)) for _ in reports] == list(map(asdict, reports))
+        assert [json.loads(launcher.recv(MAX_DATAGRAM)) for _ in reports] == [
+            {"kind": "end", "end": asdict(end)} for end in reports
+        ]
 
 
 def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(

@@ -17,7 +17,7 @@ from grpo_async.launch.gpus import share_gpus
 from grpo_async.launch.memory import MemoryPlan, plan_memory
 from grpo_async.processes.machine import Machine
 from grpo_async.servers.engine_choice import EngineChoice
-from tests.launch.support import EMBEDDED, EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
+from tests.launch.support import EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000, "num_attention_heads": 4, "head_dim": 16}
@@ -123,14 +123,6 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     assert "  memory   not known before the model is loaded\n" in unknown.describe()
     asleep = make_config(tmp_path, model={"path": model}, **SLEEPING)
     assert "sleeping has no benefit" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()
-
-
-def test_sockets_of_vllm_that_would_have_no_valid_address_are_refused(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    make_plan(config, engine=VLLM_ON_CPU, private_dir=Path("/" + 69 * "x"))
-    make_plan(config, engine=EMBEDDED, private_dir=Path("/" + 70 * "x"))
-    with pytest.raises(ConfigError, match=r"too long for the sockets of vLLM: /x+; set TMPDIR=/tmp"):
-        make_plan(config, engine=VLLM_ON_CPU, private_dir=Path("/" + 70 * "x"))
 
 
 def test_a_gpu_that_cannot_be_divided_asks_for_the_setting(tmp_path: Path, model: str) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, RunError
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
+from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.start import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
@@ -347,6 +349,18 @@ def test_a_token_is_private_and_one_that_a_killed_launcher_left_is_no_obstacle(t
         os.umask(before)
     assert target.read_text() == "untouched"
     assert not run_dir.token.exists()
+
+
+def test_a_temporary_folder_whose_sockets_would_have_no_valid_address_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ("x" * 60)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    with pytest.raises(RunError, match=r"too long for a unix socket: .*; set TMPDIR=/tmp"), private_folder():
+        pass
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    with private_folder() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

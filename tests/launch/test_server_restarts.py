@@ -9,6 +9,8 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,12 @@ import psutil
 import pytest
 
 from grpo_async.inference.fleet import ServerEvent
-from grpo_async.launch.node import NodeProcesses, RestartCount
-from grpo_async.launch.plan import ProcessPlan, ProcessSpec
-from grpo_async.processes.assignment import Assignment
-from grpo_async.run_directory import RunDir, attempt_config
-from grpo_async.utils.files import write_atomically
+from grpo_async.launch import servers as servers_module
+from grpo_async.launch.children import Child, Children, first_of
+from grpo_async.launch.plan import ProcessSpec
+from grpo_async.launch.servers import Servers
 from grpo_async.utils.processes import START_VARIABLE
-from tests.launch.support import EMBEDDED, START_S, LauncherProcess, make_config
+from tests.launch.support import START_S, LauncherProcess, make_config
 from tests.support.waiting import eventually, is_alive
 
 FAST: dict[str, Any] = {"restart_delay_s": 0.0}
@@ -159,19 +160,6 @@ def test_a_signal_ends_the_wait_before_a_restart(tmp_path: Path) -> None:
         assert launcher.pids()["server"] == old  # it was not started again
 
 
-def test_the_waits_double_up_to_a_minute_and_ten_minutes_of_service_begin_a_new_row() -> None:
-    now = 1000.0
-    count = RestartCount(8, 1.0, clock=lambda: now)
-    assert [count.next_delay_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
-    count = RestartCount(2, 3.0, clock=lambda: now)
-    for served_s, delay_s in ((0.0, 3), (599.9, 6), (600.0, 3), (1.0, 6), (1.0, None)):
-        count.mark_serving()
-        now += served_s
-        assert count.next_delay_s() == delay_s
-    now += 1000.0  # it was down, not serving
-    assert count.next_delay_s() is None
-
-
 class News:
     """What is told of a server; `arrived` is set by each event."""
 
@@ -200,44 +188,60 @@ class News:
                 await self.arrived.wait()
 
 
-def _spawned(
-    news: News,
-    folder: Path,
-    *,
-    logs: Path | None = None,
-    leads: bool = True,
-    command: tuple[str, ...] = PAUSE,
-    max_restarts: int = 3,
-    has_trainer: bool = True,
-) -> NodeProcesses:
+class Started:
     """One server that runs `command` and is restarted without delay, and no trainer."""
-    spec = ProcessSpec(
-        name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
-    )
-    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
-    assignment = Assignment(run_dir=RunDir(folder), attempt_dir=logs or folder, private_dir=folder)
-    write_atomically(attempt_config(assignment.attempt_dir), "")
-    plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None, num_gpus=0)
-    display: Any = news
-    tell_trainer = news.server_event if has_trainer else None
-    return NodeProcesses(config, plan, display, tell_trainer=tell_trainer, leads=leads)
+
+    def __init__(
+        self,
+        news: News,
+        folder: Path,
+        *,
+        logs: Path | None = None,
+        command: tuple[str, ...] = PAUSE,
+        max_restarts: int = 3,
+        has_trainer: bool = True,
+    ) -> None:
+        config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
+        display: Any = news
+        tell_trainer = news.server_event if has_trainer else None
+        self._command = command
+        self._children = Children(logs or folder, news.warning)
+        self.servers = Servers(config.inference, ["inference server"], self._spawn, display, tell_trainer)
+
+    async def _spawn(self, index: int, num_restarts: int) -> Child:
+        spec = ProcessSpec(
+            name="inference server",
+            command=self._command,
+            environment={},
+            log_name="server.log",
+            num_processes=1,
+            threads=1,
+        )
+        return await self._children.spawn(spec, num_restarts=num_restarts)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Servers]:
+        async with self._children, self.servers.running():
+            async with asyncio.timeout(START_S):
+                while not self.servers.children and not self.servers.lost.is_set():
+                    await asyncio.sleep(0.01)
+            yield self.servers
 
 
-def _serves(local: NodeProcesses, num_restarts: int = 0) -> None:
-    local.receive({"kind": "server_serving", "index": 0, "num_restarts": num_restarts})
+def _serves(servers: Servers, num_restarts: int = 0) -> None:
+    servers.receive({"kind": "server_serving", "index": 0, "num_restarts": num_restarts})
 
 
-def _ask_restart(local: NodeProcesses, reason: str, num_restarts: int) -> None:
-    local.receive({"kind": "restart_server", "index": 0, "reason": reason, "num_restarts": num_restarts})
+def _ask_restart(servers: Servers, reason: str, num_restarts: int) -> None:
+    servers.receive({"kind": "restart_server", "index": 0, "reason": reason, "num_restarts": num_restarts})
 
 
 def test_what_a_run_starts_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
     shows = (sys.executable, "-c", "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
 
     async def main() -> None:
-        async with _spawned(News(), tmp_path, command=shows) as local:
-            await local.start()
-            await local.wait(local.lost_servers, timeout_s=START_S)
+        async with Started(News(), tmp_path, command=shows).running() as servers:
+            await first_of([], [servers.lost], START_S)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -252,27 +256,26 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path) as local:
-            await local.start()
-            _serves(local, 0)
-            os.kill(local.running_servers[0].pid, signal.SIGKILL)
+        async with Started(news, tmp_path).running() as servers:
+            _serves(servers, 0)
+            os.kill(servers.children[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
-            _ask_restart(local, "an old request", 0)
+            _ask_restart(servers, "an old request", 0)
             await asyncio.sleep(0.2)
-            assert (len(local.running_servers), news.events[-1][0]) == (1, "starting")
-            _serves(local, 0)
+            assert (len(servers.children), news.events[-1][0]) == (1, "starting")
+            _serves(servers, 0)
             assert "serves again" not in news.notes[-1]  # what served before the restart is no news of what runs now
-            _serves(local, 1)
+            _serves(servers, 1)
             assert "serves again" in news.notes[-1]
-            _ask_restart(local, "a new request", 1)
+            _ask_restart(servers, "a new request", 1)
             await news.wait_for("starting", 2)
-            pid = local.running_servers[0].pid
+            pid = servers.children[0].pid
             os.kill(pid, signal.SIGKILL)
             # the event loop, which stands still here, hears of the request before it hears of the end
             assert eventually(lambda: not is_alive(pid), START_S)
-            _ask_restart(local, "it does not answer", 2)
+            _ask_restart(servers, "it does not answer", 2)
             await news.wait_for("starting", 3)
-            assert not local.lost_servers.is_set()
+            assert not servers.lost.is_set()
 
     asyncio.run(main())
     exits = [detail for event, detail, _ in news.events if event == "exited"]
@@ -280,40 +283,57 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_
     assert exits[2].startswith("was killed by SIGKILL")  # it ended by itself
 
 
+@pytest.mark.parametrize("served_long", [True, False])
+def test_restarts_are_counted_anew_after_a_long_service_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served_long: bool
+) -> None:
+    monkeypatch.setattr(servers_module, "_RESTART_RESET_S", 0.0 if served_long else 600.0)
+    news = News()
+
+    async def main() -> bool:
+        async with Started(news, tmp_path, max_restarts=1).running() as servers:
+            for number in (1, 2):
+                _serves(servers, number - 1)
+                servers.children[0].kill()
+                await news.wait_for(
+                    "starting" if served_long or number == 1 else "given_up", number if served_long else 1
+                )
+            return servers.lost.is_set()
+
+    assert asyncio.run(main()) is not served_long
+
+
 def test_without_a_trainer_a_server_is_restarted_and_nothing_says_that_it_serves(tmp_path: Path) -> None:
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path, has_trainer=False) as local:
-            await local.start()
+        async with Started(news, tmp_path, has_trainer=False).running() as servers:
             for number in (1, 2):
-                os.kill(local.running_servers[0].pid, signal.SIGKILL)
+                os.kill(servers.children[0].pid, signal.SIGKILL)
                 async with asyncio.timeout(START_S):
                     while len(news.notes) < number:
                         await news.said.wait()
                         news.said.clear()
-            assert not local.lost_servers.is_set()
+            assert not servers.lost.is_set()
 
     asyncio.run(main())
     assert [note.partition(" (log")[0] for note in news.notes] == ["the inference server starts again"] * 2
 
 
-def test_a_node_that_another_one_leads_leaves_it_to_that_whether_the_run_continues(tmp_path: Path) -> None:
-    """It does not know which servers other machines have lost."""
+def test_a_server_whose_machine_is_lost_starts_again_elsewhere_however_often(tmp_path: Path) -> None:
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path, leads=False, max_restarts=0) as local:
-            await local.start()
-            _serves(local)
-            os.kill(local.running_servers[0].pid, signal.SIGKILL)
-            await news.wait_for("given_up", 0)
-            assert not local.lost_servers.is_set()
+        async with Started(news, tmp_path, max_restarts=0).running() as servers:
+            for number in (1, 2):  # also before it has served
+                (child,) = servers.children
+                child.is_lost = True
+                child.kill()
+                await news.wait_for("starting", number)
+            assert not servers.lost.is_set()
 
     asyncio.run(main())
-    (warning,) = news.warnings
-    assert warning.startswith("the inference server was given up after 0 consecutive restarts")
-    assert "the run continues" not in warning
+    assert [event for event, _, _ in news.events] == ["exited", "starting"] * 2
 
 
 def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
@@ -321,15 +341,14 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path) as local:
-            await local.start()
-            (child,) = local.running_servers
+        async with Started(news, tmp_path).running() as servers:
+            (child,) = servers.children
             os.kill(child.pid, signal.SIGSTOP)
-            local.stopping.set()
-            _ask_restart(local, "it does not answer", 0)
+            servers.stop_restarting()
+            _ask_restart(servers, "it does not answer", 0)
             await asyncio.wait([child.exited], timeout=START_S)
             assert child.exited.result() == -signal.SIGKILL
-            assert local.running_servers == []
+            assert servers.children == []
 
     asyncio.run(main())
     assert [event for event, _, _ in news.events] == []
@@ -344,14 +363,13 @@ def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Pa
     news = News()
 
     async def main() -> str | None:
-        async with _spawned(news, tmp_path, logs=logs, command=(str(program),), max_restarts=2) as local:
-            await local.start()
-            _serves(local)
+        async with Started(news, tmp_path, logs=logs, command=(str(program),), max_restarts=2).running() as servers:
+            _serves(servers)
             program.unlink() if gone == "program" else logs.rename(tmp_path / "elsewhere")
-            os.kill(local.running_servers[0].pid, signal.SIGKILL)
+            os.kill(servers.children[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):
-                await local.lost_servers.wait()
-        return local.server_failure
+                await servers.lost.wait()
+        return servers.failure
 
     failure = asyncio.run(main())
     assert failure is not None

@@ -16,6 +16,9 @@ import pytest
 from grpo_async.errors import ConfigError
 from grpo_async.launch.signals import Signals, exit_on_signals
 from grpo_async.launch.start import launch
+from grpo_async.launch.watcher import Watcher
+from grpo_async.processes.assignment import Assignment
+from grpo_async.run_directory import RunDir
 from tests.launch.support import LauncherProcess, make_config
 
 
@@ -133,30 +136,39 @@ def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["deleted", "emptied", "renamed", "replaced"])
-@pytest.mark.parametrize("disk", ["/tmp", pytest.param("/dev/shm", marks=pytest.mark.nightly)])
-def test_a_run_whose_directory_is_gone_fails_by_its_name(tmp_path: Path, disk: str, kind: str) -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="grpo-", dir=disk) as folder,
-        LauncherProcess(Path(folder), trainer="obey-stop") as launcher,
-    ):
-        run = Path(folder) / "runs" / "test"
-        launcher.wait_for_line("training")
+@pytest.mark.parametrize("disk", ["/tmp", "/dev/shm"])
+def test_a_run_directory_that_is_gone_is_noticed(tmp_path: Path, disk: str, kind: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="grpo-", dir=disk) as folder:
+        run, other = Path(folder) / "run", Path(folder) / "other"
+        run_dir = RunDir(run)
+        run_dir.create("run: {}")
+        assignment = Assignment(run_dir=run_dir, attempt_dir=run_dir.new_attempt(), private_dir=tmp_path)
+        watcher = Watcher(assignment, make_config(tmp_path), pytest.fail)
+        assert watcher.lost_run_dir() is None
         if kind in ("renamed", "replaced"):
-            run.rename(Path(folder) / "other")
+            run.rename(other)
         if kind == "replaced":  # by a copy: half of the run would go on writing elsewhere
-            shutil.copytree(Path(folder) / "other", run, symlinks=True)
-        while kind == "deleted" and run.exists():  # status.json is written in it meanwhile
-            shutil.rmtree(run, ignore_errors=True)
+            shutil.copytree(other, run, symlinks=True)
+        if kind == "deleted":
+            shutil.rmtree(run)
         if (
             kind == "emptied"
         ):  # by an `rm -rf` that could not remove the directory, because status.json was written again
-            subprocess.run(["find", str(run), "-mindepth", "1", "-delete"], check=False)
+            subprocess.run(["find", str(run), "-mindepth", "1", "-delete"], check=True)
+        assert f"the run directory {run} was deleted or renamed" in str(watcher.lost_run_dir())
+
+
+def test_a_run_whose_directory_is_gone_fails_by_its_name(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
+        run = tmp_path / "runs" / "test"
+        launcher.wait_for_line("training")
+        while run.exists():  # status.json is written in it meanwhile
+            shutil.rmtree(run, ignore_errors=True)
         assert launcher.end() == 1, launcher.output
         assert f"the run directory {run} was deleted or renamed" in launcher.output.rpartition("error: ")[2]
         assert launcher.left() == {}
-        if kind in ("deleted", "emptied"):
-            left = {path.name for path in run.rglob("*")} if run.exists() else set()
-            assert left <= {"status.json"}, "it is not made again"
+        left = {path.name for path in run.rglob("*")} if run.exists() else set()
+        assert left <= {"status.json"}, "it is not made again"
 
 
 @pytest.mark.parametrize(
