@@ -214,26 +214,17 @@ class Supervisor:
         return f"the newest checkpoint is step {steps[-1]}; continue with: {command}"
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
-        match message:
-            case {"kind": "phase", "name": str(name)}:
-                self._display.phase(name)
-            case {"kind": "step", "step": int(step), "max_steps": int(max_steps), "metrics": dict(metrics)}:
-                self._display.step(step, max_steps, metrics)
-            case {"kind": "example", "step": int(), "prompt": str(), "completions": list()}:
-                self._display.example(Example.of(message))
-            case {"kind": "evaluation", "when": str(when), "metrics": dict(metrics)}:
-                self._display.evaluation(when, metrics)
-            case {"kind": "preflight", "checks": list(checks)}:
-                self._display.preflight([Check(**check) for check in checks])
-            case {"kind": "servers", "servers": list(servers)}:
-                self._display.servers([server for server in servers if isinstance(server, dict)])
-            case {"kind": "note", "text": str(text)}:
-                self._display.note(text)
-            case {"kind": "warning", "text": str(text)}:
-                self._display.warning(text)
-            case {"kind": "server_serving" | "restart_server", "index": int()}:
+        content = {name: value for name, value in message.items() if name != "kind"}
+        match message["kind"]:
+            case "phase" | "step" | "evaluation" | "servers" | "note" | "warning" as kind:
+                getattr(self._display, kind)(**content)
+            case "example":
+                self._display.example(Example.of(content))
+            case "preflight":
+                self._display.preflight([Check(**check) for check in content["checks"]])
+            case "server_serving" | "restart_server":
                 self._servers.receive(message)
-            case {"kind": "summary", "summary": dict(summary)}:
-                self._summary = summary
+            case "summary":
+                self._summary = content["summary"]
             case _:
                 self._display.unknown_message("the trainer", message)

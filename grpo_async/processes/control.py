@@ -40,7 +40,7 @@ def encode(kind: str, content: Mapping[str, Any]) -> bytes:
 
 
 class ControlClient:
-    """Trainer end: two daemon threads. Sending never blocks the training loop, and never raises because the launcher is gone: that
+    """Trainer end, with daemon threads. Sending never blocks the training loop, and never raises because the launcher is gone: that
     only sets `stop_requested`. Without a launcher (`path` None) messages are dropped, and stop is never requested.
 
     Attributes:
@@ -52,10 +52,8 @@ class ControlClient:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
-        self._on_server_event: ServerEventListener | None = None
-        self._kept: list[Mapping[str, Any]] = []
-        self._num_restarts: dict[int, int] = {}
-        self._server_lock = threading.RLock()  # held while a listener runs: messages reach it one by one, in order
+        self._server_events: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._num_restarts: dict[int, int] = {}  # of each server, as far as the listener knows
         self._socket = self._connect(path) if path is not None else None
         self._writer: threading.Thread | None = None
         if self._socket is not None:
@@ -65,11 +63,8 @@ class ControlClient:
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
 
     def listen(self, listener: ServerEventListener) -> None:
-        """Call `listener` with each `server_event`, in order: at once with those that came before."""
-        with self._server_lock:
-            self._on_server_event = listener
-            while self._kept:
-                self._deliver(listener, self._kept.pop(0))
+        """Call `listener` with each `server_event`, in order, those that came before included."""
+        threading.Thread(target=self._deliver, args=(listener,), name="server-events", daemon=True).start()
 
     def send(self, kind: str, **payload: Any) -> None:
         """Queue one message; returns at once. Any thread may call it. Raises TypeError: `payload` is not JSON."""
@@ -112,25 +107,20 @@ class ControlClient:
                     if message["kind"] == "stop":
                         self.stop_requested.set()
                     elif message["kind"] == "server_event":
-                        self._receive_server_event(message)
+                        self._server_events.put(message)
         except (OSError, ValueError):
             pass  # a broken line or connection means the same as its end
         if not self._closed:
             self.stop_requested.set()
 
-    def _receive_server_event(self, message: Mapping[str, Any]) -> None:
-        with self._server_lock:
+    def _deliver(self, listener: ServerEventListener) -> None:
+        while True:  # a daemon thread
+            message = self._server_events.get()
             self._num_restarts[int(message["index"])] = int(message.get("num_restarts", 0))
-            if self._on_server_event is None:
-                self._kept.append(message)
-            else:
-                self._deliver(self._on_server_event, message)
-
-    def _deliver(self, listener: ServerEventListener, message: Mapping[str, Any]) -> None:
-        try:
-            listener(message)
-        except Exception:  # the thread that reads must continue: a request to stop may follow
-            logger.exception("a server event could not be handled: %s", dict(message))
+            try:
+                listener(message)
+            except Exception:  # others follow
+                logger.exception("a server event could not be handled: %s", dict(message))
 
     def _write(self, connection: socket.socket) -> None:
         while (line := self._outbox.get()) is not None:  # `close` ends it; a daemon thread

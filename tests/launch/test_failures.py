@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from grpo_async.errors import ConfigError, DeadlineError
 from grpo_async.launch.run import report_end
 from grpo_async.launch.supervise import RunOutcome
 from grpo_async.launch.watcher import explain
-from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankEnd, report
+from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankEnd, report, report_progress, stacks_file
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import tail
@@ -84,6 +85,11 @@ def test_reports_reach_the_launcher_without_a_disk_and_one_that_is_gone_costs_no
         assert [json.loads(launcher.recv(MAX_DATAGRAM)) for _ in reports] == [
             {"kind": "end", "end": asdict(end)} for end in reports
         ]
+
+
+def test_a_process_without_progress_writes_its_stacks(tmp_path: Path) -> None:
+    report_progress(tmp_path / "heartbeat", 5.0, "nothing goes on")
+    assert "in test_a_process_without_progress" in stacks_file(tmp_path / "heartbeat", os.getpid()).read_text()
 
 
 def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_async.errors import RunError
 from grpo_async.inference.fleet import ServerEvent
 from grpo_async.launch import servers as servers_module
 from grpo_async.launch.children import Child, Children, first_of
@@ -196,7 +197,6 @@ class Started:
         news: News,
         folder: Path,
         *,
-        logs: Path | None = None,
         command: tuple[str, ...] = PAUSE,
         max_restarts: int = 3,
         has_trainer: bool = True,
@@ -205,7 +205,7 @@ class Started:
         display: Any = news
         tell_trainer = news.server_event if has_trainer else None
         self._command = command
-        self._children = Children(logs or folder, news.warning)
+        self._children = Children(folder, news.warning)
         self.servers = Servers(config.inference, ["inference server"], self._spawn, display, tell_trainer)
 
     async def _spawn(self, index: int, num_restarts: int) -> Child:
@@ -283,6 +283,28 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_
     assert exits[2].startswith("was killed by SIGKILL")  # it ended by itself
 
 
+def test_the_waits_before_restarts_double_up_to_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, inference={"restart_delay_s": 1.0, "max_restarts": 8})
+    waits: list[float] = []
+    news: Any = News()
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def spawn(index: int, num_restarts: int) -> Child:
+        raise RunError("no such program")
+
+    async def main() -> None:
+        servers = Servers(config.inference, ["inference server"], spawn, news, None)
+        servers.has_served = servers.is_elastic = True
+        async with servers.running():
+            await first_of([], [servers.lost], START_S)
+
+    monkeypatch.setattr(servers_module.asyncio, "sleep", wait)
+    asyncio.run(main())
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
 @pytest.mark.parametrize("served_long", [True, False])
 def test_restarts_are_counted_anew_after_a_long_service_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served_long: bool
@@ -354,18 +376,16 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     assert [event for event, _, _ in news.events] == []
 
 
-@pytest.mark.parametrize("gone", ["program", "folder of its logs"])
-def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Path, gone: str) -> None:
-    logs, program = tmp_path / "logs", tmp_path / "server"
-    logs.mkdir()
+def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Path) -> None:
+    program = tmp_path / "server"
     program.write_text(f"#!{sys.executable}\nimport signal; signal.pause()\n")
     program.chmod(0o700)
     news = News()
 
     async def main() -> str | None:
-        async with Started(news, tmp_path, logs=logs, command=(str(program),), max_restarts=2).running() as servers:
+        async with Started(news, tmp_path, command=(str(program),), max_restarts=2).running() as servers:
             _serves(servers)
-            program.unlink() if gone == "program" else logs.rename(tmp_path / "elsewhere")
+            program.unlink()
             os.kill(servers.children[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):
                 await servers.lost.wait()

@@ -133,6 +133,8 @@ def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None
         assert "SIGSTOP" in launcher.output
         assert (tmp_path / "asked_to_stop").exists(), "it was asked to save"
         assert launcher.left() == {}
+    logs = tmp_path / "runs" / "test" / "logs" / "latest"
+    assert not list(logs.glob("stacks_*")), "to write its stacks while all threads go on could crash it"
 
 
 @pytest.mark.parametrize("kind", ["deleted", "emptied", "renamed", "replaced"])
