@@ -25,13 +25,14 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launch.gpus import (
     GpuShares,
+    MemoryPlan,
     fill_dtypes,
     gpus_of_lead,
+    plan_memory,
     plan_transport,
     share_gpus,
     trains_on_gpu,
 )
-from grpo_async.launch.memory import MemoryPlan, plan_memory
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine, free_ports, inspect_machine, interface_of
 from grpo_async.run_directory import RunDir, attempt_config

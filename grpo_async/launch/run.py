@@ -9,23 +9,24 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
+from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output
 from grpo_async.display.progress import StatusContent
 from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
-from grpo_async.findings import RunHistory, diagnose
+from grpo_async.findings import Diagnosis, RunHistory, diagnose
+from grpo_async.findings.history import MetricsReader
 from grpo_async.inference.token import token_from_environment
-from grpo_async.launch.advisor import Advisor
 from grpo_async.launch.plan import own_urls, plan_processes
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock, writing
 from grpo_async.launch.reaper import private_folder
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
 """After a signal: a scheduler's SIGKILL follows soon (docs/howto/slurm.md plans with a minute more than the stop)."""
+_EARLY = ("no-steps", "too-early")
 _MAX_PROBLEM = 400  # characters of what the report's process said
 
 
@@ -125,6 +127,34 @@ def lead_run(
         state = {0: FINISHED, 1: FAILED}.get(outcome.exit_code, STOPPED)
         status.end(state, exit_code=outcome.exit_code, error=outcome.error)
         return outcome
+
+
+class Advisor(View):
+    """Tells `display` how the run stands, by its files: after each evaluation, every `every_steps` steps (0: never), and from
+    step to step while that is only "too early to say"."""
+
+    def __init__(self, display: Display, *, every_steps: int, run_dir: RunDir) -> None:
+        self._display = display
+        self._every_steps = every_steps
+        self._run_dir = run_dir
+        self._last: Diagnosis | None = None
+        self._metrics = MetricsReader(run_dir.metrics)
+
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "evaluation" or (event == "step" and self._is_due(fields["step"])):
+            self._tell()
+
+    def _is_due(self, step: int) -> bool:
+        if not self._every_steps:
+            return False
+        return step % self._every_steps == 0 or self._last is None or self._last.key in _EARLY
+
+    def _tell(self) -> None:
+        diagnosis = diagnose(RunHistory.read(self._run_dir, list(self._metrics.rows().values())))
+        is_news = self._last is None or diagnosis.key not in _EARLY or diagnosis.key != self._last.key
+        if is_news and diagnosis != self._last:
+            self._display.learning(diagnosis)
+        self._last = diagnosis
 
 
 # ---- the end of a run ----

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, server_memory, trainer_memory
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.launch.gpus import share_gpus
-from grpo_async.launch.memory import MemoryPlan, plan_memory
+from grpo_async.launch.gpus import MemoryPlan, plan_memory, share_gpus
 from grpo_async.processes.machine import Machine
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launch.support import EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan

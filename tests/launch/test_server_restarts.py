@@ -189,6 +189,11 @@ class News:
                 await self.arrived.wait()
 
 
+def _spec(command: tuple[str, ...]) -> ProcessSpec:
+    names = {"name": "inference server", "log_name": "server.log"}
+    return ProcessSpec(command=command, environment={}, num_processes=1, threads=1, **names)
+
+
 class Started:
     """One server that runs `command` and is restarted without delay, and no trainer."""
 
@@ -209,15 +214,7 @@ class Started:
         self.servers = Servers(config.inference, ["inference server"], self._spawn, display, tell_trainer)
 
     async def _spawn(self, index: int, num_restarts: int) -> Child:
-        spec = ProcessSpec(
-            name="inference server",
-            command=self._command,
-            environment={},
-            log_name="server.log",
-            num_processes=1,
-            threads=1,
-        )
-        return await self._children.spawn(spec, num_restarts=num_restarts)
+        return await self._children.spawn(_spec(self._command), num_restarts=num_restarts)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Servers]:
@@ -303,6 +300,34 @@ def test_the_waits_before_restarts_double_up_to_a_minute(tmp_path: Path, monkeyp
     monkeypatch.setattr(servers_module.asyncio, "sleep", wait)
     asyncio.run(main())
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_server_that_cannot_start_ends_the_run_unless_that_needs_fewer(tmp_path: Path, least: int) -> None:
+    replicas = {"replicas": {"min": least, "max": 2}}
+    config = make_config(tmp_path, launch={"ray": "auto"}, inference={**FAST, **replicas, "engine": "vllm"})
+    news: Any = News()
+
+    async def main() -> str | None:
+        children, fails = Children(tmp_path, news.warning), asyncio.Event()
+
+        async def spawn(index: int, num_restarts: int) -> Child:
+            if index == 1:
+                await fails.wait()
+                raise RunError("no room for its cache")
+            return await children.spawn(_spec(PAUSE), num_restarts=num_restarts)
+
+        servers = Servers(config.inference, ["server 0", "server 1"], spawn, news, news.server_event)
+        async with children, servers.running():
+            _serves(servers)
+            fails.set()
+            if least == 1:
+                await news.wait_for("given_up", 3)
+            else:
+                await first_of([], [servers.lost], START_S)
+            return servers.failure
+
+    assert asyncio.run(main()) == (None if least == 1 else "the server 1 could not be started: no room for its cache")
 
 
 @pytest.mark.parametrize("served_long", [True, False])
