@@ -175,7 +175,7 @@ class Watcher:
         elif silent_s >= self._timeout_s:
             text = process.describe(now)
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                # while code holds the GIL, nothing changes the frames that are read; in one that is continued all threads run
+                # one that was stopped writes its stacks when it goes on (processes.heartbeat)
                 if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                     os.kill(process.pid, STACKS_SIGNAL)
                 os.kill(process.pid, signal.SIGCONT)

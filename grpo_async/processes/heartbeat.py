@@ -1,7 +1,7 @@
 """What the processes of the trainer tell the launcher beside their work: that they live, and how they fail.
 
-Heartbeats   of each process, every second, and the progress of rank 0 (launch.watcher judges both). When the launcher sends
-             STACKS_SIGNAL, a signal handler in C writes the stacks of all threads, which needs no GIL.
+Heartbeats   of each process, every second, and the progress of rank 0 (launch.watcher judges both). A process that stands still
+             writes the stacks of all threads: by itself, or where code holds the GIL in a signal handler in C (STACKS_SIGNAL).
 Ends         A rank that raises reports its error, torchrun's agent the exit status of each rank that failed.
 
 All are datagrams, so that nobody waits for the launcher and no disk is needed. Imports no torch.
@@ -29,6 +29,7 @@ from grpo_async.utils.text import clipped
 
 STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
+_PAUSE_S = 3.0  # between two heartbeats; the process was stopped, or some code held the GIL
 MAX_DATAGRAM = 1 << 18
 _REPORT_TIMEOUT_S = 2.0
 _TRACEBACK_LINES = 16
@@ -49,6 +50,7 @@ class Heartbeat:
     """
 
     def __init__(self, name: str, path: Path) -> None:
+        self._path = path
         self._message = json.dumps({"kind": "heartbeat", "name": name, "pid": os.getpid()}).encode()
         self._stacks = stacks_file(path, os.getpid()).open("w", encoding="utf-8")  # open as long as the process
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
@@ -59,7 +61,11 @@ class Heartbeat:
         threading.Thread(target=self._send, name="heartbeat", daemon=True).start()
 
     def _send(self) -> None:
+        sent_at = time.monotonic()
         while True:  # ends with the process
+            if time.monotonic() - sent_at > _PAUSE_S:
+                _write_stacks(self._path)
+            sent_at = time.monotonic()
             try:
                 self._socket.send(self._message, socket.MSG_DONTWAIT)
             except ConnectionError:
@@ -96,16 +102,21 @@ class RankEnd:
 
 
 def report_progress(path: Path, unchanged_s: float, text: str) -> None:
-    """Tell the launcher for how long the run has made no progress, and what waits for what. The stacks of all threads are kept,
-    should that be too long: written here, while no other thread runs, they cannot crash this process."""
-    with stacks_file(path, os.getpid()).open("w", encoding="utf-8") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+    """Tell the launcher for how long the run has made no progress, and what waits for what."""
+    _write_stacks(path)  # should that be too long
     _send(path, {"kind": "progress", "pid": os.getpid(), "unchanged_s": unchanged_s, "text": clipped(text, _MAX_CHARS)})
 
 
 def report(path: Path, *ends: RankEnd) -> None:
     """Tell the launcher, whose socket is `path`, how ranks end."""
     _send(path, *({"kind": "end", "end": asdict(end)} for end in ends))
+
+
+def _write_stacks(heartbeat: Path) -> None:
+    """Write the stacks of all threads. No other one runs meanwhile, so it cannot crash, as the signal could in a process that goes
+    on (CPython issue 116008)."""
+    with contextlib.suppress(OSError), stacks_file(heartbeat, os.getpid()).open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _send(path: Path, *messages: Mapping[str, Any]) -> None:
