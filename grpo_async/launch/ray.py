@@ -177,7 +177,7 @@ def _show(lead: Any, output: Output, signals: list[signal.Signals]) -> None:
 # ---- the node with rank 0 ----
 
 
-class _RemoteOutput(Output):
+class RemoteOutput(Output):
     """Prints where the command was typed."""
 
     def __init__(self, put: Callable[[Event], None]) -> None:
@@ -198,7 +198,7 @@ class _RemoteOutput(Output):
         display = super().display(**options)
         self._put(("open", "", (), options))
 
-        def both(name: str, method: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        def both(name: str, method: Callable[..., None], /, *arguments: Any, **options: Any) -> None:
             self._put(("display", name, arguments, options))
             method(*arguments, **options)
 
@@ -305,7 +305,7 @@ class LeadActor:
             with prepared(config, run_dir, resume=resume, clean=clean) as start:
                 nodes = self._nodes = RayNodes(config, engine, places, bundle, self._where, self._stopped)
                 try:
-                    output = _RemoteOutput(self._events.put)
+                    output = RemoteOutput(self._events.put)
                     outcome = lead_run(config, engine, output, start=start, nodes=nodes, notes=notes)
                 except _StoppedError as error:
                     outcome = error.outcome
