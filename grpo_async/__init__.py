@@ -3,7 +3,7 @@
 How data flows. The arrows carry records; the boxes are packages:
 
     prompts.jsonl                                                                               grpo-async train CONFIG
-        | rows                                                                                      | launcher
+        | rows                                                                                      | launch
         v            Prompt                RolloutGroup            ScoredGroup                      v
     [ data ] ------------------> [ rollout ] ----------> [ scoring ] ----------> [ buffer ]     rank 0, rollout thread
                  chat tools envs   ^     |                 rewards                  |
@@ -21,7 +21,7 @@ How data flows. The arrows carry records; the boxes are packages:
 Layers. Imports only go down; packages on one line do not import each other:
 
     cli | api                                       commands; the same for notebooks
-    launcher                                        starts, watches and restarts the other processes; several machines: Ray
+    launch                                          starts, watches and restarts the other processes; several machines: Ray
     trainer                                         the trainer's process, which connects all below
     display                                         what a terminal shows of a run
     checks | evaluation | quickstart                before step 1; during training; tasks that come with their data

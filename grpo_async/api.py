@@ -68,7 +68,7 @@ def _in_event_loop() -> bool:
 
 
 def _launch(config: ExperimentConfig, resume: str | None, clean: bool) -> int:
-    from grpo_async.launcher.train import launch
+    from grpo_async.launch.start import launch
 
     return launch(config, resume=resume, clean=clean)
 

@@ -79,7 +79,7 @@ def test_a_run_that_fails_raises_with_its_exit_code_and_resume_is_a_choice(
         asked.append(resume)
         return 130
 
-    monkeypatch.setattr("grpo_async.launcher.train.launch", launch)
+    monkeypatch.setattr("grpo_async.launch.start.launch", launch)
     config = load_config(ROOT / "configs" / "quickstart.yaml", [f"run.dir={tmp_path}"])
     for resume in (False, True, 40):
         with pytest.raises(RunError, match="ended with exit code 130"):

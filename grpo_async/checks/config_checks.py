@@ -28,7 +28,7 @@ from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import SEVERAL_SERVERS, instances_at, take_turns, why_hopeless
 from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes import machine
-from grpo_async.processes.addresses import weights_host
+from grpo_async.processes.machine import weights_host
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED, RewardError
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter

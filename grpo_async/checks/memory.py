@@ -1,5 +1,5 @@
 """Estimates of the memory that a process of a run needs on its device, good to about a third. The plan shows them before anything
-is started (launcher.memory); they lead to warnings, never to a refusal. The second part is about the disk of the run."""
+is started (launch.gpus); they lead to warnings, never to a refusal. The second part is about the disk of the run."""
 
 from __future__ import annotations
 

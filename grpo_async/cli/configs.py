@@ -39,7 +39,7 @@ def validate(
       grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
     """
     from grpo_async.config.loader import dump_config, load_config
-    from grpo_async.launcher.plan import plan_dry
+    from grpo_async.launch.plan import plan_dry
 
     resolved = load_config(config, overrides or ())
     notes: Sequence[str] = ()

@@ -63,7 +63,7 @@ def _prepared(path: Path, overrides: list[str] | None, engine: EngineName, port:
     _ensure_token(config.inference.host)
     if config.inference.replicas == 1:
         return config
-    from grpo_async.launcher.serve import serve_replicas
+    from grpo_async.launch.serve import serve_replicas
     from grpo_async.servers.engine_choice import choose_engine
 
     inference = config.inference.model_copy(update={"engine": engine, "urls": []})

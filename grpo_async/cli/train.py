@@ -90,7 +90,7 @@ def train(
       grpo-async train configs/quickstart.yaml --json-logs | jq 'select(.event == "step") | .metrics.reward'
       grpo-async train configs/cluster.yaml --dry-run
     """
-    from grpo_async.launcher.train import launch
+    from grpo_async.launch.start import launch
 
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
     raise typer.Exit(launch(loaded, resume=resume, clean=clean, dry_run=dry_run, output=output))
@@ -132,7 +132,7 @@ def evaluate(
           --set evaluation.temperature=1
       grpo-async eval configs/quickstart.yaml --checkpoint best --json-logs | jq 'select(.event == "end") | .summary'
     """
-    from grpo_async.launcher.evaluate import run_evaluation
+    from grpo_async.launch.evaluate import run_evaluation
 
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
     raise typer.Exit(run_evaluation(loaded, checkpoint=checkpoint, out=out, output=output).exit_code)

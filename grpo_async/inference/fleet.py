@@ -1,6 +1,6 @@
 """The inference servers of a run: which of them are up, which serve the current weights, how failed ones come back.
 
-    trainer (this file)                                  launcher (launcher.local)
+    trainer (this file)                                  launcher (launch.servers)
 
     STARTING                                         <-- "starting"
        | healthy                                          |

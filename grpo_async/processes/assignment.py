@@ -1,4 +1,4 @@
-"""What the launcher tells the trainer's processes: one record, as JSON in one environment variable (launcher.plan sets it)."""
+"""What the launcher tells the trainer's processes: one record, as JSON in one environment variable (launch.plan sets it)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
@@ -16,20 +16,15 @@ ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"
 Purpose: TypeAlias = Literal["train", "evaluation"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Node(_Record):
-    """This machine among those that train. A run on one machine has the defaults."""
+class Node(BaseModel, frozen=True, extra="forbid"):
+    """This machine among those that train. torchrun's agents and the ranks meet at `address` and `port`, of the first one;
+    `own_address` is this machine's. A run on one machine has the defaults."""
 
     rank: int = 0
     count: int = 1
     address: str = ""
-    """That of the first one, where torchrun's agents and the ranks meet, at `port`."""
     port: int = 0
     own_address: str = ""
-    """This machine's, in the network that all share; empty where the run has one machine only."""
 
     @property
     def is_alone(self) -> bool:
@@ -37,12 +32,9 @@ class Node(_Record):
         return not self.own_address
 
 
-class Assignment(_Record):
-    """One process of the trainer, and what it works on.
-
-    Worked example: on the second of two machines with two ranks each, torchrun's second process has node.rank 1, rank 3,
-    local_rank 1 and world_size 4.
-    """
+class Assignment(BaseModel, frozen=True, extra="forbid"):
+    """One process of the trainer, and what it works on. On the second of two machines with two ranks each, torchrun's
+    second process has node.rank 1, rank 3, local_rank 1 and world_size 4."""
 
     run_dir: RunDir
     attempt_dir: Path
@@ -74,7 +66,7 @@ class Assignment(_Record):
 
     @property
     def heartbeat_socket(self) -> Path:
-        """Socket of the launcher for heartbeats (launcher.watcher)."""
+        """Socket of the launcher for heartbeats (launch.watcher)."""
         return self.private_dir / "heartbeat"
 
     @property

@@ -8,19 +8,13 @@
     launcher -> trainer   {"kind": "stop"}
                           {"kind": "server_event", "index": 0, "event": "exited", "detail": "...", "num_restarts": 1}
 
-`event` is an inference.fleet.ServerEvent. `num_restarts` is how often the server was restarted; the client adds it to its messages,
-so that one that was under way during a restart is not taken to be about what was started.
-
-Trainer end (`ControlClient`): two daemon threads, no torch; sending never blocks the training loop and never raises
-because the launcher is gone: that only sets `stop_requested`. Launcher end (`ControlServer`): asyncio; a stop that is
-asked for before the trainer has connected is delivered when it does.
+`event` is an inference.fleet.ServerEvent. `num_restarts` is how often the server was restarted, as far as the sender knows. This is
+the trainer's end; launch.control has the launcher's.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import contextlib
 import json
 import logging
 import queue
@@ -28,15 +22,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 60.0
 """For the last messages (the summary) to leave the process: a launcher on a busy machine is behind."""
 _CONNECT_TIMEOUT_S = 5.0
-_LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
-_BARRIER = "barrier"
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
 ServerEventListener = Callable[[Mapping[str, Any]], None]
@@ -48,7 +40,8 @@ def encode(kind: str, content: Mapping[str, Any]) -> bytes:
 
 
 class ControlClient:
-    """Trainer end. Without a launcher (`path` None) it is a null object: messages are dropped, stop is never requested.
+    """Trainer end, with daemon threads. Sending never blocks the training loop, and never raises because the launcher is gone: that
+    only sets `stop_requested`. Without a launcher (`path` None) messages are dropped, and stop is never requested.
 
     Attributes:
         stop_requested: set when the launcher asks to stop or is gone.
@@ -59,10 +52,8 @@ class ControlClient:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
-        self._on_server_event: ServerEventListener | None = None
-        self._kept: list[Mapping[str, Any]] = []
-        self._num_restarts: dict[int, int] = {}
-        self._server_lock = threading.RLock()  # held while a listener runs: messages reach it one by one, in order
+        self._server_events: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._num_restarts: dict[int, int] = {}  # of each server, as far as the listener knows
         self._socket = self._connect(path) if path is not None else None
         self._writer: threading.Thread | None = None
         if self._socket is not None:
@@ -72,19 +63,11 @@ class ControlClient:
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
 
     def listen(self, listener: ServerEventListener) -> None:
-        """Call `listener` with each `server_event`, in order, in the thread that reads; with those that came before at once. It
-        must be quick."""
-        with self._server_lock:
-            self._on_server_event = listener
-            while self._kept:
-                self._deliver(listener, self._kept.pop(0))
+        """Call `listener` with each `server_event`, in order, those that came before included."""
+        threading.Thread(target=self._deliver, args=(listener,), name="server-events", daemon=True).start()
 
     def send(self, kind: str, **payload: Any) -> None:
-        """Queue one message; returns at once. Any thread may call it.
-
-        Raises:
-            TypeError: `payload` is not JSON.
-        """
+        """Queue one message; returns at once. Any thread may call it. Raises TypeError: `payload` is not JSON."""
         if kind in _ABOUT_A_SERVER:
             payload["num_restarts"] = self._num_restarts.get(payload["index"], 0)
         line = encode(kind, payload)
@@ -124,25 +107,20 @@ class ControlClient:
                     if message["kind"] == "stop":
                         self.stop_requested.set()
                     elif message["kind"] == "server_event":
-                        self._receive_server_event(message)
+                        self._server_events.put(message)
         except (OSError, ValueError):
             pass  # a broken line or connection means the same as its end
         if not self._closed:
             self.stop_requested.set()
 
-    def _receive_server_event(self, message: Mapping[str, Any]) -> None:
-        with self._server_lock:
+    def _deliver(self, listener: ServerEventListener) -> None:
+        while True:  # a daemon thread
+            message = self._server_events.get()
             self._num_restarts[int(message["index"])] = int(message.get("num_restarts", 0))
-            if self._on_server_event is None:
-                self._kept.append(message)
-            else:
-                self._deliver(self._on_server_event, message)
-
-    def _deliver(self, listener: ServerEventListener, message: Mapping[str, Any]) -> None:
-        try:
-            listener(message)
-        except Exception:  # the thread that reads must continue: a request to stop may follow
-            logger.exception("a server event could not be handled: %s", dict(message))
+            try:
+                listener(message)
+            except Exception:  # others follow
+                logger.exception("a server event could not be handled: %s", dict(message))
 
     def _write(self, connection: socket.socket) -> None:
         while (line := self._outbox.get()) is not None:  # `close` ends it; a daemon thread
@@ -155,72 +133,3 @@ class ControlClient:
             connection.shutdown(socket.SHUT_RDWR)  # ends the reading thread too; closing the descriptor alone would not
         except OSError:
             return  # the launcher hung up first
-
-
-class ControlServer:
-    """Launcher end. `on_message` is called in the event loop for every message of the trainer, in order.
-
-    Use as an async context manager. `on_broken` gets a sentence when the channel breaks.
-    """
-
-    def __init__(
-        self, path: Path, on_message: Callable[[Mapping[str, Any]], None], on_broken: Callable[[str], None]
-    ) -> None:
-        self._path = path
-        self._on_message = on_message
-        self._on_broken = on_broken
-        self._readers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._all_accepted = asyncio.Event()
-        self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
-        self.has_connected = False
-        """Whether a trainer has ever connected."""
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._accept, self._path, limit=_LINE_LIMIT)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for reader, writer in self._readers.items():
-            reader.cancel()
-            writer.transport.abort()
-        await asyncio.gather(*self._readers, return_exceptions=True)
-
-    def send(self, kind: str, **content: Any) -> None:
-        """Tell the trainer, now or when it connects; see the module. "stop": finish the step, save a checkpoint and end."""
-        line = encode(kind, content)
-        self._lines.append(line)
-        for writer in self._readers.values():
-            writer.write(line)
-
-    async def read_the_rest(self, timeout_s: float) -> None:
-        """Wait until everything that ended clients have sent was handled, `timeout_s` at most. A connection of our own comes after
-        those that have not even been accepted."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                _, own = await asyncio.open_unix_connection(self._path)
-                own.write(encode(_BARRIER, {}))
-                await self._all_accepted.wait()
-                own.close()
-                while self._readers:
-                    await asyncio.wait(self._readers)  # timeout_s at most
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.has_connected = True
-        writer.writelines(self._lines)
-        task = asyncio.create_task(self._read(reader, writer))
-        self._readers[task] = writer
-        task.add_done_callback(self._readers.pop)
-
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while line := await reader.readline():  # until the trainer hangs up, or cancelled with the run
-                message = json.loads(line)
-                if message["kind"] == _BARRIER:
-                    self._all_accepted.set()
-                else:
-                    self._on_message(message)
-        except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit, or half of one
-            self._on_broken(f"the control channel broke: {error}")
-        finally:
-            writer.transport.abort()

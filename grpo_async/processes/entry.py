@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn, TextIO, cast
@@ -14,7 +13,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.heartbeat import Heartbeat, RankFailure, report
+from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
@@ -28,7 +27,7 @@ _MAX_CHARS = 1000
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
     """Do `work` and end this process: exit code 0 when it returned, 1 when it raised; the error is then in the log, and sent to the
-    launcher. Only rank 0 has a connection to the launcher.
+    launcher. Only rank 0 has a connection to it.
 
     The process ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be
     awaited in a collective that it will never join, and libraries that are torn down under their own threads abort.
@@ -51,7 +50,7 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
         work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
     except BaseException as error:
         code = 1
-        report(assignment.heartbeat_socket, RankFailure.of(assignment.rank, error, name))
+        report(assignment.heartbeat_socket, RankEnd.of_error(assignment.rank, error, name))
         logger.exception("%s %d failed", name, assignment.rank)
     control.close()
     logging.shutdown()
@@ -62,25 +61,18 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
 
 class WarningForwarder(logging.Handler):
     """Forwards this package's warnings to the launcher, since nobody reads a log while a run goes well; at most once a minute per
-    source line.
-
-    Args:
-        tell: gets the text, without a traceback; from any thread; must be quick.
-    """
+    source line. `tell` gets the text, from any thread, and must be quick."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._tell = tell
         self._told_at: dict[tuple[str, int], float] = {}
-        self._told_lock = threading.Lock()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
-        kind, now = (record.pathname, record.lineno), time.monotonic()
-        with self._told_lock:
-            if now - self._told_at.get(kind, -_WARNING_INTERVAL_S) < _WARNING_INTERVAL_S:
-                return
-            self._told_at[kind] = now
+    def emit(self, record: logging.LogRecord) -> None:  # logging holds the handler's lock
+        source, now = (record.pathname, record.lineno), time.monotonic()
+        if now - self._told_at.get(source, -_WARNING_INTERVAL_S) < _WARNING_INTERVAL_S:
+            return
+        self._told_at[source] = now
         try:
             lines = [line for line in record.getMessage().splitlines() if line.strip()]
         except Exception:  # noqa: BLE001 - as logging itself does: a wrong log call must not end what it is about

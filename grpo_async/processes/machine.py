@@ -1,4 +1,4 @@
-"""What the launcher asks of the machine: CPUs, GPUs, free ports. Imports no torch."""
+"""What a run needs to know of its machine: CPUs, GPUs, free ports, addresses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import psutil
+
+from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.utils.network import family_of
+from grpo_async.utils.network import LOOPBACK, family_of, is_loopback, own_address_towards
 from grpo_async.utils.processes import is_cpu_build, usable_cpus
 
 _QUESTION_TIMEOUT_S = 60.0  # a driver that has to wake up takes seconds
@@ -23,16 +27,15 @@ _DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that the run may use."""
+    """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that the run may use, `gpu_bytes` is the
+    memory of the smallest (None: not known), `python_path` the caller's PYTHONPATH."""
 
     num_cpus: int = 1
     gpus: tuple[str, ...] = ()
     gpu_bytes: int | None = None
-    """Memory of the smallest GPU; None: no GPU, or not known."""
     python: str = sys.executable
     working_dir: Path = field(default_factory=Path)
     python_path: str = ""
-    """The caller's PYTHONPATH."""
 
 
 def inspect_machine() -> Machine:
@@ -67,6 +70,42 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
     return tuple(ports)
 
 
+# ---- addresses ----
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface that has `address`: "127.0.0.1" -> "lo"; None where none has it."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
+    """Master address of the weight group: `weights.host`, else the address of this machine that the first of `urls` on another
+    machine reaches, else loopback. Only right on the machine of trainer rank 0.
+
+    Raises:
+        ConfigError: that server's name is not known, or no route leads there.
+    """
+    if config.weights.host is not None:
+        return config.weights.host
+    for url in filter(None, urls):
+        parts = urlsplit(url)
+        if is_loopback(parts.hostname or ""):
+            continue
+        try:
+            found = socket.getaddrinfo(parts.hostname, None, type=socket.SOCK_STREAM)
+            address = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+            return own_address_towards(address, parts.port or 80)
+        except OSError as error:
+            raise ConfigError(f"the server {url} cannot be reached from this machine: {error}") from error
+    return LOOPBACK
+
+
+# ---- GPUs ----
+
+
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, ...], int | None]:
     """Entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory of the smallest in bytes (None: not known).
 
@@ -74,9 +113,6 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     follows it. A torch built for CPUs can use none of them.
 
     Worked example: GPUs 0 to 3 and CUDA_VISIBLE_DEVICES=2,5,1 -> ("2",).
-
-    Raises:
-        ConfigError: the driver does not answer, or there are GPUs and no nvidia-smi to ask for them.
     """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = None if given is None else [part.strip() for part in given.split(",")]

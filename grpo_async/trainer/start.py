@@ -13,9 +13,9 @@ from grpo_async.errors import DeadlineError, RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.token import token_from_environment
-from grpo_async.processes.addresses import weights_host
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
+from grpo_async.processes.machine import weights_host
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsWriter, Trackers, open_trackers
 from grpo_async.trainer.connections import has_died, open_fleet

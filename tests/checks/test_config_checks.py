@@ -19,7 +19,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer
 from grpo_async.rollout.components import Components
 from grpo_async.servers.engine_choice import EngineChoice
-from tests.launcher.support import EMBEDDED, make_config
+from tests.launch.support import EMBEDDED, make_config
 from tests.support.chat_families import family
 from tests.support.local_server import local_server, taking_turns
 

@@ -10,7 +10,7 @@ import pytest
 from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, server_memory, trainer_memory
 from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.support.configs import merged
 from tests.support.tiny_model import build_tiny_model
 

@@ -27,7 +27,7 @@ from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.training.verify import TrainerScores, probe_sequences
 from grpo_async.utils.text import count
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.servers.embedded_support import Live, live, load
 from tests.support.chat_families import family
 from tests.support.local_server import local_server

@@ -53,7 +53,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"config": config, **options})
         return 7
 
-    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
+    monkeypatch.setattr("grpo_async.launch.start.launch", run)
     return calls
 
 
@@ -131,7 +131,7 @@ def test_own_errors_are_messages_and_exit_codes_and_a_bug_is_not_hidden(
     def run(*_: object, **__: object) -> int:
         raise error
 
-    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
+    monkeypatch.setattr("grpo_async.launch.start.launch", run)
     result = _invoke("train", config)
     if code is None:
         assert result.exception is error
@@ -181,7 +181,7 @@ def test_a_server_gets_its_configuration_and_port_and_several_are_supervised(
         return 143
 
     monkeypatch.setattr(target, lambda config, port: calls.append((config.run.name, port)))
-    monkeypatch.setattr("grpo_async.launcher.serve.serve_replicas", serve)
+    monkeypatch.setattr("grpo_async.launch.serve.serve_replicas", serve)
     monkeypatch.setattr("grpo_async.servers.engine_choice.choose_engine", lambda config: None)
     command = f"serve-{engine}"
     assert _invoke(command, config, "--port", "8001", "--set", "run.name=other").exit_code == 0
@@ -308,8 +308,8 @@ def interrupt(name="typer", *arguments, **options):
 if {during!r} == "import":
     sys.meta_path.insert(0, type("Importing", (), {{"find_spec": staticmethod(interrupt)}}))
 else:
-    import grpo_async.launcher.train
-    grpo_async.launcher.train.launch = lambda *arguments, **options: interrupt()
+    import grpo_async.launch.start
+    grpo_async.launch.start.launch = lambda *arguments, **options: interrupt()
 from grpo_async.cli import main
 main(["train", "x.yaml"])
 """

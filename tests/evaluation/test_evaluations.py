@@ -16,7 +16,7 @@ from grpo_async.evaluation.evaluator import EvaluationTask
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 
 
 class _Source:

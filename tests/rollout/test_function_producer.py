@@ -18,7 +18,7 @@ from grpo_async.records import Prompt, RolloutCompletion
 from grpo_async.rollout.components import load_components
 from grpo_async.rollout.function_producer import FunctionProducer, read_output, turn_boundaries
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.rollout import trl_style_rollout_function as trl_style
 from tests.rollout.fakes import EOS, FakeClient, FakeRenderer, ScriptedClient, open_group, stop
 from tests.support.records import make_prompt

@@ -3,7 +3,7 @@
 One process for each test process, started by its first job (`python -m tests.support.ranks`), imports torch once and then forks
 the ranks of every job: any number of them, each a fresh process with the environment that torchrun sets and a process group of
 its own. So a job starts without importing anything, and nothing that it patches, seeds or breaks is there for the next one.
-torchrun itself is tested by tests/launcher and tests/e2e.
+torchrun itself is tested by tests/launch and tests/e2e.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from grpo_async.records import ScoredGroup
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.training.checkpoint import CheckpointState
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.support.configs import merged
 from tests.support.local_server import LIMIT_S, LocalServer, Request, line
 

@@ -31,7 +31,7 @@ from grpo_async.trainer.loop import Trainer
 from grpo_async.trainer.saving import Saver
 from grpo_async.trainer.start import run_rank_zero
 from grpo_async.training.checkpoint import CheckpointState
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.trainer.fakes import FakeChannel, FakeSource, FakeSync
 
 

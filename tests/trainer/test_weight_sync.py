@@ -19,7 +19,7 @@ from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.verify import TrainerScores
 from grpo_async.weights.buckets import ParameterSpec, update_problems
 from grpo_async.weights.push import PushFailedError
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 
 SPEC = ParameterSpec(name="w", dtype_name="float32", shape=(2, 3))
 PROBES = [[1, 2, 3], [4, 5]]

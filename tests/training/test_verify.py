@@ -14,7 +14,7 @@ from grpo_async.training.verify import (
     probe_sequences,
     verify_limit,
 )
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 
 
 def test_the_figures_are_those_of_the_formulas() -> None:

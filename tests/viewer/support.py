@@ -13,7 +13,7 @@ from typing import Any
 from grpo_async.config.sections import RolloutRecordSection
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup
 from grpo_async.run_directory import RunDir
-from tests.launcher.support import make_config
+from tests.launch.support import make_config
 from tests.support.records import make_completion, make_prompt
 from tests.support.stored import LineStore
 

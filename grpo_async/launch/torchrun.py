@@ -1,0 +1,34 @@
+"""Runs torchrun. It exits with the launcher, and reports to it how its ranks ended.
+
+Run as `python -m grpo_async.launch.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
+from grpo_async.utils.processes import die_with_launcher
+
+
+def main() -> int:
+    die_with_launcher()
+    assignment = Assignment.from_environment()
+    Heartbeat("torchrun", assignment.heartbeat_socket)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        ends = [RankEnd.of_status(rank, end.exitcode, end.pid, end.timestamp) for rank, end in failures]
+        report(assignment.heartbeat_socket, *ends)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

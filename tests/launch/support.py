@@ -1,0 +1,164 @@
+"""A small valid configuration, and a real launcher in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.machine import Machine
+from grpo_async.run_directory import RunDir
+from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+from tests.support.configs import merged
+from tests.support.waiting import eventually, is_alive
+
+REPOSITORY = Path(__file__).parents[2]
+MACHINE = Machine(num_cpus=2, python="/py", working_dir=Path("/work dir"), python_path="/lib")
+EMBEDDED = EngineChoice(engine="embedded", reason="a test says so")
+EXTERNAL = EngineChoice(engine="external", reason="a test says so")
+VLLM_ON_CPU = EngineChoice(engine="vllm", reason="a test says so")
+VLLM_ON_GPU = EngineChoice(engine="vllm", reason="a test says so", on_gpu=True)
+START_S = 60.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
+
+
+def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
+    """A configuration whose files exist below `folder`; the model is no real one, the launcher does not load it."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    data = folder / "train.jsonl"
+    data.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n')
+    base: dict[str, Any] = {
+        "run": {"name": "test", "dir": str(folder / "runs")},
+        "model": {"path": str(model)},
+        "data": {"train": {"type": "jsonl", "path": str(data)}},
+        "rewards": [{"function": "grpo_async.rewards.text:exact_match"}],
+        "inference": {"engine": "embedded"},
+        "training": {"max_steps": 2},
+        "record": {"report": False},
+    }
+    return ExperimentConfig.model_validate(merged(base, sections))
+
+
+def make_plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
+    run_dir = RunDir(Path("/runs/x"))
+    given = {key: options.pop(key) for key in ("resume_step", "purpose", "private_dir") if key in options}
+    engine = options.pop("engine", None) or choose_engine(config)
+    ports = range(4711, 4711 + config.inference.replicas)
+    return plan_processes(
+        config,
+        engine=engine,
+        assignment=Assignment(
+            run_dir=run_dir,
+            attempt_dir=run_dir.logs / "attempt_3",
+            server_urls=own_urls(config, config.inference.host, ports=ports),
+            **{"private_dir": Path("/private"), **given},
+        ),
+        machine=machine,
+        token=options.pop("token", "secret"),
+        **options,
+    )
+
+
+class LauncherProcess:
+    """`launch` in a process of its own, with stand-ins; killed at the end of the `with` block, with all that it started."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        trainer: str,
+        server: str = "serve",
+        torchrun: bool = False,
+        stop_timeout_s: float = 60.0,
+        stdout: int | None = None,
+        **more: Any,
+    ) -> None:
+        """`more`: see tests.launch.driver. `stdout`: a descriptor to write to, in place of `output`."""
+        self.folder = folder
+        options = {**more, "folder": str(folder), "trainer": trainer, "server": server, "torchrun": torchrun}
+        options["stop_timeout_s"] = stop_timeout_s
+        # short, because a unix socket's path is limited; a killed launcher cannot remove its private folder itself
+        self._temporary = tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")
+        self.temporary = self._temporary.name
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.driver", json.dumps(options)],
+            cwd=REPOSITORY,
+            env={**os.environ, "TMPDIR": self._temporary.name},
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        if stdout is None:
+            threading.Thread(target=self._read, daemon=True).start()
+        else:
+            self._lines.put(None)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [self.process.pid, *self.pids().values()]:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(START_S)
+        self._temporary.cleanup()
+
+    def pids(self) -> dict[str, int]:
+        """The stand-ins that have started: server (or server0, server1), rank0, rank1, helpers."""
+        return {path.stem: int(path.read_text()) for path in self.folder.glob("*.pid")}
+
+    def wait_for_line(self, text: str) -> None:
+        """Until a line of the output contains `text`."""
+        deadline = time.monotonic() + START_S
+        while True:
+            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            assert line is not None, f"the launcher ended without saying {text!r}:\n{self.output}"
+            self.output += line
+            if text in line:
+                return
+
+    def wait_for_processes(self, *names: str) -> None:
+        """Until the stand-ins `names` have started."""
+        assert eventually(lambda: set(names) <= self.pids().keys(), START_S), f"{names}: only {self.pids()}"
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says; empty before there is one."""
+        path = self.folder / "runs" / "test" / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def wait_for_phase(self, name: str) -> None:
+        """Until status.json says so."""
+        assert eventually(lambda: self.status().get("phase") == name, START_S), self.status()
+
+    def end(self) -> int:
+        """Wait for the launcher and the rest of its output; returns the exit code."""
+        code = self.process.wait(START_S)
+        while (line := self._lines.get(timeout=START_S)) is not None:
+            self.output += line
+        return code
+
+    def left(self) -> dict[str, int]:
+        """Stand-ins that still run."""
+        return {name: pid for name, pid in self.pids().items() if is_alive(pid)}

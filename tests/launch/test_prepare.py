@@ -1,0 +1,384 @@
+"""The run directory before a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.checks.config_checks import check_inputs
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import dump_config, load_config
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
+from grpo_async.launch.reaper import private_folder
+from grpo_async.launch.start import launch
+from grpo_async.run_directory import RunDir, attempt_config
+from grpo_async.training.checkpoint_manifest import write_manifest
+from tests.launch.support import EMBEDDED, make_config
+
+
+def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir:
+    run_dir = RunDir(config.run_path)
+    run_dir.create()
+    run_dir.config.write_text(dump_config(config))
+    if steps:
+        run_dir.metrics.write_text('{"step": 1}\n')
+    for step in steps:
+        _make_checkpoint(run_dir, step)
+    return run_dir
+
+
+def _make_checkpoint(run_dir: RunDir, step: int) -> None:
+    folder = run_dir.checkpoint(step)
+    folder.mkdir()
+    (folder / "state.json").write_text('{"format": 3}')
+    (folder / "__0_0.distcp").write_bytes(bytes(range(256)))
+    write_manifest(folder, step=step, checksums={})
+
+
+def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
+    with pytest.raises(ConfigError, match=".*".join(map(re.escape, words))):
+        check_start(config, resume=resume, clean=clean)
+
+
+def test_a_restart_reads_the_configuration_that_the_attempt_began_with(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = RunDir(config.run_path)
+    run_dir.create(dump_config(config))
+    attempt = run_dir.new_attempt()
+    run_dir.config.write_text("edited: for the next resume")
+    assert load_config(attempt_config(attempt)) == config
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = make_config(tmp_path, run={"dir": str(tmp_path / "file" / "runs")})
+    _refused(config, "run.dir: ", "file is not a folder", "set run.dir")
+    with pytest.raises(ConfigError, match=r"run\.dir: /proc/none"), lock(RunDir(Path("/proc/none"))):
+        pass
+
+
+def test_a_new_or_empty_directory_is_taken_and_an_existing_run_refused_with_the_three_ways_out(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert check_start(config, resume=None, clean=False).resume_step is None
+    config.run_path.mkdir(parents=True)
+    assert check_start(config, resume=None, clean=False).resume_step is None
+    _old_run(config, steps=(1,))
+    _refused(config, "with a checkpoint of step 1", "--resume", "--clean", "run.name")
+
+
+def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path, training={"max_steps": 10})
+    run_dir = _old_run(config, steps=(2, 10, 9))
+    (run_dir.checkpoints / "step_11.partial").mkdir()
+    newest, named = (check_start(config, resume=resume, clean=False) for resume in ("latest", "9"))
+    assert (newest.resume_step, newest.resume_is_named) == (10, False)
+    assert (named.resume_step, named.resume_is_named) == (9, True)
+    _refused(config, "--resume 3", "2, 9, 10", resume="3")
+    _refused(config, "--resume last", "latest, best, and the steps 2, 9, 10", resume="last")
+    by_path = check_start(config, resume=str(run_dir.checkpoint(2)), clean=False)
+    assert (by_path.resume_step, by_path.resume_is_named) == (2, True)
+    run_dir.evaluation_log.write_text(
+        '{"step": 9, "metrics": {"reward": 0.5}}\n{"step": 2, "metrics": {"reward": 0.25}}\n'
+    )
+    assert check_start(config, resume="best", clean=False).resume_step == 9
+
+
+def _flip_a_bit(folder: Path) -> None:
+    """Of a small file: the trainer's ranks look at those of tensors (tests/training/test_checkpoint.py)."""
+    content = bytearray((folder / "state.json").read_bytes())
+    content[3] ^= 1
+    (folder / "state.json").write_bytes(bytes(content))
+
+
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    """Other damage: tests/training/test_checkpoint.py."""
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1, 2, 3))
+    os.truncate(run_dir.checkpoint(3) / "__0_0.distcp", 255)
+    start = check_start(config, resume="latest", clean=False)
+    assert (start.resume_step, start.broken_steps) == (2, (3,))
+    (note,) = start.notes
+    assert "has 255 bytes instead of 256" in note
+    assert "resuming from step 2" in note
+    assert run_dir.checkpoint_steps() == [1, 2, 3]  # nothing is changed by looking
+    clear_run_dir(run_dir, start)
+    assert run_dir.checkpoint_steps() == [1, 2]
+    assert (run_dir.checkpoints / "broken_step_3").is_dir()
+    assert check_start(config, resume="latest", clean=False).notes == ()
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_without_a_whole_one_each_is_named(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1, 2))
+    _flip_a_bit(run_dir.checkpoint(2))
+    with pytest.raises(ConfigError, match=r"--resume 2(.|\n)*is damaged(.|\n)*--resume latest"):
+        check_start(config, resume="2", clean=False)
+    assert check_start(config, resume="1", clean=False).resume_step == 1
+    (run_dir.checkpoint(1) / "manifest.json").unlink()
+    with pytest.raises(ConfigError) as raised:
+        check_start(config, resume="latest", clean=False)
+    for part in ("step 2: ", "manifest.json is missing", "--clean"):
+        assert part in str(raised.value)
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    run_dir.checkpoint(2).mkdir()
+    (run_dir.checkpoint(2) / "manifest.json").write_text('{"format": 2, "step": 2}')
+    run_dir.config.write_text("a_key: of that version\n")
+    for resume in ("latest", "2", "best"):
+        _refused(config, f"--resume {resume}: ", "has format 2, of another version", resume=resume)
+
+
+def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _refused(config, "there is no run in", resume="latest")
+    _old_run(config)
+    _refused(config, "--resume 3", "no checkpoint", resume="3")
+    _refused(config, "exclude each other", resume="latest", clean=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({}, {"rollout": {"group_size": 4}}, "rollout.group_size: 8 -> 4"),
+        ({}, {"data": {"shuffle": False}}, "data.shuffle: true -> false"),
+        ({}, {"run": {"seed": 3}}, "run.seed: 0 -> 3"),
+        ({}, {"optimizer": {"type": "muon"}}, "optimizer.type: adamw -> muon"),
+        ({}, {"model": {"lora": {"rank": 4}}}, "model.lora.rank: (not set) -> 4"),
+        ({"model": {"lora": {"alpha": 32.0}}}, {"model": {"lora": {"alpha": 1.0}}}, "model.lora.alpha: 32.0 -> 1.0"),
+        (
+            {},
+            {"model": {"chat_template_kwargs": {"think": True}}},
+            "model.chat_template_kwargs.think: another value (not shown, since it may be secret)",
+        ),
+        ({}, {"loss": {"sync_ref_model": True, "beta": 0.1}}, "loss.sync_ref_model: false -> true"),
+    ],
+)
+def test_resume_refuses_what_a_checkpoint_cannot_go_on_with_before_anything_starts(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], told: str
+) -> None:
+    """Also where it is config.yaml of the run itself that was edited."""
+    config, changed = make_config(tmp_path, **before), make_config(tmp_path, **after)
+    run_dir = _old_run(config, steps=(1,))
+    run_dir.new_attempt()
+    run_dir.config.write_text(dump_config(changed))
+    with pytest.raises(ConfigError) as caught:
+        check_start(changed, resume="latest", clean=False)
+    assert f"\n  {told}\n" in str(caught.value)
+    assert "put them back" in str(caught.value)
+    assert check_start(config, resume="latest", clean=False).resume_step == 1
+
+
+def test_values_of_the_environment_reach_neither_a_note_nor_a_file_that_others_read(tmp_path: Path) -> None:
+    """They stand resolved in the configuration."""
+
+    def with_key(key: str) -> ExperimentConfig:
+        reward = {"function": "grpo_async.rewards.text:exact_match", "arguments": {"api_key": key}}
+        return make_config(tmp_path, rewards=[reward])
+
+    config = with_key("sk-old")
+    config.run_path.mkdir(parents=True, mode=0o755)  # the user's own
+    run_dir = _old_run(config, steps=(1,))
+    attempt = run_dir.new_attempt()
+    assert run_dir.root.stat().st_mode & 0o777 == 0o700
+    run_dir.root.chmod(0o750)  # opened to a group, knowingly
+    run_dir.create(dump_config(config))
+    assert run_dir.root.stat().st_mode & 0o777 == 0o750
+    for file in (run_dir.config, attempt_config(attempt)):
+        assert "sk-old" in file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600
+    (note,) = check_start(with_key("sk-new"), resume="latest", clean=False).notes
+    assert "rewards.0.arguments.api_key" in note
+    assert "sk-" not in note
+
+
+def test_resume_names_what_changed_and_takes_effect(tmp_path: Path) -> None:
+    base = {"model": {"lora": {"rank": 4}}}
+    _old_run(make_config(tmp_path, **base), steps=(1,))
+    changed = make_config(
+        tmp_path,
+        model={"lora": {"rank": 4, "dropout": 0.5}},
+        optimizer={"lr": 0.5},
+        inference={"threads": 2, "max_model_len": 777},
+    )
+    notes = check_start(changed, resume="latest", clean=False).notes
+    assert [note.partition(": ")[2].partition(": ")[0] for note in notes] == [
+        "model.lora.dropout", "inference.max_model_len", "optimizer.lr",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_that_was_copied_to_another_steps_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    shutil.copytree(run_dir.checkpoint(1), run_dir.checkpoint(7))
+    _refused(config, "step 7", "is that of step 1", resume="7")
+    start = check_start(config, resume="latest", clean=False)
+    assert (start.resume_step, start.broken_steps) == (1, (7,))
+
+
+def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epochs(tmp_path: Path) -> None:
+    def config(**training: Any) -> ExperimentConfig:
+        return make_config(tmp_path, training={"max_steps": 2, **training})
+
+    run_dir = _old_run(config(), steps=(2,))
+    assert check_start(config(), resume="latest", clean=False).resume_step == 2  # only the export may be missing
+    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 1}))  # of an attempt with fewer
+    assert check_start(config(), resume="latest", clean=False).resume_step == 2
+    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
+    _refused(config(), "has finished its 2 steps; raise training.max_steps", resume="latest")
+    assert check_start(config(max_steps=5), resume="latest", clean=False).resume_step == 2
+    _refused(config(max_steps=1), "step 2", "max_steps = 1", resume="latest")
+    run_dir.config.write_text(dump_config(config(max_steps=None, epochs=2.0)))
+    for others in ({}, {"epochs": 1.0}, {"queue_timeout_s": 9.0}):
+        again = config(**{"max_steps": None, "epochs": 2.0, **others})
+        _refused(again, "has finished its 2 steps; raise training.epochs", resume="latest")
+    for longer in ({"max_steps": None, "epochs": 3.0}, {"max_steps": 9}, {"max_steps": 9, "epochs": 3.0}):
+        assert check_start(config(**longer), resume="latest", clean=False).resume_step == 2
+    run_dir.config.write_text(dump_config(config(epochs=2.0)))
+    assert check_start(config(max_steps=9, epochs=2.0), resume="latest", clean=False).resume_step == 2
+
+
+def test_resume_with_a_damaged_summary_goes_on_and_names_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2,))
+    run_dir.summary.write_text('{"status": "fini')
+    (note,) = check_start(config, resume="latest", clean=False).notes
+    assert "summary.json cannot be read" in note
+    assert note.endswith("; whether the run had finished is unknown")
+
+
+def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    assert check_start(config, resume=None, clean=True).removes
+    (run_dir.root / "link").symlink_to(tmp_path / "model")
+    clear_run_dir(run_dir, Start(removes=True))
+    assert list(run_dir.root.iterdir()) == []
+    assert (tmp_path / "model" / "config.json").is_file()  # the link went, not what it points at
+    (run_dir.root / "thesis.tex").write_text("")
+    _refused(config, "no config.yaml", clean=True)
+    (run_dir.root / "thesis.tex").unlink()
+    (run_dir.root / "config.yaml.tmp").write_text("run: {na")  # of a run that was killed in its first moment
+    assert check_start(config, resume=None, clean=True).removes
+
+
+def test_clean_never_removes_what_the_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, run={"name": tmp_path.name, "dir": str(tmp_path.parent)})
+    (tmp_path / "config.yaml").write_text("")
+    _refused(config, "would remove model.path", clean=True)
+    reads = {
+        "loss.reference": {"loss": {"reference": "runs/test/model", "beta": 0.1}},
+        "rewards.0.model": {"rewards": [{"model": "runs/test/model"}]},
+        "data.train.name": {"data": {"train": {"type": "hub", "name": "runs/test/model"}}},
+    }
+    monkeypatch.chdir(tmp_path)
+    for key, sections in reads.items():
+        config = make_config(tmp_path, **sections)
+        _old_run(config).model.mkdir(exist_ok=True)
+        _refused(config, f"would remove {key}: runs/test/model lies there", clean=True)
+    config = make_config(tmp_path, run={"name": "here", "dir": "."})  # where a run is written is not what it reads
+    _old_run(config)
+    assert check_start(config, resume=None, clean=True).removes
+
+
+@pytest.mark.parametrize("resume", [None, "latest"])
+def test_the_directory_of_a_start_that_failed_is_begun_in_again_and_its_logs_stay(
+    tmp_path: Path, resume: str | None
+) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config)
+    log = run_dir.new_attempt() / "trainer.log"
+    log.write_text("no such module")
+    run_dir.metrics.write_text("")
+    start = check_start(config, resume=resume, clean=False)
+    assert (start.resume_step, start.keeps_logs, len(start.notes)) == (None, True, 1)
+    clear_run_dir(run_dir, start)
+    assert [path.name for path in run_dir.root.iterdir()] == ["logs"]
+    assert log.exists()
+    run_dir.create(dump_config(config))
+    run_dir.metrics.write_text('{"step": 1}\n')  # it has trained: what it wrote is the user's to remove
+    _refused(config, "without a checkpoint", "--clean", resume=resume)
+
+
+def test_a_directory_that_takes_nothing_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "config.yaml.tmp")
+
+    monkeypatch.setattr(RunDir, "create", refuse)
+    with pytest.raises(ConfigError, match=r"run\.dir: .*No space left on device.*config\.yaml\.tmp"):
+        launch(config)
+
+
+def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "runs" / "test")
+    with lock(run_dir), pytest.raises(ConfigError, match="another launcher"), lock(run_dir):
+        pass
+    with lock(run_dir):
+        pass
+
+
+def test_a_token_is_private_and_one_that_a_killed_launcher_left_is_no_obstacle(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    target = tmp_path / "elsewhere"
+    target.write_text("untouched")
+    run_dir.token.symlink_to(target)  # not followed, either
+    assert check_start(config, resume="latest", clean=False).resume_step == 1
+    before = os.umask(0)
+    try:
+        with run_dir.new_token() as token:  # private from its first moment
+            assert run_dir.token.read_text() == token
+            assert run_dir.token.stat().st_mode & 0o777 == 0o600
+            assert not run_dir.token.is_symlink()
+    finally:
+        os.umask(before)
+    assert target.read_text() == "untouched"
+    assert not run_dir.token.exists()
+
+
+def test_a_temporary_folder_whose_sockets_would_have_no_valid_address_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ("x" * 60)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    with pytest.raises(RunError, match=r"too long for a unix socket: .*; set TMPDIR=/tmp"), private_folder():
+        pass
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    with private_folder() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(
+        tmp_path,
+        model={"path": str(tmp_path / "none")},
+        data={"train": {"type": "jsonl", "path": str(tmp_path / "none.jsonl")}},
+        rewards=[{"function": "no_such_module_anywhere:f"}],
+        evaluation={"data": {"type": "jsonl", "path": str(tmp_path / "train.jsonl")}, "baseline_column": "solution"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        launch(config, dry_run=True)
+    text = str(caught.value)
+    for key in ("model.path: ", "data.train: ", "rewards.0.function: ", "evaluation.baseline_column: solution"):
+        assert key in text
+    hub = make_config(tmp_path, model={"path": "org/name"})
+    assert any("taken as a hub name" in note for note in check_inputs(hub, engine=EMBEDDED))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "another").mkdir(parents=True)  # a model of the same owner that was downloaded there
+    told = "model.path: org/name is not a local folder; it is taken as a hub name"
+    assert any(told in note for note in check_inputs(hub, engine=EMBEDDED))

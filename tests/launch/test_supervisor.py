@@ -1,0 +1,191 @@
+"""The launcher over stand-in children: exit codes, messages, and that nobody is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_async.errors import ConfigError
+from grpo_async.launch.signals import Signals, exit_on_signals
+from grpo_async.launch.start import launch
+from grpo_async.launch.watcher import Watcher
+from grpo_async.processes.assignment import Assignment
+from grpo_async.run_directory import RunDir
+from tests.launch.support import LauncherProcess, make_config
+
+
+def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="finish") as launcher:
+        assert launcher.end() == 0, launcher.output
+        assert launcher.left() == {}
+        assert "step 2/2  reward 0.500 (all groups, +0.250)  99 tok/s generated" in launcher.output
+        assert "held-out before training: reward 0.400" in launcher.output
+        assert "0.250 -> 0.750" in launcher.output
+        assert "grpo-async inspect-rollouts" in launcher.output
+    run = tmp_path / "runs" / "test"
+    assert (run / "plan.txt").read_text().startswith("run        test, from the beginning")
+    assert (run / "config.yaml").is_file()
+    logs = run / "logs" / "latest"
+    assert {path.name for path in logs.iterdir()} == {"config.yaml", "server.log", "trainer.log"}
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')  # else it would begin there again
+    with pytest.raises(ConfigError, match="already exists"):
+        launch(make_config(tmp_path))
+
+
+def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", server="crash") as launcher:
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+        assert "the inference server (pid " in launcher.output
+        assert "ended with exit code 3" in launcher.output
+        assert "  KV cache does not fit\n  giving up\n" in launcher.output  # without the color's escape codes
+        assert "there is no checkpoint yet" in launcher.output
+
+
+def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(tmp_path: Path) -> None:
+    """SIGTERM and SIGHUP: see the test of a run whose output nobody reads."""
+    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
+        launcher.wait_for_line("training")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130, launcher.output
+        assert (tmp_path / "asked_to_stop").exists()
+        assert launcher.left() == {}
+        assert "stopping: finishing the step and saving a checkpoint" in launcher.output
+        assert "--resume latest" in launcher.output
+
+
+def test_a_second_signal_kills_a_trainer_that_ignores_the_first(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", server="ignore-term") as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server")
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.wait_for_line("press Ctrl-C again")
+        assert launcher.process.poll() is None
+        sent = time.monotonic()
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
+        assert time.monotonic() - sent < 8.0  # at once: less than the grace of a server that ignores SIGTERM
+        assert "a second signal" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_trainer_that_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", stop_timeout_s=0.5) as launcher:
+        launcher.wait_for_line("training")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 143
+        assert "launch.stop_timeout_s: 0.5 s" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_signal_before_the_trainer_has_begun_ends_everything_at_once(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="never-connect") as launcher:
+        launcher.wait_for_processes("rank0", "server")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
+        assert "before the trainer had started" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_after_the_event_loop_a_signal_still_leaves_time_to_clean_up() -> None:
+    async def run() -> None:
+        with Signals().installed():
+            pass
+
+    with exit_on_signals():
+        before = signal.getsignal(signal.SIGTERM)
+        asyncio.run(run())
+        assert signal.getsignal(signal.SIGTERM) is before is not signal.SIG_DFL
+
+
+@pytest.mark.clock  # heartbeats of seconds
+def test_a_trainer_whose_gil_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
+    """A regular expression that backtracks, in a thread: nothing within the process can say anything anymore. The warning
+    comes after 4 s: several looks lie between it and the end, so a busy machine cannot skip it."""
+    with LauncherProcess(tmp_path, trainer="hold", launch={"heartbeat_timeout_s": 8.0}) as launcher:
+        assert launcher.end() == 1, launcher.output
+        rank_0 = launcher.pids()["rank0"]
+        assert f"trainer rank 0 (pid {rank_0})" in launcher.output.rpartition("error: ")[2]
+        assert "in holds_the_gil" in launcher.output
+        assert "launch.heartbeat_timeout_s" in launcher.output
+        assert launcher.left() == {}
+        status = launcher.status()
+        assert status["state"] == "failed"
+        assert f"pid {rank_0}" in status["last_warning"]["text"]
+    stacks = (tmp_path / "runs" / "test" / "logs" / "latest" / "stacks_trainer_rank_0.txt").read_text()
+    assert stacks.count("Thread") > 1
+
+
+def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop", launch={"heartbeat_timeout_s": 4.0}) as launcher:
+        launcher.wait_for_line("training")
+        os.kill(launcher.pids()["rank0"], signal.SIGSTOP)
+        assert launcher.end() == 1, launcher.output
+        assert f"trainer rank 0 (pid {launcher.pids()['rank0']})" in launcher.output
+        assert "SIGSTOP" in launcher.output
+        assert (tmp_path / "asked_to_stop").exists(), "it was asked to save"
+        assert launcher.left() == {}
+    logs = tmp_path / "runs" / "test" / "logs" / "latest"
+    assert "in obey_stop" in (logs / "stacks_trainer_rank_0.txt").read_text()
+
+
+@pytest.mark.parametrize("kind", ["deleted", "emptied", "renamed", "replaced"])
+@pytest.mark.parametrize("disk", ["/tmp", "/dev/shm"])
+def test_a_run_directory_that_is_gone_is_noticed(tmp_path: Path, disk: str, kind: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="grpo-", dir=disk) as folder:
+        run, other = Path(folder) / "run", Path(folder) / "other"
+        run_dir = RunDir(run)
+        run_dir.create("run: {}")
+        assignment = Assignment(run_dir=run_dir, attempt_dir=run_dir.new_attempt(), private_dir=tmp_path)
+        watcher = Watcher(assignment, make_config(tmp_path), pytest.fail)
+        assert watcher.lost_run_dir() is None
+        if kind in ("renamed", "replaced"):
+            run.rename(other)
+        if kind == "replaced":  # by a copy: half of the run would go on writing elsewhere
+            shutil.copytree(other, run, symlinks=True)
+        if kind == "deleted":
+            shutil.rmtree(run)
+        if (
+            kind == "emptied"
+        ):  # by an `rm -rf` that could not remove the directory, because status.json was written again
+            subprocess.run(["find", str(run), "-mindepth", "1", "-delete"], check=True)
+        assert f"the run directory {run} was deleted or renamed" in str(watcher.lost_run_dir())
+
+
+def test_a_run_whose_directory_is_gone_fails_by_its_name(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
+        run = tmp_path / "runs" / "test"
+        launcher.wait_for_line("training")
+        while run.exists():  # status.json is written in it meanwhile
+            shutil.rmtree(run, ignore_errors=True)
+        assert launcher.end() == 1, launcher.output
+        assert f"the run directory {run} was deleted or renamed" in launcher.output.rpartition("error: ")[2]
+        assert launcher.left() == {}
+        left = {path.name for path in run.rglob("*")} if run.exists() else set()
+        assert left <= {"status.json"}, "it is not made again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("pipe", signal.SIGTERM), ("terminal", signal.SIGHUP), ("terminal", signal.SIGQUIT)]
+)
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kind: str, number: signal.Signals) -> None:
+    """`train | tee log` whose tee has died; a terminal that was closed. Standard error is the same stream."""
+    reader, writer = os.pipe() if kind == "pipe" else os.openpty()
+    with LauncherProcess(tmp_path, trainer="obey-stop", stdout=writer) as launcher:
+        os.close(writer)
+        launcher.wait_for_phase("training")
+        os.close(reader)
+        launcher.process.send_signal(number)
+        assert launcher.end() == 143
+        assert (tmp_path / "asked_to_stop").exists()
+        status = launcher.status()
+        assert status["state"] == "stopped"
+        assert "standard output" in status["last_warning"]["text"]
