@@ -17,6 +17,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.run_directory import attempt_number
 from grpo_async.tracking.timeline import ATTEMPT, record, recording, span
+from grpo_async.utils.processes import importing_much
 from grpo_async.utils.seeds import seed_of
 
 
@@ -35,15 +36,17 @@ def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlC
 def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, attempt: dict[str, Any]) -> None:
     control.send("phase", name="loading the model")
     began = time.time()
-    import numpy as np
-    import torch  # here, so that a broken installation is reported like any other failure
-    import torch.distributed as dist
+    with importing_much():  # here, so that a broken installation is reported like any other failure
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - needed below, by whoever loads
 
-    from grpo_async.chat.renderer import load_renderer
-    from grpo_async.trainer.context import build_context, join_process_group
-    from grpo_async.trainer.start import run_rank_zero
-    from grpo_async.training.checkpoint import find_undamaged
-    from grpo_async.training.ranks import follow
+        from grpo_async.chat.renderer import load_renderer
+        from grpo_async.trainer.context import build_context, join_process_group
+        from grpo_async.trainer.start import run_rank_zero
+        from grpo_async.training.checkpoint import find_undamaged
+        from grpo_async.training.ranks import follow
 
     record("importing", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
