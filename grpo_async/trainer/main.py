@@ -40,7 +40,6 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
         import numpy as np
         import torch
         import torch.distributed as dist
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - needed below, by whoever loads
 
         from grpo_async.chat.renderer import load_renderer
         from grpo_async.trainer.context import build_context, join_process_group
