@@ -5,6 +5,7 @@ Rank 0 decides (trainer.start), the others follow its commands (training.ranks.f
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -47,6 +48,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
         from grpo_async.training.checkpoint import find_undamaged
         from grpo_async.training.ranks import follow
 
+    gc.freeze()  # nor does a later collection walk through all that
     record("importing", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
     seed = seed_of(config.run.seed, assignment.resume_step, assignment.rank)  # for the user's code

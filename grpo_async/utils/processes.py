@@ -59,13 +59,14 @@ def die_with_parent(parent: int | None = None) -> None:
 @contextmanager
 def importing_much() -> Iterator[None]:
     """Import torch, transformers and the like with the garbage collector off: it would walk through their million objects again and
-    again, for a sixth of the time. What is there at the end stays, and is not walked through later either."""
+    again, for a sixth of the time."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
-        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _exit_when_parent_changes(parent: int) -> None:

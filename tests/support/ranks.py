@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -83,6 +84,7 @@ def main() -> None:
     with importing_much():
         for module in PRELOADED:
             importlib.import_module(module)
+    gc.freeze()
     tasks = Path("/proc/self/task")
     assert not tasks.exists() or len(list(tasks.iterdir())) == 1, "only a process of one thread can be forked"
     for line in sys.stdin:

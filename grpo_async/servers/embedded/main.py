@@ -7,6 +7,7 @@ Loads the model, binds the port, serves until SIGTERM (open answers end with rea
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -70,6 +71,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
 
         from grpo_async.servers.embedded.engine import SlotEngine, check_against_model, compute_logits_in_float32
 
+    gc.freeze()  # nor does a later collection walk through all that
     inference = config.inference
     if inference.embedded.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("inference.embedded.device: cuda, but torch sees no CUDA device; use cpu")
