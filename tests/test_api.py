@@ -1,4 +1,4 @@
-"""The Python API, as a notebook uses it."""
+"""The Python API, as a notebook uses it; a whole run of one: tests/e2e/test_interactions.py."""
 
 from __future__ import annotations
 
@@ -10,44 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async import Run, load_config, train
+from grpo_async import load_config, train
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError, RequestRejectedError, RunError
-from grpo_async.quickstart.prepare import prepare
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.slow
-def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    prepare()
-    # one epoch of ten rows, four a step: the last step has two
-    settings = ("training.max_steps=null", "training.epochs=1", "data.train.limit=10", "rollout.zero_variance=train",
-                "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8",
-                "optimizer.warmup_steps=0", "rollout.max_staleness=2")  # fmt: skip
-    config = load_config("configs/quickstart.yaml", [*settings, f"run.dir={tmp_path}"])
-
-    async def cell() -> Run:
-        return train(config)
-
-    run = asyncio.run(cell())
-    metrics = run.metrics()
-    assert list(metrics["step"]) == [1, 2, 3]
-    assert list(metrics["epoch"])[-1] == 1.0
-    assert list(metrics["ledger/groups/trained"]) == [4.0, 8.0, 10.0]
-    assert metrics["reward"].notna().all()
-    everything, some = run.rollouts(), run.rollouts("step = 2 and reward > 0.5")
-    assert len(everything) > len(some)
-    assert (some["reward"] > 0.5).all()
-    assert isinstance(everything["completion_text"][0], str)
-    assert len(run.evaluations()) == 2
-    assert len(run.rollouts(evaluation="latest")) == 8
-    keys = ("too-early", "unclear", "flat", "unconfirmed", "learns", "little", "baseline", "zero-variance")
-    assert run.diagnosis().key in keys
-    assert "quickstart" in repr(Run(run.folder))
-    with pytest.raises(ConfigError, match="resume"):
-        train(config)  # its folder is in use
 
 
 def test_in_a_running_event_loop_the_launcher_has_a_process_of_its_own(tmp_path: Path) -> None:

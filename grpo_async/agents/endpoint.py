@@ -121,6 +121,7 @@ class AgentEndpoint:
         server, self._server = self._server, None
         if listener is not None and server is not None:
             listener.close()
+            server.pre_shutdown()  # ends idle connections, for whose next request `shutdown` would wait
             await server.shutdown(_END_TIMEOUT_S)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:

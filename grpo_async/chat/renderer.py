@@ -24,6 +24,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.records import THINKING, Origin, TaggedMessage, ToolCall, answer_start, is_call_id
+from grpo_async.utils.processes import importing_much
 from grpo_async.utils.text import clipped, did_you_mean
 
 _RESULTS = ("kqresultonezq", "kqresulttwozq")  # of the dummy calls of `check_tools`
@@ -65,7 +66,8 @@ class ChatRenderer:
     def load(cls, model: ModelSection, *, parser: str = "auto") -> ChatRenderer:
         """Load the tokenizer of a model and the end-of-turn tokens of its configuration; ConfigError if something cannot be
         read."""
-        from transformers import AutoTokenizer  # slow import, needed by the trainer only
+        with importing_much():
+            from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(

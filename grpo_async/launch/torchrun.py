@@ -5,19 +5,21 @@ Run as `python -m grpo_async.launch.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a
 
 from __future__ import annotations
 
+import os
 import sys
 
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
-from grpo_async.utils.processes import die_with_launcher
+from grpo_async.utils.processes import die_with_launcher, importing_much
 
 
 def main() -> int:
     die_with_launcher()
     assignment = Assignment.from_environment()
     Heartbeat("torchrun", assignment.heartbeat_socket)
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with importing_much():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         run.main(sys.argv[1:])
@@ -31,4 +33,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the interpreter's teardown takes a second with torch, and the launcher waits for it

@@ -5,6 +5,7 @@ Rank 0 decides (trainer.start), the others follow its commands (training.ranks.f
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -17,6 +18,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.run_directory import attempt_number
 from grpo_async.tracking.timeline import ATTEMPT, record, recording, span
+from grpo_async.utils.processes import importing_much
 from grpo_async.utils.seeds import seed_of
 
 
@@ -35,16 +37,18 @@ def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlC
 def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, attempt: dict[str, Any]) -> None:
     control.send("phase", name="loading the model")
     began = time.time()
-    import numpy as np
-    import torch  # here, so that a broken installation is reported like any other failure
-    import torch.distributed as dist
+    with importing_much():  # here, so that a broken installation is reported like any other failure
+        import numpy as np
+        import torch
+        import torch.distributed as dist
 
-    from grpo_async.chat.renderer import load_renderer
-    from grpo_async.trainer.context import build_context, join_process_group
-    from grpo_async.trainer.start import run_rank_zero
-    from grpo_async.training.checkpoint import find_undamaged
-    from grpo_async.training.ranks import follow
+        from grpo_async.chat.renderer import load_renderer
+        from grpo_async.trainer.context import build_context, join_process_group
+        from grpo_async.trainer.start import run_rank_zero
+        from grpo_async.training.checkpoint import find_undamaged
+        from grpo_async.training.ranks import follow
 
+    gc.freeze()  # nor does a later collection walk through all that
     record("importing", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
     seed = seed_of(config.run.seed, assignment.resume_step, assignment.rank)  # for the user's code

@@ -614,6 +614,15 @@ def test_a_client_goes_on_after_all_tasks_of_the_loop_were_cancelled() -> None:
     assert _run(_policy("one", "two"), agent, num_branches=1) == "two"
 
 
+def test_a_connection_that_a_client_keeps_does_not_hold_up_the_end() -> None:
+    async def main() -> None:
+        async with httpx.AsyncClient() as client, asyncio.timeout(30.0) as limit, serving(_policy()) as (_, session):
+            await client.get(f"{session.base_url}/models", headers={"authorization": f"Bearer {session.key}"})
+            limit.reschedule(asyncio.get_running_loop().time() + 4.0)
+
+    asyncio.run(main())
+
+
 @pytest.fixture(autouse=True)
 def _without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):

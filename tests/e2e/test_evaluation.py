@@ -112,11 +112,11 @@ def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_
     assert summary["evaluation"]["after"]["version_min"] == 9
 
 
-def test_eval_finds_what_the_run_found_in_its_model(golden_run: GoldenRun) -> None:
-    """Greedy, float32 throughout: the exported model is the policy of the run's last evaluation."""
-    exported = _eval(golden_run.run.config, "--checkpoint", str(golden_run.run.folder / "model"))
-    assert exported["evaluated"] == "model"
-    assert _numbers(exported["metrics"]) == _numbers(golden_run.run.summary()["evaluation"]["after"])
+def test_eval_finds_in_the_last_checkpoint_what_the_run_found(golden_run: GoldenRun) -> None:
+    """Greedy, float32 throughout: what is exported from the checkpoint is the policy of the run's last evaluation."""
+    found = _eval(golden_run.run.config, "--checkpoint", "latest")
+    assert found["evaluated"] == "step_6"
+    assert _numbers(found["metrics"]) == _numbers(golden_run.run.summary()["evaluation"]["after"])
 
 
 def test_a_checkpoint_becomes_a_model_folder(golden_run: GoldenRun, tmp_path: Path) -> None:

@@ -74,5 +74,6 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
     assert all(len(statuses[prompt]) > 1 for prompt in cancelled), "a prompt in flight at the stop was not issued again"
 
 
+@pytest.mark.nightly
 def test_a_reward_that_always_raises_ends_the_run_with_the_cause(tmp_path: Path) -> None:
     assert "this reward never works" in _run(tmp_path, rewards("user_rewards:always_raises")).fail()

@@ -1,12 +1,15 @@
-"""Whole runs with the user's environments, tools and rollout functions."""
+"""Whole runs with the user's environments, tools and rollout functions, from the command line and from a notebook."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from grpo_async import Run, load_config, train
+from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline import read_spans
 from tests.e2e.support import REPOSITORY, SMALL, assert_on_policy, make_run
 from tests.support.stored import read_groups
@@ -52,6 +55,7 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
             *SHORT,
             *TOOLS,
             f"data.train.path={train}",
+            "training.max_steps=2",
             "evaluation=null",
             "tool_calling={parser: 'tests.e2e.user_code:parse'}",
             f"tools=[{{function: '{TRL}:multiply'}}]",
@@ -82,22 +86,45 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
     assert any(span["name"] == "environment" for span in spans)
 
 
-def test_a_rollout_function_written_for_trl_makes_the_rollouts(tmp_path: Path) -> None:
-    """R4.1, R5.2, R5.5: it takes precedence, and every batch is generated after the push of the weights before it: synchronous,
-    with a learning rate at which old weights would show, the ratio of every token is 1 within 1e-3 (fp32 on both sides)."""
-    run = make_run(
-        tmp_path,
-        "quickstart.yaml",
-        (
-            *SHORT,
-            "rollout.max_staleness=0",
-            "optimizer.lr=0.001",
-            "rollout_function={function: 'tests.e2e.user_code:rollout_func'}",
-            "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, "
-            "{function: 'grpo_async.rewards.text:exact_match'}]",
-        ),
+def test_a_notebook_trains_with_a_rollout_function_written_for_trl_and_looks_at_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch is generated after the push of the weights before it: synchronous, with a learning rate at which old weights
+    would show, the ratio of every token is 1 within 1e-3 (fp32 on both sides). One epoch of ten rows: the last step has two."""
+    monkeypatch.chdir(REPOSITORY)
+    settings = (
+        *SHORT,
+        f"run.dir={tmp_path}",
+        "record.report=false",
+        "training.max_steps=null",
+        "training.epochs=1",
+        "data.train.limit=10",
+        "rollout.max_staleness=0",
+        "optimizer.lr=0.001",
+        "rollout_function={function: 'tests.e2e.user_code:rollout_func'}",
+        "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, {function: 'grpo_async.rewards.text:exact_match'}]",
     )
-    run.complete()
-    assert [line["rewards/step_is_known/mean"] for line in run.metrics()] == [1.0, 1.0, 1.0]
-    assert_on_policy(run.metrics())
-    assert run.metrics()[-1]["ledger/groups/stale"] == 0
+    config = load_config("configs/quickstart.yaml", settings)
+
+    async def cell() -> Run:
+        return train(config)
+
+    run = asyncio.run(cell())
+    metrics = run.metrics()
+    assert list(metrics["step"]) == [1, 2, 3]
+    assert list(metrics["epoch"])[-1] == 1.0
+    assert list(metrics["ledger/groups/trained"]) == [4.0, 8.0, 10.0]
+    assert list(metrics["ledger/groups/stale"])[-1] == 0
+    assert list(metrics["rewards/step_is_known/mean"]) == [1.0, 1.0, 1.0]
+    assert_on_policy(metrics.to_dict("records"))
+    everything, some = run.rollouts(), run.rollouts("step = 2 and reward > 1.5")
+    assert len(everything) > len(some)
+    assert (some["reward"] > 1.5).all()
+    assert isinstance(everything["completion_text"][0], str)
+    assert len(run.evaluations()) == 2
+    assert len(run.rollouts(evaluation="latest")) == 8
+    keys = ("too-early", "unclear", "flat", "unconfirmed", "learns", "little", "baseline", "zero-variance")
+    assert run.diagnosis().key in keys
+    assert "quickstart" in repr(Run(run.folder))
+    with pytest.raises(ConfigError, match="resume"):
+        train(config)  # its folder is in use

@@ -250,13 +250,6 @@ class Bare:
         return row.get("text")
 
 
-class Chosen:
-    """Requires the column that chooses among several environments, which it never gets."""
-
-    def reset(self, environment: str, **row: Any) -> str:
-        return environment
-
-
 class Timed:
     """Limits its calls with signal.alarm, as an example of TRL does, so it needs the main thread."""
 

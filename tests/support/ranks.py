@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from grpo_async.utils.processes import die_with_parent
+from grpo_async.utils.processes import die_with_parent, importing_much
 
 LIMIT_S = 300.0
 PRELOADED = (
@@ -80,8 +81,10 @@ def _end(server: subprocess.Popen[str]) -> None:
 def main() -> None:
     """Answers each line of stdin, an order for a job, by a line of stdout: the exit statuses of its ranks."""
     die_with_parent(int(sys.argv[1]))
-    for module in PRELOADED:
-        importlib.import_module(module)
+    with importing_much():
+        for module in PRELOADED:
+            importlib.import_module(module)
+    gc.freeze()
     tasks = Path("/proc/self/task")
     assert not tasks.exists() or len(list(tasks.iterdir())) == 1, "only a process of one thread can be forked"
     for line in sys.stdin:

@@ -7,6 +7,7 @@ Loads the model, binds the port, serves until SIGTERM (open answers end with rea
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -18,7 +19,7 @@ from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.token import require_token, token_from_environment
 from grpo_async.utils.network import family_of, host_in_url
-from grpo_async.utils.processes import die_with_launcher, raise_open_files_limit
+from grpo_async.utils.processes import die_with_launcher, importing_much, raise_open_files_limit
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
@@ -63,12 +64,14 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
 
 def load_engine(config: ExperimentConfig) -> SlotEngine:
     """Load the model and build its engine."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
+    with importing_much():
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
 
-    from grpo_async.servers.embedded.engine import SlotEngine, check_against_model, compute_logits_in_float32
+        from grpo_async.servers.embedded.engine import SlotEngine, check_against_model, compute_logits_in_float32
 
+    gc.freeze()  # nor does a later collection walk through all that
     inference = config.inference
     if inference.embedded.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("inference.embedded.device: cuda, but torch sees no CUDA device; use cpu")
