@@ -340,8 +340,11 @@ class _Merged(torch.autograd.Function):
         return of_q, of_k, of_v, *(None,) * 4
 
 
-def _merged(*arguments: Any) -> torch.Tensor:
-    output: torch.Tensor = _Merged.apply(*arguments)  # type: ignore[no-untyped-call]
+def _merged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> torch.Tensor:
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # autocast does for torch's own attention, and does not know this one
+        q, k, v = (states.to(torch.get_autocast_dtype(kind)) for states in (q, k, v))
+    output: torch.Tensor = _Merged.apply(q, k, v, *others)  # type: ignore[no-untyped-call]
     return output
 
 
