@@ -77,7 +77,7 @@ class ControlServer:
                     self._on_message(message)
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit, or half of one
             self._on_broken(f"the control channel broke: {error}")
-        except (KeyError, TypeError) as error:  # without a word the trainer would stop, and nobody would know why
+        except (LookupError, TypeError) as error:  # without a word the trainer would stop, and nobody would know why
             self._on_broken(f"the control channel broke: a message cannot be handled: {error!r}")
         finally:
             writer.transport.abort()

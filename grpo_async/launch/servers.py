@@ -84,7 +84,9 @@ class Servers:
         await end(self.children, signals)
 
     def receive(self, message: Mapping[str, Any]) -> None:
-        """Handle server_serving or restart_server of the trainer."""
+        """Handle server_serving or restart_server of the trainer. Those at inference.urls are not ours."""
+        if message["index"] >= len(self._all):
+            return
         server = self._all[message["index"]]
         if message["kind"] == "server_serving":
             server.mark_serving(message["num_restarts"])
