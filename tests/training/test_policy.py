@@ -43,7 +43,7 @@ def _alone(model: Any, samples: Sequence[RolloutSample], *, temperature: float) 
     """Log-probabilities of every token but the first of each sample, by the model's own forward."""
     found = []
     for sample in samples:
-        ids = torch.tensor([sample.token_ids])
+        ids = torch.from_numpy(sample.token_ids).long()[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
         found.append(torch.log_softmax(logits, dim=-1).gather(-1, ids[0, 1:, None])[:, 0])
     return torch.cat(found)
