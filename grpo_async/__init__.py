@@ -9,7 +9,7 @@ How data flows. The arrows carry records; the boxes are packages:
                  chat tools envs   ^     |                 rewards                  |
                         Generation |     | GenerateRequest                          | RolloutSample
                                    |     v  (token ids in, ids + logprobs out)      v
-    servers/vllm     [ inference: client | API     ]                           [ batching ] plan, pack
+    servers/vllm     [ inference: client | API     ]                           [ batching ] prefix trees
     servers/embedded [ the same HTTP API           ]                                | MicroBatch
                                    ^                                                v
                                    |      policy_version + 1                   [ training ]     every rank, main thread

@@ -1,5 +1,6 @@
-"""Finds the prefixes that samples share, whoever made them: the prompt of a group, the history of an agent's calls. Sorted by their
-token ids, samples with a common prefix are neighbors, in the order of a depth-first walk through the tree of their prefixes.
+"""The prefix tree of samples, for tree packing: what they share is computed once, whoever made them (the prompt of a group, the
+history of an agent's calls). Sorted by their token ids, samples with a common prefix are neighbors, in the order of a depth-first
+walk through the tree.
 
 Samples [1 2 5], [9], [1 2 6 7] -> order [0, 2, 1], shared [0, 2, 0]: the third needs only its last two tokens computed."""
 

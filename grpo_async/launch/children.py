@@ -211,9 +211,8 @@ class Children:
             with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 is_below = process.pid in pids or process.ppid() in pids or os.getsid(process.pid) == child.pid
                 if not is_below:
-                    with contextlib.suppress(
-                        psutil.AccessDenied
-                    ):  # it runs as another user, so we cannot kill it either
+                    # what runs as another user cannot be killed, either
+                    with contextlib.suppress(psutil.AccessDenied):
                         is_below = process.environ().get(TAG_VARIABLE) == _tag_of(child.name)
                 if is_below:
                     below.append(process)

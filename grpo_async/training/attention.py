@@ -1,4 +1,4 @@
-"""Attention of samples that are packed in one row, each shared prefix once; registered with transformers under two names.
+"""Attention of samples that are packed in one row as prefix trees; registered with transformers under two names.
 
     mask    scaled dot product attention, segment by segment: no (R, T, T) mask is ever made. Any device, any dtype.
     varlen  variable-length flash attention: one kernel for all segments. GPU, 16 bit.
@@ -65,6 +65,11 @@ class _Part:
         return _to_device(torch.cat([torch.arange(each.start, each.stop) for _, each in self._pairs]), self._device)
 
     @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Most queries and keys of a pair."""
+        return max(self.query_lengths), max(self.key_lengths)
+
+    @cached_property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cumulative lengths of queries and keys. int32, [len(pairs) + 1]"""
         return _ends(self.query_lengths, self._device), _ends(self.key_lengths, self._device)
@@ -80,7 +85,6 @@ class SampleLayout:
         """`shape`: (R, T), rows and their tokens. `device`: where attention runs."""
         self.lengths = [segment.length for segment in segments]
         self.shared = [segment.shared for segment in segments]
-        self.max_length = max(self.lengths)
         starts = [0, *accumulate(self.lengths)]
         self.parts = [_Part([(own, own) for own in starmap(range, pairwise(starts))], device, is_causal=True)]
         self.paths: list[list[tuple[int, int]]] = []
@@ -94,6 +98,7 @@ class SampleLayout:
         _LAYOUTS.add(self)
         self.num_uses = 0
         self._device = device
+        self._ends_in_window: dict[int, tuple[torch.Tensor, int]] = {}
 
     def _connect(self, segments: Sequence[Segment], starts: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
         """Find the path of every segment. Return the queries and keys of different segments, in parts of which none has a query
@@ -134,8 +139,10 @@ class SampleLayout:
 
     def ends_in_window(self, window: int) -> tuple[torch.Tensor, int]:
         """Cumulative lengths of the keys that segments see in a window, int32 [len(lengths) + 1], and the most of one segment."""
-        lengths = [own + min(shared, window - 1) for own, shared in zip(self.lengths, self.shared, strict=True)]
-        return _ends(lengths, self._device), max(lengths)
+        if window not in self._ends_in_window:  # the same in all layers
+            lengths = [own + min(shared, window - 1) for own, shared in zip(self.lengths, self.shared, strict=True)]
+            self._ends_in_window[window] = _ends(lengths, self._device), max(lengths)
+        return self._ends_in_window[window]
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -260,9 +267,9 @@ def _varlen_attention(
     else:
         k, v = _repeated(k, q), _repeated(v, q)
     ends_q = ends_k = layout.parts[0].ends[0]
-    longest = layout.max_length
+    longest_q = longest_k = layout.parts[0].longest[0]
     if layout.has_shared and window is not None:
-        ends_k, longest = layout.ends_in_window(window)
+        ends_k, longest_k = layout.ends_in_window(window)
         for_each = [torch.split(states, layout.lengths) for states in (k, v)]
         numbers = range(len(layout.lengths))
         k, v = (torch.cat([layout.keys_of(n, each, window, dim=0) for n in numbers]) for each in for_each)
@@ -272,8 +279,8 @@ def _varlen_attention(
         v,
         ends_q,
         ends_k,
-        layout.max_length,
-        longest,
+        longest_q,
+        longest_k,
         scale=scale,
         # keys before and after the query that it sees, apart from its own; -1 = all
         window_size=(-1 if window is None else window - 1, 0),
@@ -294,6 +301,8 @@ def _as_rows(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 _Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, _Part, float], tuple[torch.Tensor, torch.Tensor]]
 """Attention of one part: output (queries, H, D) and normalizers, the log of the sum of exp(scores), (queries, H)."""
+_Backward = Callable[[Sequence[torch.Tensor], _Part, float], Any]
+"""Gets the gradient of the output, q, k, v, output and normalizers; returns the gradients of q, k and v."""
 
 
 class _Merged(torch.autograd.Function):
@@ -309,7 +318,7 @@ class _Merged(torch.autograd.Function):
         layout: SampleLayout,
         scale: float,
         forward: _Forward,
-        backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        backward: _Backward,
     ) -> torch.Tensor:
         own, *shared = layout.parts
         output, norm = forward(q, k, v, own, scale)
@@ -331,10 +340,10 @@ class _Merged(torch.autograd.Function):
         (grad,) = upstream
         q, k, v, output, norm = ctx.saved_tensors
         own, *shared = ctx.layout.parts
-        of_q, of_k, of_v = ctx.kernel(grad, q, k, v, output, norm, own, ctx.scale)
+        of_q, of_k, of_v = ctx.kernel((grad, q, k, v, output, norm), own, ctx.scale)
         for part in shared:
             i, j = part.queries, part.keys
-            added = ctx.kernel(grad[i], q[i], k[j], v[j], output[i], norm[i], part, ctx.scale)
+            added = ctx.kernel((grad[i], q[i], k[j], v[j], output[i], norm[i]), part, ctx.scale)
             for total, index, more in zip((of_q, of_k, of_v), (i, j, j), added, strict=True):
                 total[index] += more
         return of_q, of_k, of_v, *(None,) * 4
@@ -361,16 +370,8 @@ def _cpu_forward(
     return torch.cat([each[0].transpose(0, 1) for each in outputs]), torch.cat([each[0].T for each in norms])
 
 
-def _cpu_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    norm: torch.Tensor,
-    part: _Part,
-    scale: float,
-) -> tuple[torch.Tensor, ...]:
+def _cpu_backward(tensors: Sequence[torch.Tensor], part: _Part, scale: float) -> tuple[torch.Tensor, ...]:
+    grad, q, k, v, output, norm = tensors
     of_queries = [_pieces(states, part.query_lengths) for states in (grad, q, output)]
     of_keys = [_pieces(states, part.key_lengths) for states in (k, v)]
     norms = [each.T[None] for each in torch.split(norm, part.query_lengths)]
@@ -391,40 +392,17 @@ def _pieces(states: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 def _gpu_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(part.query_lengths), max(part.key_lengths)
     output, norm, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *part.ends, *longest, 0.0, part.is_causal, False, scale=scale
+        q, k, v, *part.ends, *part.longest, 0.0, part.is_causal, False, scale=scale
     )
     return output, norm.T  # the kernel's is (H, queries)
 
 
-def _gpu_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    norm: torch.Tensor,
-    part: _Part,
-    scale: float,
-) -> Any:
-    longest = max(part.query_lengths), max(part.key_lengths)
+def _gpu_backward(tensors: Sequence[torch.Tensor], part: _Part, scale: float) -> Any:
+    grad, q, k, v, output, norm = tensors
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout
-    return torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        q,
-        k,
-        v,
-        output,
-        norm.T.contiguous(),
-        *part.ends,
-        *longest,
-        0.0,
-        part.is_causal,
-        unused,
-        unused,
-        scale=scale,
-    )
+    given = (grad.contiguous(), q, k, v, output, norm.T.contiguous(), *part.ends, *part.longest)
+    return torch.ops.aten._flash_attention_backward(*given, 0.0, part.is_causal, unused, unused, scale=scale)
 
 
 def _settings(
