@@ -13,7 +13,7 @@ import pytest
 
 from grpo_async.launch.control import ControlServer
 from grpo_async.processes.control import ControlClient
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 LIMIT_S = 10.0
 
@@ -70,8 +70,9 @@ def test_a_stop_reaches_the_trainer_also_when_it_connects_later(tmp_path: Path, 
 
 def test_a_launcher_that_goes_away_asks_to_stop_and_sending_never_raises(tmp_path: Path) -> None:
     async def main() -> ControlClient:
-        async with ControlServer(tmp_path / "control", lambda message: None, lambda text: None):
+        async with ControlServer(tmp_path / "control", lambda message: None, lambda text: None) as server:
             client = await asyncio.to_thread(ControlClient, tmp_path / "control")
+            await until(lambda: server.has_connected)
             assert not client.stop_requested.is_set()
         return client
 
