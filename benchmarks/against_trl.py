@@ -36,7 +36,7 @@ from benchmarks.report import ROOT, Report, figures, in_turns, parser_of, ratios
 
 OURS, TRL = "grpo-async", "TRL"
 AT_LEAST = 1.5
-RUN_TIMEOUT_S = 300.0
+RUN_TIMEOUT_S = 900.0
 TRL_VERSION = "1.16.0"
 GROUPS_PER_STEP, GROUP_SIZE, COMPLETION_TOKENS, MAX_STALENESS = 2, 8, 64, 4
 LR = 1e-6
