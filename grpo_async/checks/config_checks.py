@@ -190,7 +190,9 @@ class _InputChecks:
             needed += [
                 (f"tracking.{i}.type: {t.type}", _TRACKERS.get(t.type, t.type)) for i, t in enumerate(config.tracking)
             ]
-            needed += [("model.lora", "peft")] if config.model.lora is not None else []
+            lora = config.model.lora
+            needed += [("model.lora", "peft")] if lora is not None else []
+            needed += [("model.lora.load_in_4bit", "bitsandbytes")] if lora is not None and lora.load_in_4bit else []
         missing = [(key, module) for key, module in needed if importlib.util.find_spec(module) is None]
         self.problems.extend(f"{key}: {needs(module)}" for key, module in missing)
         if engine.engine == "embedded":

@@ -31,6 +31,7 @@ from grpo_async.training.logprobs import (
     chunked_logprobs,
     is_plain_linear,
 )
+from grpo_async.training.quantize import layers_in_4_bits
 
 _KEPT_NAMES = (
     ("aten", "mm"),
@@ -229,11 +230,17 @@ def shard_policy(
     # the root's input is a micro-batch, whose weights, advantages and log-probabilities stay in float32
     of_root = replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    whole: set[nn.Parameter] = {layer.weight for _, layer in layers_in_4_bits(policy.model)}
     for layer in decoder_layers(policy.model):
         fully_shard(
-            layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward, offload_policy=offload
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
+            ignored_params=whole,
         )
-    fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=offload, ignored_params=whole)
 
 
 def reshard(policy: nn.Module) -> None:
