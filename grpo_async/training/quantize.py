@@ -18,6 +18,8 @@ _BLOCK = 64  # weights that share a scale
 class Linear4Bit(nn.Linear):
     """A frozen linear layer. `weight`: two weights a byte, uint8 [weights / 2, 1]; `absmax`: the scale of each block, float32."""
 
+    weight: nn.Parameter
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.whole_shape = (linear.out_features, linear.in_features)
@@ -30,8 +32,8 @@ class Linear4Bit(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         import bitsandbytes
 
-        state = self._state(input.dtype)
-        output: torch.Tensor = bitsandbytes.matmul_4bit(input, self.weight.t(), state, bias=self.bias)
+        untyped: Any = bitsandbytes
+        output: torch.Tensor = untyped.matmul_4bit(input, self.weight.t(), self._state(input.dtype), bias=self.bias)
         return output
 
     def whole(self) -> torch.Tensor:
@@ -42,11 +44,12 @@ class Linear4Bit(nn.Linear):
         return weight
 
     def _state(self, dtype: torch.dtype) -> Any:
-        from bitsandbytes.functional import QuantState, get_4bit_type
+        from bitsandbytes import functional
 
-        code = get_4bit_type("nf4", device=self.weight.device)
-        shape = torch.Size(self.whole_shape)
-        return QuantState(absmax=self.absmax, shape=shape, code=code, blocksize=_BLOCK, quant_type="nf4", dtype=dtype)
+        untyped: Any = functional
+        code = untyped.get_4bit_type("nf4", device=self.weight.device)
+        options = {"shape": torch.Size(self.whole_shape), "blocksize": _BLOCK, "quant_type": "nf4", "dtype": dtype}
+        return untyped.QuantState(absmax=self.absmax, code=code, **options)
 
 
 def use_4_bits(model: Any) -> None:

@@ -41,14 +41,21 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": {**_LINEAR, **_SHARED},
     "qwen3-next": {**_LINEAR, **_SHARED},
     "lfm2": {},
-    "granite-hybrid": {},
+    "granite-hybrid": {"mamba_d_head": 32},
     "nemotron-h": {},
     "falcon-h1": {},
-    "gemma4": {},
-    "gpt-oss": {},
-    "glm-4-moe": {},
-    "deepseek-v3": {},
-    "mamba2": {},
+    "gemma4": {"sliding_window": 64, "global_head_dim": 64},
+    "gpt-oss": {"sliding_window": 64},
+    "glm-4-moe": _EXPERTS,
+    "deepseek-v3": {
+        **_EXPERTS,
+        "num_key_value_heads": 2,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "kv_lora_rank": 64,
+    },
+    "mamba2": {"head_dim": 32},
 }
 
 
