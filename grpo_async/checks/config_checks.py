@@ -36,7 +36,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.embedded.grammar import is_xgrammar_installed
 from grpo_async.servers.engine_choice import EngineChoice
-from grpo_async.training.families import check_family, check_tokenizer_size, check_vocabulary
+from grpo_async.training.families import check_family, check_tokenizer_size, check_vocabulary, one_sample_per_row
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.files import downloaded_file
@@ -139,6 +139,11 @@ class _InputChecks:
                 text, longest = text_config(described), config.inference.max_model_len
                 if trains:
                     check_family(text, config.model.path, longest)
+                    if one_sample_per_row(text) and config.training.pack:
+                        self.notes.append(
+                            "training.pack: layers of this model carry a state from token to token, so that samples cannot share "
+                            "a row; each gets its own, and those of similar length are computed together"
+                        )
                 if engine.engine == "embedded":
                     check_embedded_family(text, longest)
         if folder is not None and config.model.revision is not None:
@@ -185,7 +190,9 @@ class _InputChecks:
             needed += [
                 (f"tracking.{i}.type: {t.type}", _TRACKERS.get(t.type, t.type)) for i, t in enumerate(config.tracking)
             ]
-            needed += [("model.lora", "peft")] if config.model.lora is not None else []
+            lora = config.model.lora
+            needed += [("model.lora", "peft")] if lora is not None else []
+            needed += [("model.lora.load_in_4bit", "bitsandbytes")] if lora is not None and lora.load_in_4bit else []
         missing = [(key, module) for key, module in needed if importlib.util.find_spec(module) is None]
         self.problems.extend(f"{key}: {needs(module)}" for key, module in missing)
         if engine.engine == "embedded":

@@ -79,7 +79,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     With N parameters on R ranks that share them (hybrid sharding: those of a machine), T of them trained, m bytes an element of
     `model.dtype` (adapters: 4), c of the compute dtype, t tokens of a micro-batch, L layers:
 
-        weights      (N m + reference N c) / R; a synced one: N m
+        weights      (N m + reference N c) / R; a synced one: N m; in 4 bits 9/16 of a byte for all but the embedding, on each rank
         gathered     two layers and the embedding, in c
         gradients    4 T / R (a GPU reduces them after every micro-batch)
         optimizer    T / R times 2 m (two moments; the fused update needs no more)
@@ -93,7 +93,10 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     training, launch, lora = config.training, config.launch, config.model.lora
     ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.trainer_nodes)
     master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.resolved_compute_dtype]
-    weights = model.parameters * master
+    weights: float = model.parameters * master
+    if lora is not None and lora.load_in_4bit:
+        embedding = model.hidden * model.vocabulary
+        weights = embedding * master + 9 / 16 * (model.parameters - embedding) * ranks
     if config.loss.needs_reference and not config.reference_is_policy:
         weights += model.parameters * (master if config.loss.sync_ref_model else compute)
     moments = 2.0 * (master if lora is None else 4)

@@ -277,6 +277,10 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
         f"{{model.lora.modules_to_save}}; {merged}",
     )
     yield (
+        lora.load_in_4bit,
+        f"model.lora.push: adapter adds to the files of model.path, which {{model.lora.load_in_4bit}} rounds; {merged}",
+    )
+    yield (
         config.weights.transport in ("nccl", "ipc"),
         f"model.lora.push: adapter travels over gloo alone, not over {{weights.transport}}; {merged}",
     )

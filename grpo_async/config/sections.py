@@ -78,6 +78,9 @@ class LoraSection(StrictModel):
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules that are fully trained in addition to the adapters, by the ends of their names, such as [embed_tokens,
     lm_head]; of tied ones, name both. They are pushed and exported with the rest (peft's setting of this name)."""
+    load_in_4bit: bool = False
+    """Keep the frozen base in 4 bits (QLoRA, arXiv 2305.14314; extra `qlora`), whole on every rank; experts and the head stay as
+    they are. Servers get the same weights, unpacked, with the adapters merged."""
     push: Literal["merged", "adapter"] = "merged"
     """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
     a server's disk; each server adds them to the weights that it has loaded itself from `model.path`."""

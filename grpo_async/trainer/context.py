@@ -149,4 +149,6 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
         raise ConfigError(str(error).replace("model.path:", "loss.reference:", 1)) from error
     ours, theirs = (each.model.config.get_text_config().vocab_size for each in (policy, other))
     check_vocabulary(path, ours=ours, theirs=theirs)
+    if config.training.pack and other.one_sample_per_row and not policy.one_sample_per_row:
+        raise ConfigError(f"loss.reference: layers of {path!r} carry a state along the row; set training.pack: false")
     return Reference(other)

@@ -74,6 +74,7 @@ class Packer:
             groups,
             context.config,
             world_size=context.world_size,
+            pack=context.config.training.pack and not context.policy.one_sample_per_row,
             trainer_version=step - 1,
             is_stored=lambda group_id: has_stats and self.store.stores(group_id, GroupStatus.TRAINED),
         )
@@ -88,6 +89,7 @@ def divide_step(
     config: ExperimentConfig,
     *,
     world_size: int,
+    pack: bool,
     trainer_version: int,
     is_stored: Callable[[int], bool],
 ) -> tuple[PackedStep, list[PackCommand]]:
@@ -104,7 +106,7 @@ def divide_step(
             lengths,
             world_size=world_size,
             micro_batch_tokens=config.training.micro_batch_tokens,
-            pack=config.training.pack,
+            pack=pack,
             prefixes=prefix_order([sample.token_ids for sample in samples]),
         )
         weights = token_weights(

@@ -35,7 +35,7 @@ _QUERY_BLOCK = 256  # queries that attend at a time in a window, or soft-capped
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM = 256
 # arguments that change the outcome of a family's attention, and that neither function applies
-_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "alibi", "head_mask", "layer_head_mask")
+_UNSUPPORTED = ("sinks", "position_bias", "alibi", "head_mask", "layer_head_mask")
 
 
 class CausalMask:
@@ -43,6 +43,9 @@ class CausalMask:
 
     def __init__(self, window: int | None) -> None:
         self.window = window
+
+    def __getitem__(self, _: Any) -> CausalMask:
+        return self  # what DeepSeek's attention cuts out for its indexer
 
 
 class _Part:
@@ -187,6 +190,8 @@ def _obstacle_to_varlen(device: torch.device, dtype: torch.dtype, config: Any) -
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None):
         return "it does not support soft-capping, and the model sets `attn_logit_softcapping`"
+    if text.model_type == "gpt_oss":
+        return "it does not support attention sinks"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if head_dim > _VARLEN_MAX_HEAD_DIM:
         return f"it supports heads of at most {_VARLEN_MAX_HEAD_DIM} dimensions, and the model's have {head_dim}"
@@ -200,6 +205,10 @@ def use_attention(model: Any, name: AttentionName) -> None:
     AttentionInterface.register(full_name, _mask_attention if name == "mask" else _varlen_attention)
     AttentionMaskInterface.register(full_name, _make_mask)
     model.set_attn_implementation(full_name)
+    for module in model.modules():
+        if getattr(module, "indexer", None) is not None:  # of sparse attention: it chooses all tokens, see check_family
+            module.indexer.forward = lambda *_, **__: ()
+            module.indexer.requires_grad_(False)
     if model.config.get_text_config()._attn_implementation != full_name:
         raise ConfigError(
             f"model.path: the attention of {type(model).__name__} cannot be given the boundaries of packed samples; "
@@ -227,9 +236,9 @@ def _mask_attention(
     attention_mask: CausalMask | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
+    layout, scale, window, softcap, sinks = _settings(module, query, attention_mask, arguments)
     q, k, v = (_flat(states) for states in (query, key, value))
-    if window is None and softcap is None and q.device.type == "cpu":
+    if window is None and softcap is None and sinks is None and q.device.type == "cpu":
         return _as_rows(_merged(q, k, v, layout, scale, _cpu_forward, _cpu_backward), query), None
     q, k, v = (states.transpose(0, 1)[None] for states in (q, _repeated(k, q), _repeated(v, q)))  # (1, H, R x T, D)
     # split, because the gradient of a slice is as large as the tensor that was sliced
@@ -237,7 +246,7 @@ def _mask_attention(
     pieces = []
     for number, own in enumerate(queries):
         its_keys, its_values = (layout.keys_of(number, each, window, dim=2) for each in (keys, values))
-        pieces.append(_attend(own, its_keys, its_values, scale, window, softcap))
+        pieces.append(_attend(own, its_keys, its_values, scale, window, softcap, sinks))
     return _as_rows(torch.cat(pieces, dim=2)[0].transpose(0, 1), query), None
 
 
@@ -253,10 +262,10 @@ def _varlen_attention(
     """The attention function that transformers calls for `varlen`. Shapes as above."""
     from torch.nn.attention.varlen import varlen_attn
 
-    layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
-    if softcap is not None:
+    layout, scale, window, softcap, sinks = _settings(module, query, attention_mask, arguments)
+    if softcap is not None or sinks is not None:
         raise ConfigError(
-            "model.attention: varlen does not support soft-capping, and the model uses it; set it to mask"
+            "model.attention: varlen does not support soft-capping and sinks, and the model uses them; set it to mask"
         )
     q, k, v = (_flat(states) for states in (query, key, value))
     if layout.has_shared and window is None:
@@ -296,7 +305,7 @@ def _flat(states: torch.Tensor) -> torch.Tensor:
 
 def _as_rows(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """(R x T, H, D) -> (R, T, H, D), where `query` is (R, H, T, D)"""
-    return output.reshape(query.shape[0], query.shape[2], *output.shape[1:])
+    return output.reshape(query.shape[0], query.shape[2], *output.shape[1:]).contiguous()  # some models call view
 
 
 _Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, _Part, float], tuple[torch.Tensor, torch.Tensor]]
@@ -350,11 +359,13 @@ class _Merged(torch.autograd.Function):
 
 
 def _merged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> torch.Tensor:
-    kind = q.device.type
+    kind, size = q.device.type, v.shape[-1]
+    if size != q.shape[-1]:  # kernels want as many dimensions of keys as of values (DeepSeek: 192 and 128)
+        q, k, v = (F.pad(each, (0, max(q.shape[-1], size) - each.shape[-1])) for each in (q, k, v))
     if torch.is_autocast_enabled(kind):  # autocast does for torch's own attention, and does not know this one
         q, k, v = (states.to(torch.get_autocast_dtype(kind)) for states in (q, k, v))
     output: torch.Tensor = _Merged.apply(q, k, v, *others)  # type: ignore[no-untyped-call]
-    return output
+    return output[..., :size]
 
 
 def _cpu_forward(
@@ -407,8 +418,8 @@ def _gpu_backward(tensors: Sequence[torch.Tensor], part: _Part, scale: float) ->
 
 def _settings(
     module: nn.Module, query: torch.Tensor, attention_mask: CausalMask | None, arguments: dict[str, Any]
-) -> tuple[SampleLayout, float, int | None, float | None]:
-    """Layout, scale of the scores, window and softcap of this layer; refuses arguments that would be silently ignored."""
+) -> tuple[SampleLayout, float, int | None, float | None, torch.Tensor | None]:
+    """Layout, scale of the scores, window, softcap and sinks of this layer; refuses arguments that would be silently ignored."""
     kind = type(module).__name__
     unsupported = [name for name in _UNSUPPORTED if arguments.get(name) is not None]
     if not isinstance(attention_mask, CausalMask):
@@ -430,7 +441,7 @@ def _settings(
     layout.num_uses += 1
     scale = arguments.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return layout, scale, attention_mask.window, arguments.get("softcap")
+    return layout, scale, attention_mask.window, arguments.get("softcap"), arguments.get("s_aux")
 
 
 def _repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -439,14 +450,23 @@ def _repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Causal attention of the last L of K tokens, (B, H, L, D) and (B, H, K, D). A window of W: a token sees itself and the W - 1
-    before it."""
+    before it. Sinks (H,) (GPT-OSS, arXiv 2309.17453): the score of a key that every token sees, whose value is zero."""
     length, past = q.shape[2], k.shape[2] - q.shape[2]
     window = None if window is None or window >= length + past else window
-    if window is None and softcap is None and past == 0:
+    if window is None and softcap is None and sinks is None and past == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if sinks is not None:  # one more dimension, in which only the sink's key is not zero
+        q, k, v = F.pad(q, (0, 1), value=1 / scale), F.pad(k, (0, 1)), F.pad(v, (0, 1))
+        sink = F.pad(sinks.to(k.dtype).expand(len(k), -1)[..., None, None], (k.shape[3] - 1, 0))
     outputs = []
     for begin in range(past, past + length, _QUERY_BLOCK):
         end = min(begin + _QUERY_BLOCK, past + length)
@@ -455,15 +475,20 @@ def _attend(
             torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)[None, :]
         )
         visible = (distance >= 0) & (distance < (math.inf if window is None else window))  # (queries, keys)
-        block = (q[:, :, begin - past : end - past], k[:, :, first:end], v[:, :, first:end], visible)
+        queries, keys, values = q[:, :, begin - past : end - past], k[:, :, first:end], v[:, :, first:end]
+        if sinks is not None:
+            keys, values = torch.cat([sink, keys], dim=2), F.pad(values, (0, 0, 1, 0))
+            visible = F.pad(visible, (1, 0), value=True)
         if softcap is None:
-            outputs.append(F.scaled_dot_product_attention(*block[:3], attn_mask=visible, scale=scale))
+            outputs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
         elif torch.is_grad_enabled():
             # scores are computed again in the backward pass, not held for every block
-            outputs.append(checkpoint(_softcapped, *block, scale, softcap, use_reentrant=False))
+            block = (queries, keys, values, visible, scale, softcap)
+            outputs.append(checkpoint(_softcapped, *block, use_reentrant=False))
         else:
-            outputs.append(_softcapped(*block, scale, softcap))
-    return torch.cat(outputs, dim=2)
+            outputs.append(_softcapped(queries, keys, values, visible, scale, softcap))
+    attended = torch.cat(outputs, dim=2)
+    return attended if sinks is None else attended[..., :-1]
 
 
 def _softcapped(

@@ -9,7 +9,9 @@ from grpo_async.errors import ConfigError
 from grpo_async.servers.embedded.families import other_layers
 
 # settings that change logits after the head and that LogitTransform does not implement
-_LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
+_LOGIT_CHANGES = ("output_multiplier", "logits_mup_width_multiplier")
+_STATEFUL = {"linear_attention", "conv", "hybrid", "mamba", "mamba2", "recurrent"}
+"""Layer types that carry a state along the row. Nemotron-H lists its layers without attention, too: mlp, moe."""
 
 
 def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
@@ -21,20 +23,33 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
                 f"model.path: {path!r} sets `{name}`, which the trainer's log-probabilities do not include; "
                 "models of this family cannot be trained yet"
             )
-    others = other_layers(config)
-    chunk = config.get("attention_chunk_size")
-    if "chunked_attention" in others and chunk is not None:
-        if chunk < max_model_len:
-            raise ConfigError(
-                f"model.path: {path!r} attends within chunks of {chunk} tokens, which the trainer does not support; "
-                f"set inference.max_model_len (now {max_model_len}) to at most {chunk}"
-            )
-        others.remove("chunked_attention")
+    others = set(other_layers(config)) - _STATEFUL - {"mlp", "moe"}
+    for kind, limit in (("chunked_attention", "attention_chunk_size"), ("indexed_attention", "index_topk")):
+        seen = config.get(limit)
+        if kind in others and isinstance(seen, int):
+            if seen < max_model_len:
+                raise ConfigError(
+                    f"model.path: {path!r} has layers whose tokens attend to {seen} tokens (`{limit}`), which the trainer does not "
+                    f"support; set inference.max_model_len (now {max_model_len}) to at most {seen}"
+                )
+            others.remove(kind)
     if others:
         raise ConfigError(
-            f"model.path: {path!r} has layers of the kind {', '.join(others)}, which would carry one sample of a packed row into "
-            "the next; models of this family cannot be trained yet"
+            f"model.path: {path!r} has layers of the kind {', '.join(sorted(others))}, which the trainer does not compute as a "
+            "server does; models of this family cannot be trained yet"
         )
+
+
+def one_sample_per_row(config: Mapping[str, Any]) -> bool:
+    """Whether samples cannot be packed: layers carry a state along the row (linear attention, convolutions, state spaces), or
+    count positions by it (Llama 4's temperature)."""
+    return config.get("model_type") == "llama4_text" or not _STATEFUL.isdisjoint(other_layers(config))
+
+
+def count_attention_layers(config: Any) -> int:
+    """Count the layers of a Hugging Face config that have attention with a cache for each token."""
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    return sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in kinds)
 
 
 def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:

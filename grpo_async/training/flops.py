@@ -35,13 +35,15 @@ def training_flops(model: Any, computed_tokens: int, trained_tokens: int, attent
         for name, weight in layer.named_parameters():
             if weight.dim() >= 2:
                 part = float(chosen / experts) if ".experts." in f".{name}" else 1.0
-                flops += part * weight.numel() * (6 if weight.requires_grad else 4) * computed_tokens
+                numel = weight.numel() * (2 if weight.dtype == torch.uint8 else 1)  # packed (training/quantize.py)
+                flops += part * numel * (6 if weight.requires_grad else 4) * computed_tokens
     head = model.get_output_embeddings().weight
     flops += head.numel() * (6 if head.requires_grad else 4) * trained_tokens
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = int(getattr(config, "sliding_window", None) or attention_pairs)  # of all layers, where kinds are not told
     in_window = min(attention_pairs, computed_tokens * window)
     for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers):
-        pairs = in_window if kind == "sliding_attention" else attention_pairs
-        flops += 12.0 * int(config.num_attention_heads) * head_dim * pairs
+        if kind.endswith("attention") and kind != "linear_attention":
+            head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            pairs = in_window if kind == "sliding_attention" else attention_pairs
+            flops += 12.0 * int(config.num_attention_heads) * head_dim * pairs
     return flops

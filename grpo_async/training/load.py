@@ -24,6 +24,7 @@ from grpo_async.training.families import check_family
 from grpo_async.training.lora import adapter_values, add_adapters
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.parameters import is_leader, list_sources, local_of, num_ranks
+from grpo_async.training.quantize import layers_in_4_bits, quantized, use_4_bits
 from grpo_async.utils.text import shortlist
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ def build_policy(
             f"model.path: cannot load a causal language model from {section.path!r}: {message_of(error)}"
         ) from error
     if section.lora is not None:
+        if section.lora.load_in_4bit:
+            use_4_bits(model)
         add_adapters(model, section.lora)
     has_dropout = section.lora is not None and section.lora.dropout > 0.0
     recompute_activations(model, section.activation_checkpointing, has_dropout=has_dropout)
@@ -98,6 +101,8 @@ def load_weights(policy: Policy, section: ModelSection, *, device: torch.device,
         raise ConfigError(problem)
     if is_leader():
         values |= adapter_values(model, seed=seed)
+        for name, _ in layers_in_4_bits(model):
+            values[f"{name}.weight"], values[f"{name}.absmax"] = quantized(values[f"{name}.weight"])
     _materialize(policy, device)
     targets = {source.name: source.tensor for source in list_sources(model)}
     targets |= {name.replace(".base_layer", ""): buffer for name, buffer in model.named_buffers()}

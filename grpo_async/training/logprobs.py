@@ -24,15 +24,15 @@ _LAUNCHED = 2**23  # on a GPU: a smaller kernel would end before the next one is
 class LogitTransform:
     """A model family's change of the head's output z: softcap x tanh(scale x z / softcap), or scale x z without softcap."""
 
-    scale: float = 1.0  # Granite: 1 / logits_scaling, Cohere: logit_scale
+    scale: float = 1.0  # Granite: 1 / logits_scaling, Cohere: logit_scale, Falcon-H1: lm_head_multiplier
     softcap: float | None = None  # Gemma: final_logit_softcapping
 
     @classmethod
     def from_config(cls, config: Any) -> LogitTransform:
         """Read it from a Hugging Face config (of the text part, if there are several parts)."""
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
+        scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
+        for name in ("logit_scale", "lm_head_multiplier"):
+            scale *= float(getattr(config, name, None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 

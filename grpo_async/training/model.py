@@ -23,6 +23,7 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import SampleLayout, use_attention
+from grpo_async.training.families import count_attention_layers, one_sample_per_row
 from grpo_async.training.logprobs import (
     LogitTransform,
     PolicyOutput,
@@ -30,6 +31,7 @@ from grpo_async.training.logprobs import (
     chunked_logprobs,
     is_plain_linear,
 )
+from grpo_async.training.quantize import layers_in_4_bits
 
 _KEPT_NAMES = (
     ("aten", "mm"),
@@ -49,7 +51,10 @@ _KEPT_NAMES = (
 
 
 class Policy(nn.Module):
-    """See the module's docstring. `model` is the Hugging Face model; its parameter names are those of its checkpoints."""
+    """See the module's docstring. `model` is the Hugging Face model; its parameter names are those of its checkpoints.
+
+    Attributes:
+        one_sample_per_row: see `families.one_sample_per_row`."""
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class Policy(nn.Module):
         head_in_float32: bool = False,
     ) -> None:
         super().__init__()
-        if model.base_model is model:
+        if _decoder_of(model) is None:
             raise ConfigError(
                 f"model.path: {type(model).__name__} has no submodule that ends before the head; this family cannot be trained"
             )
@@ -75,7 +80,10 @@ class Policy(nn.Module):
         self._chunk_tokens = chunk_tokens
         config = model.config.get_text_config()
         self._transform = LogitTransform.from_config(config)
-        self._num_layers = int(config.num_hidden_layers)
+        self._num_attention_layers = count_attention_layers(config)
+        self.one_sample_per_row = one_sample_per_row(
+            {**config.to_dict(), "layer_types": getattr(config, "layer_types", None)}
+        )
         use_attention(model, attention)
 
     def forward(
@@ -114,20 +122,25 @@ class Policy(nn.Module):
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """States before the head, (R, T, H)."""
         layout = SampleLayout(batch.segments, batch.input_ids.shape, batch.input_ids.device)
-        output = self.model.base_model(
+        output = _decoder_of(self.model)(
             input_ids=batch.input_ids,
             attention_mask=layout.no_padding,
             position_ids=batch.position_ids,
             use_cache=False,
             sample_layout=layout,
         )
-        if layout.num_uses < self._num_layers:
+        if layout.num_uses < self._num_attention_layers:
             raise ConfigError(
-                f"model.path: only {layout.num_uses} of {self._num_layers} layers of {type(self.model).__name__} keep packed "
-                "samples apart; this family cannot be trained"
+                f"model.path: only {layout.num_uses} of {self._num_attention_layers} layers of {type(self.model).__name__} "
+                "keep packed samples apart; this family cannot be trained"
             )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
+
+
+def _decoder_of(model: Any) -> Any:
+    """The submodule that ends before the head; None if there is none."""
+    return model.base_model if model.base_model is not model else getattr(model, "model", None)  # the latter: Llama 4
 
 
 def recompute_activations(model: Any, mode: Literal["none", "selective", "full"], *, has_dropout: bool = False) -> None:
@@ -217,11 +230,17 @@ def shard_policy(
     # the root's input is a micro-batch, whose weights, advantages and log-probabilities stay in float32
     of_root = replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    whole: set[nn.Parameter] = {layer.weight for _, layer in layers_in_4_bits(policy.model)}
     for layer in decoder_layers(policy.model):
         fully_shard(
-            layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward, offload_policy=offload
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
+            ignored_params=whole,
         )
-    fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=offload, ignored_params=whole)
 
 
 def reshard(policy: nn.Module) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import AdapterBase, ServedParameters
+from grpo_async.training.quantize import Linear4Bit
 from grpo_async.utils.text import dtype_name, shortlist
 from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import GatheredParameters, ParameterSpec
@@ -51,15 +52,17 @@ class NamedTensor:
     is_buffer: bool = False
     delta: LoraDelta | None = None
     """What its adapter adds to it, if it has one."""
+    in_4_bits: Linear4Bit | None = None
+    """The layer whose packed weights `tensor` are."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
+        return tuple(self.tensor.shape) if self.in_4_bits is None else self.in_4_bits.whole_shape
 
     def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The whole tensor with its adapter, on the device of the shards. A collective. Shards without an adapter are cast to
         `dtype` before they are gathered: half the bytes for 16 bits. None: the dtype of the tensor; float32 with an adapter."""
-        tensor = self.tensor.detach()
+        tensor = self.tensor.detach() if self.in_4_bits is None else self.in_4_bits.whole()
         if self.delta is None:
             return whole_of(tensor if dtype is None else tensor.to(dtype))
         full = torch.addmm(whole_of(tensor).float(), *self.delta.factors())
@@ -89,7 +92,8 @@ def _walk(module: Any, prefix: str) -> Iterator[NamedTensor]:
     dot = f"{prefix}." if prefix else ""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield NamedTensor(name=f"{dot}{name}", tensor=parameter)
+            packed = module if name == "weight" and isinstance(module, Linear4Bit) else None
+            yield NamedTensor(name=f"{dot}{name}", tensor=parameter, in_4_bits=packed)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield NamedTensor(name=f"{dot}{name}", tensor=buffer, is_buffer=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 EXTRAS = {
+    "bitsandbytes": "qlora",
     "datasets": "hub",
     "math_verify": "math",
     "openai": "agents",

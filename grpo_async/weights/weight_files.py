@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,11 @@ from grpo_async.utils.text import shortlist
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_NOT_TEXT = re.compile(
+    r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector|embed_vision|embed_audio|mtp)\."
+    r"|rotary_emb\.inv_freq$"
+)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -61,6 +68,18 @@ def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
         raise ConfigError(
             f"model.path: {file} is not a complete safetensors file: {error}; copy the model again"
         ) from error
+
+
+def text_weights(names: Iterable[str], *, num_layers: int | None) -> list[str]:
+    """Select the tensors of a checkpoint that a trainer of its text part has. The others stay as they are: towers for images and
+    sounds, layers that predict further tokens (after the `num_layers`, or named mtp), and tables of old checkpoints."""
+    found = []
+    for name in names:
+        layer = _LAYER.search(name)
+        is_further = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
+        if not is_further and not _NOT_TEXT.search(name):
+            found.append(name)
+    return found
 
 
 def no_weights(folder: Path) -> str:

@@ -81,6 +81,20 @@ def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(tied_model: P
     torch.testing.assert_close(_logprobs(policy), theirs, rtol=0, atol=1e-5)
 
 
+def test_a_base_in_4_bits_is_pushed_and_exported_as_it_computes(tied_model: Path, tmp_path: Path) -> None:
+    policy = _load(tied_model, lora={"load_in_4bit": True})
+    assert (_logprobs(policy) - _logprobs(_load(tied_model))).abs().max() > 1e-3
+    torch.autograd.backward(policy(one_row([1, 2, 3, 4]), objective=sum_of_logprobs).objective)
+    assert all("lora_" in name for name, parameter in policy.named_parameters() if parameter.grad is not None)
+    weights = gather_weights(policy.model, torch.float32)
+    policy.model.save_pretrained(tmp_path, state_dict=weights)
+    torch.testing.assert_close(_logprobs(load_tiny(tmp_path)), _logprobs(policy), rtol=0, atol=1e-5)
+    pushed = ShardedParameters(policy.model, wire_dtype=torch.float32)
+    for spec, tensor in zip(pushed.specs, pushed.gather(), strict=True):
+        assert torch.equal(tensor, weights[spec.name])
+        assert spec.shape == tuple(tensor.shape)
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
@@ -97,10 +111,14 @@ def test_modules_that_do_not_fit_are_refused(tied_model: Path, section: dict[str
 
 
 @pytest.mark.slow
-def test_two_ranks_train_adapters_on_a_bfloat16_base_as_one_does(tied_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_4_bits", [False, True])
+def test_two_ranks_train_adapters_on_a_bfloat16_base_as_one_does(
+    tied_model: Path, tmp_path: Path, in_4_bits: bool
+) -> None:
     """With modules that are trained whole; on two ranks with activations that are computed again."""
     whole, runs = ["embed_tokens", "lm_head", "norm"], {}
-    settings = {"lora": {**LORA, "modules_to_save": whole}, "dtype": "bfloat16", "compute_dtype": "bfloat16"}
+    lora = {**LORA, "modules_to_save": whole, "load_in_4bit": in_4_bits}
+    settings = {"lora": lora, "dtype": "bfloat16", "compute_dtype": "bfloat16"}
     for ranks, recompute in ((1, "none"), (2, "full")):
         own = {**settings, "activation_checkpointing": recompute, "out": tmp_path / f"{ranks}.pt"}
         result = run_on_ranks("train", ranks, tmp_path / str(ranks), module=MODULE, model=tied_model, **own)

@@ -35,6 +35,35 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MIXED = ["sliding_attention", "full_attention"]
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 24}
+_ROUTED = {  # of DeepSeek and those that follow it
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+_LATENT = {
+    **_ROUTED,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+_INDEXED = {**_LATENT, "q_lora_rank": 16, "index_topk": 64, "index_n_heads": 4, "index_head_dim": 16}
+_MAMBA2 = {f"mamba_{name}": size for name, size in (("n_heads", 8), ("d_head", 8), ("d_state", 8), ("chunk_size", 16))}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -69,19 +98,82 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3.5": ("qwen3_5_text", _LINEAR),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_LINEAR, **_SHARED_EXPERT}),
+    "qwen3-next": ("qwen3_next", {**_LINEAR, **_SHARED_EXPERT}),
+    "olmo-hybrid": ("olmo_hybrid", _LINEAR),
+    "kimi-linear": (
+        "kimi_linear",
+        {**_LATENT, **_LINEAR, "num_experts": 4, "linear_num_heads": 2, "linear_head_dim": 8},
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": ("lfm2_moe", {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {**_MAMBA2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48, "num_local_experts": 0},
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            **_ROUTED,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "num_hidden_layers": 4,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "falcon-h1": ("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64, "mamba_n_groups": 2, "lm_head_multiplier": 0.5}),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 16}),
+    "jamba": (
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    ),
+    "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1], "mamba_n_groups": 2}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED,
+            "global_head_dim": 16,
+            "vocab_size_per_layer_input": 320,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 64, "intermediate_size_mlp": 48},
+    ),
+    "deepseek-v3": ("deepseek_v3", _LATENT),
+    "deepseek-v3.2": ("deepseek_v32", _INDEXED),
+    "glm-4-moe": ("glm4_moe", _ROUTED),
+    "glm-5": ("glm_moe_dsa", _INDEXED),
     "gpt2": ("gpt2", {"n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }
 
 
 def build_family(name: str, **settings: Any) -> Any:
-    """A random model with the attention that transformers computes most plainly (soft-capping: eager, else sdpa)."""
+    """A random model with the attention that transformers computes most plainly (soft-capping and sinks: eager, else sdpa)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, own = FAMILIES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**_SIZES, **own, **settings})
-    plain = "eager" if model_type == "gemma2" else "sdpa"
+    plain = "eager" if model_type in ("gemma2", "gpt_oss", "mamba2") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=plain, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms begin as zeros and ones

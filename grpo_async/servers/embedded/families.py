@@ -18,8 +18,8 @@ _OTHER_ATTENTION = {
     "gemma4_text": "has heads of several sizes",
 }
 _RECURRENT = {
-    *("mamba", "mamba2", "falcon_mamba", "rwkv"),
-    *("qwen3_next", "qwen3_5_text", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2"),
+    *("mamba", "mamba2", "falcon_mamba", "rwkv", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+    *("lfm2", "lfm2_moe", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2", "olmo_hybrid"),
 }
 """Families with recurrent layers: a config.json on the hub may leave out `layer_types`, which transformers then derives."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -57,4 +57,4 @@ def _other_weights(config: Mapping[str, Any]) -> str:
 def other_layers(config: Mapping[str, Any]) -> list[str]:
     """The layer types that are not attention with a cache for each token."""
     kinds = config.get("layer_types") or (["recurrent"] if config.get("model_type") in _RECURRENT else [])
-    return sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    return sorted(set(kinds) - {"full_attention", "sliding_attention", "attention"})

@@ -36,6 +36,7 @@ from grpo_async.servers.vllm.command import release
 from grpo_async.utils.text import dtype_name
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
+from grpo_async.weights.weight_files import text_weights
 
 logger = init_logger("vllm.grpo_async")
 
@@ -299,7 +300,7 @@ def describe(engine: Any) -> ServerInfo:
 
 
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
-    """The parameters that an update must contain: those in the files from which the model was loaded. Unknown if it was loaded
+    """The parameters that an update must contain: those of the text model in the files that were loaded. Unknown if it was loaded
     from none (`--load-format dummy`), or from files other than safetensors."""
     model_config = engine.vllm_config.model_config
     if model_config.quantization is not None:
@@ -310,9 +311,10 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
     digest = base.digest_or_none()
     if digest is None or str(engine.vllm_config.load_config.load_format) == "dummy":
         return ServedParameters(shapes={}, base_digest=digest)
-    # some old checkpoints hold rotary tables, which are not parameters
-    shapes = {name: list(spec.shape) for name, spec in base.specs.items() if not name.endswith("rotary_emb.inv_freq")}
-    if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+    config = model_config.hf_text_config
+    text = text_weights(base.specs, num_layers=getattr(config, "num_hidden_layers", None))
+    shapes = {name: list(base.specs[name].shape) for name in text}
+    if not getattr(config, "tie_word_embeddings", False):
         return ServedParameters(shapes=shapes, base_digest=digest)
     heads = [name for name in shapes if name.endswith("lm_head.weight")]
     return ServedParameters(shapes=shapes, optional=heads or ["lm_head.weight"], base_digest=digest)
