@@ -97,7 +97,7 @@ class ModelSection(StrictModel):
     that small gradients do not vanish."""
     head_dtype: Literal["float32"] | None = None
     """float32: trainer and servers compute logits in float32 (of weights and states in their dtypes), which brings their
-    log-probabilities closer (arXiv 2506.13585); needs vLLM 0.26 or newer. null: in the dtype of everything else."""
+    log-probabilities closer (arXiv 2506.13585). null: in the dtype of everything else."""
     attention: Literal["auto", AttentionName] = "auto"
     """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a sample at a
     time, on any device. auto: varlen where it can run."""

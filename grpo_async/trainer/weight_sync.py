@@ -276,6 +276,6 @@ def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
     wanted, head = config.model.head_dtype, info.head_dtype or info.dtype
     if wanted is not None and head != wanted:
         raise ConfigError(
-            f"model.head_dtype: {wanted}, but the server computes logits in {head}; start it with this config (vLLM 0.26 or newer, "
-            "without other --hf-overrides), or leave the setting out"
+            f"model.head_dtype: {wanted}, but the server computes logits in {head}; start it with this config (without "
+            "other --hf-overrides), or leave the setting out"
         )
