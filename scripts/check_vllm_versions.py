@@ -58,6 +58,7 @@ USED = {
     "get_vocab_size()",
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:": "set_current_vllm_config(vllm_config)",
+    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": "load_numel load_numel_total",
     "vllm.model_executor.model_loader.reload:": "initialize_layerwise_reload(model) finalize_layerwise_reload(model, model_config)",
 }  # fmt: skip
 _FRONTEND = [f"vllm.entrypoints.{package}.cli_args" for package in ("common", "launchers", "openai")]  # new ones first

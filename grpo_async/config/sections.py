@@ -909,8 +909,9 @@ class WeightsSection(StrictModel):
     one that the servers reach: 127.0.0.1 where they are on the same machine."""
     verify_every_pushes: int = Field(default=25, ge=0)
     """After every Nth push, and when a server joins, log-probabilities of trainer and servers are compared on fixed probe
-    sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never. Finds weights
-    that are wrong, not those that are a step of a small learning rate behind: that is within rounding, in bfloat16 above all."""
+    sequences, and the run stops when they differ (the preflight does so after the first push in any case). Before that, weights far
+    from the true ones are pushed and compared, once: a server that goes on with what it had is found. 0: neither. Whether every
+    tensor of a push arrives and is loaded is checked at each push, whatever this is."""
     verify_tolerance: float | None = Field(default=None, gt=0.0)
     """Largest mean absolute difference of log-probabilities, in nats. null: twice the difference that rounding alone causes,
     measured by scoring the same tokens twice in the trainer; at least 1e-3, at most 0.5."""

@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
+from grpo_async.config import ExperimentConfig
+from grpo_async.inference.control import ServerControl
 from grpo_async.training.parameters import to_checkpoint
+from grpo_async.training.verify import TrainerScores, compare_server, probe_sequences
 from scripts.check_vllm_versions import Sources, in_folder, problems
 from tests.servers.contract import scores_of, weights_of
 from tests.servers.embedded_support import assert_exact, load, make_request
@@ -217,6 +221,69 @@ def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_pa
             if version > 0:
                 pusher.push(weights_of(models[version % 2]), version)
             assert_exact(models[version % 2], request, server.generate(request), version, server.tolerance)
+
+
+# A plugin of vLLM's: heads compute with the packed copy that they have from the start, and the parameter that a file names is left
+# out of an update, without an error.
+_FAULTS = """
+import os
+def register():
+    from grpo_async.servers.vllm import compat
+    load_weights = compat.load_weights
+    def without(weights):
+        with open(os.environ["LEFT_OUT"]) as file:
+            left_out = file.read()
+        yield from (each for each in weights if each[0] != left_out)
+    compat._repack_tied_heads = lambda model: None
+    compat.load_weights = lambda model, config, weights: load_weights(model, config, without(weights))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_vllm")
+def test_a_parameter_that_is_not_loaded_and_a_packed_copy_that_stays_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    models = _models(tmp_path, LlamaForCausalLM, LlamaConfig, tie_word_embeddings=True, pad_token_id=0)
+    metadata = tmp_path / "plugins" / "faults-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faults\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nfaults = faults:register\n")
+    (metadata.parent / "faults.py").write_text(_FAULTS)
+    left_out = tmp_path / "left_out"
+    left_out.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(metadata.parent))
+    monkeypatch.setenv("LEFT_OUT", str(left_out))
+    probes = probe_sequences([], vocab_size=200, max_model_len=512)
+    config = experiment(str(tmp_path / "0"))
+    parsed = ExperimentConfig.model_validate(config).with_dtypes(trains_on_gpu=False, serves_on_gpu=False)
+    with (
+        _served(config, tmp_path) as (server, pusher),
+        ServerControl(server.url, token=server.token, timeout_s=60.0) as control,
+    ):
+
+        def is_proven(model: Any, version: int) -> bool:
+            scores = [scores_of(model, probe) for probe in probes]
+            trainer = TrainerScores(logprobs=scores, perturbed_logprobs=scores)
+            return compare_server(control, probes, trainer, config=parsed, version=version).is_same
+
+        pusher.push(weights_of(models[0]), 1)
+        assert is_proven(models[0], 1), "what it was started with says nothing about a push"
+        left_out.write_text("model.layers.1.self_attn.k_proj.weight")
+        with pytest.raises(httpx.HTTPStatusError, match=r"did not load model\.layers\.1\.self_attn\.qkv_proj"):
+            pusher.push(weights_of(models[0]), 2)
+        assert server.post("/resume").status_code == 409
+        left_out.write_text("")
+        pusher.connect()
+        with torch.no_grad():
+            for parameter in models[0].parameters():
+                parameter.neg_()
+        pusher.push(weights_of(models[0]), 2)
+        assert not is_proven(models[0], 2)
 
 
 @pytest.mark.nightly

@@ -9,9 +9,8 @@ import asyncio
 import logging
 import os
 import secrets
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from vllm.inputs import tokens_input
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -68,13 +68,18 @@ class WorkerExtension:
     def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
         """Load an update as it arrives. Returns "", or what interrupted it. A worker that cannot load parameters that arrived ends
         itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
-        began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
-        receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
+        info, model_config = WeightUpdateInfo.model_validate(update_info), self.vllm_config.model_config
         base = BaseWeights(str(model_config.model), revision=model_config.revision)
-        weights = receiver.receive_weights(info, base)
+
+        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterable[str]:
+            unfilled = load_weights(self.model_runner.get_model(), model_config, weights)
+            # what the first update of these names leaves is padding, or of no update: the run compares scores after it
+            known = self.__dict__.setdefault("_unfilled", {}).setdefault(tuple(info.names), unfilled)
+            return [name for name, num_loaded in unfilled.items() if known.get(name) != num_loaded]
+
         try:
             with set_current_vllm_config(self.vllm_config):
-                load_weights(self.model_runner.get_model(), model_config, weights)
+                logger.info(self.get_weight_receiver().update(info, base, load))
         except UpdateFailedError as error:
             logger.warning("a weight update was interrupted: %s", error)
             return f"worker {self.rank}: {error}"
@@ -82,8 +87,6 @@ class WorkerExtension:
             logger.exception("loading new weights failed: stopping this server")
             logging.shutdown()  # writes what handlers still hold
             os._exit(1)
-        load_s = time.monotonic() - began - receiver.waited_s
-        logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, receiver.waited_s)
         return ""
 
     def get_weight_receiver(self) -> WeightReceiver:
@@ -94,19 +97,24 @@ class WorkerExtension:
         return self._weight_receiver
 
 
-def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Replace the model's weights in place, as they come, by vLLM's layerwise reload of a checkpoint: it repacks a layer for the
-    kernels and copies it to its old place, so that CUDA graphs see it. Each worker takes its part of whole tensors."""
+    kernels and copies it to its old place, so that CUDA graphs see it. Each worker takes its part of whole tensors. Returns the
+    layers that were not filled, with the elements that they got: padded ones, and those of parts that no update has."""
     with torch.no_grad(), _quiet_about_layers_without_parameters(model):
         initialize_layerwise_reload(model)
         try:
             model.load_weights(weights)
+            layers = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
+            # a layer that was filled is none that can load any more
+            unfilled = {name: info.load_numel for name, info in layers.items() if info.load_numel_total}
         finally:
             finalize_layerwise_reload(model, model_config)
         _repack_tied_heads(model)
         _repack_experts(model)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+    return unfilled
 
 
 @contextmanager
