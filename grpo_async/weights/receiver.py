@@ -104,7 +104,7 @@ class WeightReceiver:
             raise UpdateFailedError(NO_GROUP)
         specs = parameter_specs(info)
         buckets = [*cut_into_buckets(specs, info.bucket_bytes), [digests_spec(len(specs))]]
-        samples = []
+        samples: list[torch.Tensor] = []
 
         def begin(number: int) -> Callable[[], torch.Tensor]:
             return backend.receive(sum(spec.num_bytes for spec in buckets[number]), timeout_s=timeout_s)
