@@ -1,7 +1,7 @@
 """Checks that releases of vLLM have everything that grpo_async/servers/vllm uses, by their sources, without installing any.
 
     .venv/bin/python -m scripts.check_vllm_versions                 # the newest release of every minor that is supported
-    .venv/bin/python -m scripts.check_vllm_versions 0.25.1 0.34.0
+    .venv/bin/python -m scripts.check_vllm_versions 0.32.0 0.34.0
 
 It reads some thirty files of a wheel (340 MB), by range requests (fsspec, which torch brings). Imports, options and environment
 variables are read from our own code; what we do with vLLM's objects is listed in USED. Exit code 1: a release lacks something.
@@ -28,11 +28,13 @@ OURS = Path(__file__).parents[1] / "grpo_async/servers/vllm"
 # module and name (a class, or "" for functions) -> what we use of it, with the arguments that we give; `name=`: by its name
 USED = {
     "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id, prompt, params) abort(request_id, internal=) resume_generation() "
+    "update_weight_version(new_version) "
     "is_paused() sleep(level=, mode=) wake_up() errored output_handler output_processor "
     "engine_core renderer logger_manager vllm_config",
-    "vllm.v1.engine.core_client:AsyncMPClient": "add_request_async(request) get_output_async() outputs_queue "
+    "vllm.v1.engine.core_client:AsyncMPClient": "add_request_async(request) "
     "pause_scheduler_async(mode=, clear_cache=) _call_utility_async(method, engine=) core_engines",
-    "vllm.v1.engine.output_processor:OutputProcessor": "has_unfinished_requests()",
+    "vllm.v1.engine.output_processor:OutputProcessor": "has_unfinished_requests() request_states",
+    "vllm.v1.engine.output_processor:RequestState": "weight_version_starts",
     "vllm.v1.engine.output_processor:RequestOutputCollector": "put(output) output request_id",
     "vllm.v1.metrics.loggers:StatLoggerManager": "stat_loggers",
     "vllm.v1.metrics.loggers:AggregateStatLoggerBase": "record(scheduler_stats, iteration_stats) log() log_engine_initialized()",
@@ -56,6 +58,7 @@ USED = {
     "get_vocab_size()",
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:": "set_current_vllm_config(vllm_config)",
+    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": "load_numel load_numel_total",
     "vllm.model_executor.model_loader.reload:": "initialize_layerwise_reload(model) finalize_layerwise_reload(model, model_config)",
 }  # fmt: skip
 _FRONTEND = [f"vllm.entrypoints.{package}.cli_args" for package in ("common", "launchers", "openai")]  # new ones first
@@ -86,7 +89,7 @@ class Sources:
         if (found := self.module(module)) is None:
             return None
         package, tree = found
-        for node in _statements(tree.body, self.release):
+        for node in _statements(tree.body):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return module, node
             if isinstance(node, ast.ImportFrom):
@@ -122,7 +125,7 @@ class Sources:
 
 def problems(sources: Sources) -> Iterator[str]:
     """What we use and this release lacks."""
-    for module, name in _imports(sources.release):
+    for module, name in _imports():
         if sources.find(module, name) is None:
             yield f"from {module} import {name}"
     for owner, uses in USED.items():
@@ -158,10 +161,10 @@ def _takes(function: ast.FunctionDef | ast.AsyncFunctionDef, given: Sequence[str
     return positional[: len(by_place)] == by_place and set(ours) <= everything and set(required) <= set(ours)
 
 
-def _imports(installed: tuple[int, int]) -> Iterator[tuple[str, str]]:
+def _imports() -> Iterator[tuple[str, str]]:
     """(module, name) of everything that our server imports from this release of vLLM."""
     for file in sorted(OURS.glob("*.py")):
-        for node in _statements(ast.parse(file.read_text(encoding="utf-8")).body, installed):
+        for node in _statements(ast.parse(file.read_text(encoding="utf-8")).body):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.ImportFrom) and (inner.module or "").split(".")[0] == "vllm":
                     yield from ((str(inner.module), alias.name) for alias in inner.names)
@@ -183,15 +186,11 @@ def _options(sources: Sources) -> Iterator[str]:
         yield f"neither {' nor '.join(modules)}"
 
 
-def _statements(body: Sequence[ast.stmt], installed: tuple[int, int]) -> Iterator[ast.stmt]:
-    """The statements of a module, also those within if and try; of `if _RELEASE >= (0, 27)` those that this release takes."""
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, also those within if and try."""
     for node in body:
-        if isinstance(node, ast.If) and ast.unparse(node.test).startswith("_RELEASE >= "):
-            assert isinstance(node.test, ast.Compare)
-            is_taken = installed >= ast.literal_eval(node.test.comparators[0])
-            yield from _statements(node.body if is_taken else node.orelse, installed)
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _statements([*node.body, *node.orelse], installed)
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
         else:
             yield node
 

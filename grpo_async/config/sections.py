@@ -100,7 +100,7 @@ class ModelSection(StrictModel):
     that small gradients do not vanish."""
     head_dtype: Literal["float32"] | None = None
     """float32: trainer and servers compute logits in float32 (of weights and states in their dtypes), which brings their
-    log-probabilities closer (arXiv 2506.13585); needs vLLM 0.26 or newer. null: in the dtype of everything else."""
+    log-probabilities closer (arXiv 2506.13585). null: in the dtype of everything else."""
     attention: Literal["auto", AttentionName] = "auto"
     """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a sample at a
     time, on any device. auto: varlen where it can run."""
@@ -912,8 +912,9 @@ class WeightsSection(StrictModel):
     one that the servers reach: 127.0.0.1 where they are on the same machine."""
     verify_every_pushes: int = Field(default=25, ge=0)
     """After every Nth push, and when a server joins, log-probabilities of trainer and servers are compared on fixed probe
-    sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never. Finds weights
-    that are wrong, not those that are a step of a small learning rate behind: that is within rounding, in bfloat16 above all."""
+    sequences, and the run stops when they differ (the preflight does so after the first push in any case). Before that, weights far
+    from the true ones are pushed and compared, once: a server that goes on with what it had is found. 0: neither. Whether every
+    tensor of a push arrives and is loaded is checked at each push, whatever this is."""
     verify_tolerance: float | None = Field(default=None, gt=0.0)
     """Largest mean absolute difference of log-probabilities, in nats. null: twice the difference that rounding alone causes,
     measured by scoring the same tokens twice in the trainer; at least 1e-3, at most 0.5."""

@@ -89,8 +89,9 @@ def write_numbers(values: Mapping[str, Any], patterns: Patterns) -> str:
 def diagnosis_rows(learning: Mapping[str, Any] | None) -> Iterator[Row]:
     """Yield what every command shows of a run first: how it stands, and what to do."""
     learning = learning or {}
-    yield "learning", str(learning.get("text") or "not known yet"), "bold"
-    yield "to do", str(learning.get("fix") or ""), "bold"
+    style = "bold red" if learning.get("is_learning") is False else "bold"
+    yield "learning", str(learning.get("text") or "not known yet"), style
+    yield "to do", str(learning.get("fix") or ""), style
 
 
 def run_rows(content: Mapping[str, Any], now: float, *, width: int = 160) -> Iterator[Row]:

@@ -115,7 +115,7 @@ def _of_evaluation(model: object, metrics: Mapping[str, Any]) -> Diagnosis:
 def _of_reward(history: RunHistory, errors: set[str]) -> Diagnosis:
     """What the rewards alone say. `errors`: keys of the causes."""
     change, sampled, rewards = history.held_out(), history.trend("reward"), history.values("reward")
-    cannot_move = errors & {"hardly-moves", "no-gradient"}  # then a fall is chance
+    cannot_move = errors & {"hardly-moves", "no-gradient", "no-change"}  # then a fall is chance
     if change is not None and (change.has_risen or (change.has_fallen and not cannot_move)):
         return _of_held_out(history, change, errors)
     if not history.metrics:

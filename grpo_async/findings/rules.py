@@ -1,4 +1,4 @@
-"""Ten rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
+"""Eleven rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
 
 Each is a pure function of a run's history that names a setting or a command that would help.
 """
@@ -126,12 +126,12 @@ def truncated(history: RunHistory) -> Finding | None:
 
 
 def no_update(history: RunHistory) -> Finding | None:
-    """The learning rate or the gradient is 0; the learning rates add up to next to nothing (an
-    update of AdamW moves a weight by about lr); or samples are a step old, and the importance ratio
+    """The learning rate or the gradient is 0; pushes bring what was there; the learning rates add up to
+    next to nothing (an update of AdamW moves a weight by about lr); or samples are a step old, and the importance ratio
     is still 1."""
     norms, rates = history.values("grad_norm"), history.values("lr")
     lows, highs = history.values(f"{_RATIO}/min"), history.values(f"{_RATIO}/max")
-    key, fix, plot = "hardly-moves", "Raise optimizer.lr", "ratio"
+    changed, key, fix, plot = history.values("sync/changed"), "hardly-moves", "Raise optimizer.lr", "ratio"
     fix += f" (it is {rates[-1]:g})" if rates else ""
     fix += ", or optimizer.max_grad_norm if gradients are clipped away."
     if len(rates) >= 3 and max(rates) == 0.0:
@@ -141,6 +141,10 @@ def no_update(history: RunHistory) -> Finding | None:
         key, plot = "no-gradient", "grad-norm"
         title = "The gradient is 0: every advantage is 0, or every token is clipped or masked"
         fix = "Look at advantages, clipping and masks: grpo-async inspect-rollouts RUN trained."
+    elif len(changed) >= 3 and max(changed[-3:]) == 0.0:
+        key, plot = "no-change", "lr"
+        title = "The pushed weights do not change: no tensor of the last 3 pushes was another than before"
+        fix = "Check that what is trained is not frozen, that it gets gradients (grad_norm), and optimizer.lr."
     elif history.num_steps < _FEW_STEPS or history.has_risen:
         return None
     elif rates and sum(rates) < _MIN_MOVE:
@@ -155,6 +159,18 @@ def no_update(history: RunHistory) -> Finding | None:
     else:
         return None
     return Finding(key=key, severity=ERROR, title=title, fix=fix, query="trained", plot=plot)
+
+
+def delivery(history: RunHistory) -> Finding | None:
+    """Servers that had other weights than were pushed were found, and the push was repeated."""
+    if not (num_wrong := round(sum(history.values("sync/wrong")))):
+        return None
+    return Finding(
+        key="delivery",
+        severity=WARNING,
+        title=f"Pushes left other weights than the trainer's on a server, {count(num_wrong, 'time')}; they were repeated",
+        fix="trainer.log names servers and tensors. Check their memory and network, and try another weights.transport.",
+    )
 
 
 def collapsed(history: RunHistory) -> Finding | None:
@@ -358,7 +374,7 @@ def waiting(history: RunHistory) -> Finding | None:
 
 
 Rule = Callable[[RunHistory], Finding | None]
-CAUSES: Sequence[Rule] = (failures, truncated, no_update, collapsed, tools, zero_variance)
+CAUSES: Sequence[Rule] = (failures, truncated, no_update, delivery, collapsed, tools, zero_variance)
 SPEED: Sequence[Rule] = (slow_code, waiting)
 RULES: Sequence[Rule] = (*CAUSES, off_policy, entropy, *SPEED)
 

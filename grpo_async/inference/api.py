@@ -193,8 +193,8 @@ class AdapterBase(ApiModel):
 
 
 class WeightUpdateInfo(ApiModel):
-    """The parameters that follow, in the order in which they are sent; both sides divide them into buckets by the same rule. Each
-    bucket has `timeout_s` from the end of the previous one."""
+    """The parameters that follow, in the order in which they are sent; both sides divide them into buckets by the same rule. A last
+    bucket has their digests. Each has `timeout_s` from the end of the previous one."""
 
     names: list[str]
     dtype_names: list[str]

@@ -170,6 +170,8 @@ class RequestTracker:
         if output.is_last:
             self.leave(stream)
         stream.add(output, version=version)
+        if self.is_paused:  # it was on its way
+            stream.flush()
 
     def leave(self, stream: TokenStream) -> bool:
         """The engine has ended the request, or nobody waits for it anymore. Returns False if it had already ended."""

@@ -16,7 +16,7 @@ from grpo_async.inference.fleet import Fleet
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.tracking.timeline import record
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.training.ranks import GatherCommand, ScoreCommand, TrainerContext
+from grpo_async.training.ranks import ExchangeCommand, GatherCommand, ScoreCommand, TrainerContext
 from grpo_async.training.timing import Activity
 from grpo_async.training.verify import TrainerScores
 
@@ -61,6 +61,25 @@ class Publisher:
             record("verify weights", began, time.time())
         self.source.advance(version)
         return metrics | verified
+
+    def prove_delivery(self) -> None:
+        """Push weights far from those that the servers were started with, and compare: a server that goes on with the old ones, or
+        with packed copies of some, would pass every later comparison. The next push brings the true weights.
+
+        Raises:
+            RunError: a server does not compute with what is pushed."""
+        if not self.context.config.weights.verify_every_pushes:
+            return
+        self._exchange()
+        try:
+            if self.sync.push(self.version, before_gather=self._gather) is not None:
+                self.sync.verify(self.score, is_proof=True)
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        self.context.channel.send_all(ExchangeCommand())
+        self.context.exchange_weights()
 
     def push_after_step(self) -> dict[str, float]:
         """Push if it is due after the step of this version; returns metrics."""

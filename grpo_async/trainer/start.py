@@ -214,6 +214,7 @@ def _push_first(publisher: Publisher, fleet: Fleet, control: ControlClient, cont
     timeout_s = context.config.inference.startup_timeout_s
     ends_at = time.monotonic() + timeout_s
     while True:
+        publisher.prove_delivery()
         publisher.push()
         if fleet.serving():
             return True

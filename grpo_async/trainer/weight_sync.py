@@ -17,10 +17,11 @@ from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.control import ControlClient
 from grpo_async.tracking.timeline import span
-from grpo_async.training.verify import LogprobDifference, Score, coarsest_dtype, compare_server
+from grpo_async.training.verify import MAX_RATIO, LogprobDifference, Score, coarsest_dtype, compare_server
 from grpo_async.utils.text import count, format_bytes, shortlist
 from grpo_async.weights.buckets import GatheredParameters
 from grpo_async.weights.push import PushFailedError, WeightTransport, push_weights
+from grpo_async.weights.receiver import NOT_AS_SENT, NOT_LOADED
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +72,14 @@ class FleetSync:
         self._fleet.versions = range(
             self.served_version or 0, version + 1
         )  # a server may generate before all have the weights
-        unattributed = 0
+        unattributed = num_wrong = 0
         while servers := self._fit_servers():
             try:
                 metrics = self._push_to(servers, version, before_gather)
             except PushFailedError as error:
                 self._transport.close()
+                causes = [*error.failures.values(), *error.affected.values()]
+                num_wrong += sum(NOT_AS_SENT in str(cause) or NOT_LOADED in str(cause) for cause in causes)
                 unattributed = 0 if self._fence(servers, error) else unattributed + 1
                 if unattributed >= _MAX_UNATTRIBUTED_FAILURES:
                     raise
@@ -86,7 +89,7 @@ class FleetSync:
                 self._transport.close()
                 raise
             self._mark_served(servers, version)
-            return metrics
+            return metrics | ({"sync/wrong": float(num_wrong)} if num_wrong else {})
         logger.warning("no inference server is up: version %d will be pushed when one is", version)
         return None
 
@@ -205,10 +208,11 @@ class FleetSync:
             )
         return True
 
-    def verify(self, score: Score) -> dict[str, float]:
-        """If a check is due, compare the servers with `score`, the trainer's own log-probabilities; returns metrics. A server
-        that is gone meanwhile is left to the fleet. Raises RunError: a server serves other weights than the trainer has."""
-        if not self._verify_now or not self._probes:
+    def verify(self, score: Score, *, is_proof: bool = False) -> dict[str, float]:
+        """If a check is due, or for a proof (Publisher), compare the servers with `score`, the trainer's own log-probabilities;
+        returns metrics. A server that is gone meanwhile is left to the fleet. Raises RunError: a server serves other weights than
+        the trainer has."""
+        if not (self._verify_now or is_proof) or not self._probes:
             return {}
         version = self.served_version
         assert version is not None
@@ -227,11 +231,13 @@ class FleetSync:
                 logger.warning("%s could not be compared with the trainer: %s", server.name, error)
                 self._fleet.suspect(server.index)
                 continue
-            if not compared.is_same:
+            is_rounding = is_proof and compared.difference.mean <= MAX_RATIO * expected.rounding.mean
+            if not (compared.is_same or (is_rounding and compared.versions == [version])):
                 if self._was_restarted(server):
                     continue
+                test = " (as a test: all are negated, or adapters large)" if is_proof else ""
                 raise RunError(
-                    f"{server.name} does not serve the trainer's weights after the push of version {version}: it reports "
+                    f"{server.name} does not serve the trainer's weights after the push of version {version}{test}: it reports "
                     f"version {compared.versions}, and log-probabilities of fixed sequences differ: {compared.text}; see "
                     "weights.verify_tolerance"
                 )
@@ -276,6 +282,6 @@ def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
     wanted, head = config.model.head_dtype, info.head_dtype or info.dtype
     if wanted is not None and head != wanted:
         raise ConfigError(
-            f"model.head_dtype: {wanted}, but the server computes logits in {head}; start it with this config (vLLM 0.26 or newer, "
-            "without other --hf-overrides), or leave the setting out"
+            f"model.head_dtype: {wanted}, but the server computes logits in {head}; start it with this config (without "
+            "other --hf-overrides), or leave the setting out"
         )

@@ -26,6 +26,8 @@ from grpo_async.utils.text import dtype_name, shortlist
 from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import GatheredParameters, ParameterSpec
 
+_COMPARED = 64
+"""Elements of a gathered tensor that are compared with this rank's own."""
 ADAPTER = "default"
 """peft's name of our only adapter."""
 
@@ -230,11 +232,18 @@ class ShardedParameters(GatheredParameters):
         ]
 
     def gather(self) -> Iterator[torch.Tensor]:
+        """Rank 0, whose shards begin where the whole does, compares what is gathered with them. Raises RuntimeError at the end."""
+        compared: dict[str, torch.Tensor] = {}
         for group in self._groups:
-            whole = {
-                name: self._sources[name].gather(None if self._sources[name].is_buffer else self._wire_dtype)
-                for name in group.sources
-            }
+            whole = {}
+            for name in group.sources:
+                source = self._sources[name]
+                whole[name] = source.gather(None if source.is_buffer else self._wire_dtype)
+                if source.delta is None and is_leader():
+                    own = local_of(source.tensor).detach().reshape(-1)[:_COMPARED].to(whole[name].dtype)
+                    compared[name] = (
+                        own.view(torch.uint8) != whole[name].reshape(-1)[: len(own)].view(torch.uint8)
+                    ).any()
             if group.is_renamed_only:
                 parts = dict(zip(group.outputs, whole.values(), strict=True))
             else:
@@ -242,6 +251,9 @@ class ShardedParameters(GatheredParameters):
             del whole
             for name in group.outputs:
                 yield parts.pop(name).to(self._device).contiguous()
+        if compared and (wrong := torch.stack(list(compared.values())).nonzero().flatten().tolist()):
+            names = shortlist([list(compared)[number] for number in wrong], ", ")
+            raise RuntimeError(f"what was gathered to be pushed is not what this rank holds of {names}")
 
 
 class AdapterParameters(GatheredParameters):

@@ -24,7 +24,7 @@ from grpo_async.training.checkpoint import CheckpointState, CheckpointWriter, lo
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
-from grpo_async.training.parameters import list_sources
+from grpo_async.training.parameters import list_sources, local_of
 from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.timing import peak_bytes
@@ -74,6 +74,11 @@ class ScoreCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeCommand:
+    """See TrainerContext.exchange_weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveCommand:
     step: int
 
@@ -89,7 +94,15 @@ class StopCommand:
 
 
 Command = (
-    PackCommand | StepCommand | WaitCommand | GatherCommand | ScoreCommand | SaveCommand | ExportCommand | StopCommand
+    PackCommand
+    | StepCommand
+    | WaitCommand
+    | GatherCommand
+    | ScoreCommand
+    | ExchangeCommand
+    | SaveCommand
+    | ExportCommand
+    | StopCommand
 )
 
 
@@ -170,6 +183,7 @@ class TrainerContext:
     """This rank's micro-batches of the next step, on the CPU. [num_minibatches][num_micro_batches]"""
     peaks: Sequence[int] | None = None
     """Peak memory of each rank at the end of its first step, in bytes; set on rank 0, empty on the others."""
+    _factors: Sequence[torch.Tensor] = ()  # of the adapters, while the weights are exchanged
 
     @property
     def num_parameters(self) -> int:
@@ -248,6 +262,20 @@ class TrainerContext:
             rounding=getattr(torch, rounding),
         )
 
+    @torch.no_grad()
+    def exchange_weights(self) -> None:
+        """Exchange all that a push sends for weights far from it, or bring the true ones back, to the last bit. All are negated; of
+        adapters, which may be pushed alone and begin as 0, the factors B are all 1/8, which about doubles a weight."""
+        sent = {name: local_of(tensor) for name, tensor in self.policy.named_parameters()}
+        if self.parameters.base is None:
+            for tensor in sent.values():
+                tensor.neg_()
+            return
+        factors = [tensor for name, tensor in sent.items() if ".lora_B." in name]
+        kept, self._factors = self._factors, () if self._factors else [factor.clone() for factor in factors]
+        for number, factor in enumerate(factors):
+            factor.copy_(kept[number]) if kept else factor.fill_(0.125)
+
 
 def follow(context: TrainerContext) -> None:
     """On ranks 1..N-1: execute rank 0's commands until it sends StopCommand."""
@@ -265,6 +293,8 @@ def follow(context: TrainerContext) -> None:
                     pass  # only rank 0 sends
             case ScoreCommand():
                 context.score(command.sequences, command.rounding)
+            case ExchangeCommand():
+                context.exchange_weights()
             case SaveCommand():
                 context.save(command.step)
             case ExportCommand():

@@ -1,4 +1,5 @@
-"""Parameters in transit: how they are divided into buckets, packed and unpacked, and whether an update fits a server's model.
+"""Parameters in transit: how they are divided into buckets, packed, unpacked and proven to arrive, and whether an update fits a
+server's model.
 
 Float32 parameters of 100, 120 and 300 bytes, bucket_bytes 320 -> [[100, 120], [300]]."""
 
@@ -10,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from grpo_async.config.sections import WeightsSection
 from grpo_async.inference.api import AdapterBase, ServedParameters
@@ -86,6 +88,44 @@ def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tup
         offset += spec.num_bytes
 
 
+_LINES, _LINE_BYTES = 64, 64
+"""Sampled from each tensor, all of one that has no more. Whole cache lines: reading one byte costs as much."""
+
+
+def samples_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Lines at equal distances of each contiguous tensor, a smaller one with zeros at its end. The device is not waited for.
+    [len(tensors), _LINES, _LINE_BYTES] uint8"""
+    samples = []
+    for tensor in tensors:
+        content = tensor.reshape(-1).view(torch.uint8)
+        num_lines = len(content) // _LINE_BYTES
+        if num_lines < _LINES:
+            content, num_lines = pad(content, (0, _LINES * _LINE_BYTES - len(content))), _LINES
+        lines = content[: num_lines * _LINE_BYTES].view(num_lines, _LINE_BYTES)
+        samples.append(lines[:: num_lines // _LINES][:_LINES])
+    return torch.stack(samples)
+
+
+def digests_of(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A digest of each sample, which changes with any bit or its place. [number of tensors] int64"""
+    words = torch.cat(list(samples)).flatten(1).view(torch.int64)
+    return (words * torch.arange(1, 2 * words.shape[1], 2, device=words.device)).sum(1)
+
+
+def digests_spec(num_tensors: int) -> ParameterSpec:
+    """The last bucket of an update: the digests of all that was sent before."""
+    return ParameterSpec(name="digests", dtype_name="int64", shape=(num_tensors,))
+
+
+def with_digests(buckets: Iterable[Sequence[torch.Tensor]]) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield the buckets of an update, each sampled before it is packed, then that of `digests_spec`."""
+    samples = []
+    for tensors in buckets:
+        samples.append(samples_of(tensors))
+        yield tensors
+    yield [digests_of(samples)]
+
+
 def update_problems(
     specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
 ) -> list[str]:
@@ -129,3 +169,4 @@ class GatheredParameters(ABC):
         tensors = self.gather()
         for bucket in cut_into_buckets(self.specs, bucket_bytes):
             yield [next(tensors) for _ in bucket]
+        next(tensors, None)  # what it checks at its end

@@ -28,8 +28,8 @@ from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import span
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights.backends import NOT_FORMED, Backend, Rendezvous, check_device
-from grpo_async.weights.buckets import GatheredParameters, pack
-from grpo_async.weights.receiver import NOT_ARRIVED
+from grpo_async.weights.buckets import GatheredParameters, pack, with_digests
+from grpo_async.weights.receiver import NOT_ARRIVED, NOT_AS_SENT
 
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
     "recompute": ("keep", False),
@@ -99,6 +99,8 @@ class WeightTransport:
         self._backend: Backend | None = None
         self.members: tuple[str, ...] = ()
         """Names of the connected servers; () if not connected."""
+        self.last_push: tuple[int, torch.Tensor] | None = None
+        """Version and digests of the last push that all servers took."""
 
     def connect(self, servers: Sequence[ServerControl]) -> None:
         """Form a new group, leaving the previous one. Raises PushFailedError: a server refused or did not join within the
@@ -230,7 +232,7 @@ def push_weights(
             call_all("start", lambda server: server.start_weight_update(update, timeout_s=timeout_s))
             before_gather(transport.bucket_bytes)
             with clock.part("transfer"):
-                _transfer(parameters, version, servers, transport, timeout_s, clock)
+                digests = _transfer(parameters, version, servers, transport, timeout_s, clock)
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=timeout_s))
         call_all("resume", lambda server: server.resume(timeout_s=timeout_s))
     except PushFailedError as error:
@@ -244,6 +246,10 @@ def push_weights(
         raise WeightPushError(f"pushing version {version} failed: {message_of(error)}") from error
     ended = time.monotonic()
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
+    before, transport.last_push = transport.last_push, (version, digests)
+    changed = {}
+    if before is not None and before[0] != version:
+        changed["sync/changed"] = (digests != before[1]).float().mean().item()
     return {
         "sync/push_s": ended - started,
         "sync/stopped_s": ended - stopped_at,
@@ -251,6 +257,7 @@ def push_weights(
         "sync/bytes": float(num_bytes),
         "sync/bytes_per_s": num_bytes / max(clock.seconds["transfer"], 1e-9),
         "sync/servers": float(len(servers)),
+        **changed,
     }
 
 
@@ -275,8 +282,9 @@ def _transfer(
     transport: WeightTransport,
     timeout_s: float,
     clock: _Clock,
-) -> None:
-    """Gather every bucket and send each while the next is gathered. "send" is the time spent waiting until a bucket is sent."""
+) -> torch.Tensor:
+    """Gather every bucket and send each while the next is gathered. "send" is the time spent waiting until a bucket is sent.
+    Returns the digests, which are the last bucket."""
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering
     answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
@@ -288,12 +296,14 @@ def _transfer(
     failure: RuntimeError | None = None  # the error of sending; nothing is sent after it
     in_flight: Callable[[], None] = lambda: None  # noqa: E731 - nothing to wait for before the first bucket
     sent_at, has_more = time.monotonic(), True
+    last: Sequence[torch.Tensor] = ()
     try:
-        buckets = parameters.buckets(transport.bucket_bytes)
+        buckets = with_digests(parameters.buckets(transport.bucket_bytes))
         while has_more:
             with clock.part("gather"):
                 tensors = next(buckets, None)
                 has_more = tensors is not None
+                last = tensors or last
                 packed = transport.pack(tensors) if tensors is not None and failure is None else None
             if failure is not None:
                 continue
@@ -314,10 +324,16 @@ def _transfer(
     # a server waits as long for a bucket as we wait for its sending, so every server that can has answered by then
     left_s = max(0.0, sent_at + timeout_s - time.monotonic())
     errors = _failed_calls(answers, phase="transfer", deadline_s=left_s + GRACE_S)
+    what = f"transfer of the push of version {version}"
+    if len(errors) == len(servers) and all(NOT_AS_SENT in str(error) for error in errors.values()):
+        transport.close()
+        raise PushFailedError(what, phase="transfer", failures={}, affected=errors)  # it was sent wrongly
     if failure is not None or errors:
         transport.close()
-        hint = f"deadline {timeout_s:.0f} s for each bucket: {_SETTING}"
-        raise _broken_group(f"transfer of the push of version {version}", "transfer", errors, failure, hint)
+        raise _broken_group(
+            what, "transfer", errors, failure, f"deadline {timeout_s:.0f} s for each bucket: {_SETTING}"
+        )
+    return last[0]
 
 
 def _broken_group(

@@ -102,8 +102,8 @@ def test_what_nvidia_smi_says(
         ({}, False, True, "pass", "embedded engine"),
         ({}, True, True, "warn", "far faster"),
         ({"vllm": "0.11.0"}, False, True, "fail", "vllm 0.11.0 is installed, but only"),
-        ({"vllm": "0.27.1", "torch": "2.13.0"}, False, False, "fail", "plugin"),
-        ({"vllm": "0.27.1", "torch": "2.13.0+cu130"}, False, True, "pass", "supported"),
+        ({"vllm": "0.32.0", "torch": "2.13.0"}, False, False, "fail", "plugin"),
+        ({"vllm": "0.32.0", "torch": "2.13.0+cu130"}, False, True, "pass", "supported"),
     ],
     ids=["none", "none beside a GPU", "old", "no plugin", "fine"],
 )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -407,6 +408,33 @@ class Contract:
             pusher.post("/finish_weight_update", {"weight_version": str(version + 4)})
         pusher.post("/resume")
         serves(server, model_b, version + 4)
+
+    @pytest.mark.parametrize("spoiled", ["zeros", "turned around"])
+    def test_a_tensor_that_arrives_as_something_else_is_named_and_the_server_waits_for_another_push(
+        self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher, spoiled: str
+    ) -> None:
+        name, weights = "model.layers.1.mlp.down_proj.weight", weights_of(model_b)
+        group: Any = pusher.group
+        send = group.send
+
+        def send_wrongly(bucket: torch.Tensor, **limits: Any) -> Any:
+            if bucket.numel() == weights[name].nbytes and torch.equal(
+                bucket.view(torch.float32), weights[name].detach().reshape(-1)
+            ):
+                bucket.copy_(torch.zeros_like(bucket) if spoiled == "zeros" else bucket.flip(0))
+            return send(bucket, **limits)
+
+        group.send = send_wrongly
+        pusher.post("/pause")
+        pusher.start(weights, bucket_bytes=20_000)
+        with pytest.raises(httpx.HTTPStatusError, match=f"500: .*other values of {name}"):
+            pusher.update(weights, bucket_bytes=20_000)
+        assert server.post("/finish_weight_update", {"weight_version": str(version + 1)}).status_code == 409
+        assert server.post("/resume").status_code == 409
+        assert server.info().policy_version == version
+        pusher.connect()
+        pusher.push(weights, version + 1)
+        serves(server, model_b, version + 1)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("moment", MOMENTS)

@@ -17,7 +17,7 @@ import torch
 from grpo_async.inference.api import PauseMode, ServerInfo, WeightUpdateInfo
 from grpo_async.utils.text import dtype_name
 from grpo_async.weights.backends import Backend, Rendezvous
-from grpo_async.weights.buckets import cut_into_buckets, pack
+from grpo_async.weights.buckets import cut_into_buckets, pack, with_digests
 from grpo_async.weights.receiver import parameter_specs
 
 Tensors = Mapping[str, torch.Tensor]
@@ -122,8 +122,8 @@ class WeightPusher:
         info = announcement(tensors, bucket_bytes=bucket_bytes, timeout_s=self.timeout_s)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.post, "/update_weights")
-            for bucket in cut_into_buckets(parameter_specs(info), bucket_bytes):
-                into = self.group.buffer(sum(spec.num_bytes for spec in bucket))
-                packed = pack([tensors[spec.name] for spec in bucket], into=into)
+            buckets = cut_into_buckets(parameter_specs(info), bucket_bytes)
+            for parts in with_digests([tensors[spec.name] for spec in bucket] for bucket in buckets):
+                packed = pack(parts, into=self.group.buffer(sum(part.nbytes for part in parts)))
                 self.group.send(packed, timeout_s=self.timeout_s)()
             answer.result(timeout=self._answer_s)

@@ -79,7 +79,7 @@ class FakeSync:
         self.events.append(f"push {version}")
         return {"sync/total_s": 0.1}
 
-    def verify(self, score: Any) -> dict[str, float]:
+    def verify(self, score: Any, *, is_proof: bool = False) -> dict[str, float]:
         return {}
 
     def sleep_servers(self) -> None:

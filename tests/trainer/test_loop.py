@@ -114,7 +114,7 @@ def test_a_push_or_verification_that_ends_the_run_leaves_the_step_saved_and_its_
                 raise WeightPushError("it was refused")
             return super().push(version, before_gather=before_gather)
 
-        def verify(self, score: Any) -> dict[str, float]:
+        def verify(self, score: Any, *, is_proof: bool = False) -> dict[str, float]:
             if self.pushed == [1, 2] and fails == "verify":
                 raise RunError("it was refused")
             return {}

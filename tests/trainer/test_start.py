@@ -91,6 +91,10 @@ class _Fleet:
         return {}
 
 
+PROVEN = "exchange", "push 0", "exchange"
+"""A push of other weights."""
+
+
 class _Sync(FakeSync):
     """`outcomes` of the next pushes; then they reach the server."""
 
@@ -223,7 +227,7 @@ def _lead(
         load=lambda step: stub.events.append(f"restore {step}"), export=lambda **_: stub.events.append("export"),
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], device=cpu), num_parameters=0, world_size=1, device=cpu, peaks=[1 << 30],
-        channel=FakeChannel(),
+        channel=FakeChannel(), exchange_weights=lambda: stub.events.append("exchange"),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))
     run_rank_zero(place, ControlClient(None), context, renderer)
@@ -237,14 +241,15 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     new = _Stub(monkeypatch)
     _lead(new, make_config(tmp_path))
     assert new.events == [
-        "look for servers", "push 0", "serve 0", "preflight", "evaluate 0", "start generating", "take 0", "save 0",
+        "look for servers", *PROVEN, "push 0", "serve 0", "preflight", "evaluate 0", "start generating", "take 0", "save 0",
     ]  # fmt: skip
     assert sorted(new.closed) == ["fleet", "rollout side", "weight group"]
     stub = _Stub(monkeypatch)
     config = make_config(tmp_path, training={"max_steps": 9})
     _lead(stub, config, resume_step=3)
     assert stub.events == [
-        "restore 3", "set aside 3", "supersede 5", "look for servers", "push 3", "serve 3", "preflight",
+        "restore 3", "set aside 3", "supersede 5", "look for servers", "exchange", "push 3", "exchange", "push 3",
+        "serve 3", "preflight",
         "start generating", "take 3",
     ]  # fmt: skip
 
@@ -254,7 +259,16 @@ def test_a_run_of_zero_steps_evaluates_the_pushed_weights_and_ends(
 ) -> None:
     stub = _Stub(monkeypatch)
     told = _lead(stub, make_config(tmp_path), purpose="evaluation")
-    assert stub.events == ["look for servers", "push 0", "serve 0", "preflight", "evaluate 0"]
+    assert stub.events == [
+        "look for servers",
+        "exchange",
+        "push 0",
+        "exchange",
+        "push 0",
+        "serve 0",
+        "preflight",
+        "evaluate 0",
+    ]
     assert told[-1] == "StopCommand"
     assert not (tmp_path / "runs" / "test" / "summary.json").exists()
 
@@ -274,7 +288,7 @@ def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest
     stub.sync.outcomes = [OSError("no way to the server")]
     with pytest.raises(OSError, match="no way to the server"):
         _lead(stub, make_config(tmp_path))
-    assert stub.events == ["look for servers"]
+    assert stub.events == ["look for servers", "exchange", "exchange"]
     assert sorted(stub.closed) == ["fleet", "rollout side", "weight group"]
 
 
@@ -282,7 +296,7 @@ def test_a_wait_for_a_server_has_the_deadline_of_the_start_and_tells_the_other_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = _Stub(monkeypatch)
-    stub.sync.outcomes = [None]  # the first push reaches no server
+    stub.sync.outcomes = [None, None]  # the first pushes reach no server
     told = _lead(stub, make_config(tmp_path, inference={"startup_timeout_s": 77.0}))
     assert told.count("WaitCommand") == 2
     assert stub.fleet.deadlines_s == [77.0, 77.0]  # for the first server, and for one to take the weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_async.training.parameters import ShardedParameters
+from grpo_async.training.parameters import NamedTensor, ShardedParameters
 from tests.training.tiny_models import collect, save_model
 
 
@@ -53,3 +53,15 @@ def test_parameters_are_cast_and_buffers_keep_their_dtype(tmp_path: Path) -> Non
     assert torch.equal(bias, gate.e_score_correction_bias)
     assert (bias.dtype, sent.pop("model.layers.1.mlp.num_seen")) == (torch.float32, torch.tensor(7))
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+
+
+def test_a_parameter_that_is_gathered_as_something_else_than_this_rank_holds_is_named(tmp_path: Path) -> None:
+    parameters = ShardedParameters(_load(save_model(tmp_path, "qwen3", tied=True)), wire_dtype=torch.bfloat16)
+    wrong, gather = "model.layers.1.self_attn.o_proj.weight", NamedTensor.gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            NamedTensor, "gather", lambda self, dtype: gather(self, dtype) * (0.0 if self.name == wrong else 1.0)
+        )
+        with pytest.raises(RuntimeError, match=f"not what this rank holds of {wrong}$"):
+            list(parameters.buckets(1 << 20))
+    list(parameters.buckets(1 << 20))

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.servers.requests import EngineOutput, TokenStream
-from grpo_async.servers.vllm.patches import prepare_requests, track_get_output, wait_until_delivered
+from grpo_async.servers.vllm.patches import prepare_requests
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -60,55 +60,7 @@ def test_missing_and_non_finite_logprobs_end_the_stream_with_an_error(logprobs: 
     assert "2 tokens with the logprobs" in error.error
 
 
-# ---- pauses ----
-
-
 # ---- patches ----
-
-
-class _Client:
-    """As vLLM's: a queue of batches, and a method that returns the next."""
-
-    def __init__(self) -> None:
-        self.outputs_queue: asyncio.Queue[str] = asyncio.Queue()
-
-    async def get(self) -> str:
-        return await self.outputs_queue.get()
-
-
-def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was_taken() -> None:
-    events: list[str] = []
-
-    async def handle_outputs(client: Any, may_handle: asyncio.Semaphore) -> None:
-        ask = track_get_output(_Client.get)
-        while True:
-            batch = await ask(client)
-            events.append(f"took {batch}")
-            await may_handle.acquire()  # vLLM's task lets others run in the middle of a large batch
-            events.append(f"handled {batch}")
-
-    async def wait(client: Any) -> None:
-        await wait_until_delivered(client, timeout_s=5.0)
-        events.append("waited")
-
-    async def run() -> None:
-        client, may_handle = _Client(), asyncio.Semaphore(0)
-        await wait(client)  # nothing was ever asked for
-        handler = asyncio.create_task(handle_outputs(client, may_handle))
-        await _turns()
-        await wait(client)  # asked, and nothing there
-        client.outputs_queue.put_nowait("1")
-        client.outputs_queue.put_nowait("2")
-        waiting = asyncio.create_task(wait(client))
-        await _turns()
-        for _ in range(2):
-            may_handle.release()
-            await _turns()
-        await waiting
-        handler.cancel()
-
-    _run(run())
-    assert events == ["waited", "waited", "took 1", "handled 1", "took 2", "handled 2", "waited"]
 
 
 @pytest.mark.parametrize(("device", "left"), [("cpu", None), ("cuda", 3)])

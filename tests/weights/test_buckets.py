@@ -10,7 +10,9 @@ from grpo_async.weights.buckets import (
     ParameterSpec,
     choose_bucket_bytes,
     cut_into_buckets,
+    digests_of,
     pack,
+    samples_of,
     unpack,
     update_problems,
 )
@@ -75,3 +77,15 @@ def test_a_tied_head_may_be_sent_or_not_whichever_side_knows_it() -> None:
     assert update_problems([*fits, *_named(**{"lm_head.weight": (2, 3)})], SERVED, ["lm_head.weight"]) == []
     wrong = [*fits, *_named(**{"lm_head.weight": (9, 3)})]
     assert len(update_problems(wrong, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"])) == 1
+
+
+@pytest.mark.parametrize("size", [3, 1024, 100_000])
+def test_a_digest_sees_every_eighth_of_a_tensor_and_where_it_is(size: int) -> None:
+    tensor = torch.randn(size).bfloat16()
+    others = [tensor]
+    for eighth in range(8):
+        spoiled = tensor.clone()
+        spoiled[eighth * size // 8 : (eighth + 1) * size // 8 + 1] = 0.0
+        others.append(spoiled)
+    others.append(tensor.flip(0))
+    assert len(set(digests_of([samples_of(others)]).tolist())) == len({tuple(other.tolist()) for other in others}) >= 4

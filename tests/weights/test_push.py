@@ -16,7 +16,7 @@ from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavail
 from grpo_async.weights import push as push_module
 from grpo_async.weights.backends import NOT_FORMED
 from grpo_async.weights.push import PushFailedError, WeightTransport, push_weights
-from grpo_async.weights.receiver import NOT_ARRIVED
+from grpo_async.weights.receiver import NOT_ARRIVED, NOT_AS_SENT
 from tests.weights.servers import LIMIT_S, DyingWorkers, Events, Parameters, Workers
 
 SETTINGS = WeightsSection(timeout_s=LIMIT_S, drain_timeout_s=2 * LIMIT_S)
@@ -347,3 +347,62 @@ def test_a_failure_of_the_trainer_itself_resumes_the_servers_and_leaves_nobody_w
     for server in push.servers:
         assert not server.is_whole or push.events.of(server.name)[-1] == "resume"
     assert (transport.members == ()) == (where == "gather")
+
+
+# ---- what arrives is what the trainer holds ----
+
+
+def _spoil(transport: WeightTransport, tensor: torch.Tensor, how: str) -> None:
+    """Every bucket from now on has zeros in place of `tensor`, or is sent without it."""
+    pack = transport.pack
+
+    def spoiled(tensors: Any) -> torch.Tensor:
+        bucket = pack(tensors)
+        offset = 0
+        for each in tensors:
+            if each.data_ptr() == tensor.data_ptr():
+                part = bucket[offset : offset + each.nbytes]
+                part.copy_(torch.zeros_like(part) if how == "zeros" else torch.full_like(part, 7))
+            offset += each.nbytes
+        return bucket
+
+    transport.pack = spoiled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["zeros", "left out"])
+def test_a_tensor_that_is_sent_as_something_else_is_found_at_that_push_by_its_name(
+    transport: WeightTransport, how: str
+) -> None:
+    push = _Push(transport)
+    push.run()
+    _spoil(transport, push.parameters.tensors["3.weight"], how)
+    failed = push.fail()
+    # the same on every server: it is not they who have failed
+    assert (failed.phase, failed.failures, set(failed.affected)) == ("transfer", {}, {"a", "b"})
+    assert f"a: the inference server answered 500: {NOT_AS_SENT} 3.weight" in str(failed)
+    assert [server.is_whole for server in push.servers] == [False, False], "they generate nothing with it"
+
+
+def test_a_server_that_gets_something_else_than_the_others_has_failed(transport: WeightTransport) -> None:
+    push = _Push(transport)
+    push.run()
+    backend = push.servers[1]._receivers[0]._backend
+    receive = backend.receive
+
+    def receive_wrongly(num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        wait = receive(num_bytes, timeout_s=timeout_s)
+        return lambda: wait().index_fill_(0, torch.tensor([num_bytes // 2]), 77)
+
+    backend.receive = receive_wrongly
+    failed = push.fail()
+    assert list(failed.failures) == ["b"]
+    assert NOT_AS_SENT in str(failed.failures["b"])
+
+
+def test_the_fraction_of_tensors_that_a_push_changed_is_reported(transport: WeightTransport) -> None:
+    push = _Push(transport)
+    assert "sync/changed" not in push.run(1)
+    assert push.run(2)["sync/changed"] == 0.0
+    push.parameters.tensors["0.weight"][3, 5] += 1e-6
+    assert push.run(3)["sync/changed"] == pytest.approx(1 / len(push.parameters.tensors))
+    assert "sync/changed" not in push.run(3), "the same version again, for a server that is back"

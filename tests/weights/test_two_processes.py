@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.buckets import cut_into_buckets
+from grpo_async.weights.buckets import cut_into_buckets, with_digests
 from grpo_async.weights.push import WeightTransport
 from grpo_async.weights.receiver import WeightReceiver, parameter_specs
 from tests.support.weight_push import announcement
@@ -69,8 +69,9 @@ def test_what_the_trainer_sends_is_what_a_worker_gets(kind: Any, device: str) ->
             tensors = {f"p{number}": torch.randn(shape).to(device, dtype) for number, shape in enumerate(SIZES)}
             update = announcement(tensors, bucket_bytes=sender.bucket_bytes, timeout_s=TIMEOUT_S)
             ours.send(update.model_dump())
-            for bucket in cut_into_buckets(parameter_specs(update), sender.bucket_bytes):
-                sender.send(sender.pack([tensors[spec.name] for spec in bucket]))()
+            buckets = cut_into_buckets(parameter_specs(update), sender.bucket_bytes)
+            for parts in with_digests([tensors[spec.name] for spec in bucket] for bucket in buckets):
+                sender.send(sender.pack(parts))()
             assert ours.poll(TIMEOUT_S)
             received = ours.recv()
             assert received.keys() == tensors.keys()

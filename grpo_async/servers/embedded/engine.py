@@ -173,11 +173,15 @@ class SlotEngine:
         return dict(self._model.named_parameters())
 
     @torch.inference_mode()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite parameters in place, as they come. `finish_update` must follow before the next step."""
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+        """Overwrite parameters in place, as they come; returns those that did not come. `finish_update` must follow before the
+        next step."""
         parameters = self.parameters()
+        left_out = dict.fromkeys(parameters)
         for name, tensor in weights:
             parameters[name].copy_(tensor)
+            left_out.pop(name, None)
+        return left_out
 
     @torch.inference_mode()
     def finish_update(self, *, policy_version: int, keep_cache: bool = False) -> None:

@@ -12,7 +12,6 @@ import logging
 import queue
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -275,11 +274,7 @@ class EmbeddedEngine(Engine):
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
         def load() -> None:
-            began = time.monotonic()
-            self._engine.load_weights(self._receiver.receive_weights(info, self.base, self._shapes))
-            waited_s = self._receiver.waited_s
-            load_s = time.monotonic() - began - waited_s
-            logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, waited_s)
+            logger.info(self._receiver.update(info, self.base, self._engine.load_weights, wanted=self._shapes))
 
         await asyncio.wrap_future(self._call(load))  # each bucket has a deadline
 

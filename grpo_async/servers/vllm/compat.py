@@ -9,20 +9,20 @@ import asyncio
 import logging
 import os
 import secrets
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import set_current_vllm_config
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -32,7 +32,6 @@ from grpo_async.config.sections import SAMPLING
 from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.requests import EngineOutput
-from grpo_async.servers.vllm.command import release
 from grpo_async.utils.text import dtype_name
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
@@ -41,14 +40,6 @@ from grpo_async.weights.weight_files import text_weights
 logger = init_logger("vllm.grpo_async")
 
 __all__ = ["EngineDeadError", "VLLMClientError"]
-
-# Names that differ between releases. There are no other differences between supported versions in this module.
-_RELEASE = release(vllm.__version__)
-if _RELEASE >= (0, 27):
-    from vllm.exceptions import VLLMClientError
-else:
-    VLLMClientError = ValueError  # the error for a wrong request
-
 
 # ---- workers ----
 
@@ -78,13 +69,18 @@ class WorkerExtension:
     def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
         """Load an update as it arrives. Returns "", or what interrupted it. A worker that cannot load parameters that arrived ends
         itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
-        began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
-        receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
+        info, model_config = WeightUpdateInfo.model_validate(update_info), self.vllm_config.model_config
         base = BaseWeights(str(model_config.model), revision=model_config.revision)
-        weights = receiver.receive_weights(info, base)
+
+        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterable[str]:
+            unfilled = load_weights(self.model_runner.get_model(), model_config, weights)
+            # what the first update of these names leaves is padding, or of no update: the run compares scores after it
+            known = self.__dict__.setdefault("_unfilled", {}).setdefault(tuple(info.names), unfilled)
+            return [name for name, num_loaded in unfilled.items() if known.get(name) != num_loaded]
+
         try:
             with set_current_vllm_config(self.vllm_config):
-                load_weights(self.model_runner.get_model(), model_config, weights)
+                logger.info(self.get_weight_receiver().update(info, base, load))
         except UpdateFailedError as error:
             logger.warning("a weight update was interrupted: %s", error)
             return f"worker {self.rank}: {error}"
@@ -92,8 +88,6 @@ class WorkerExtension:
             logger.exception("loading new weights failed: stopping this server")
             logging.shutdown()  # writes what handlers still hold
             os._exit(1)
-        load_s = time.monotonic() - began - receiver.waited_s
-        logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, receiver.waited_s)
         return ""
 
     def get_weight_receiver(self) -> WeightReceiver:
@@ -104,19 +98,24 @@ class WorkerExtension:
         return self._weight_receiver
 
 
-def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Replace the model's weights in place, as they come, by vLLM's layerwise reload of a checkpoint: it repacks a layer for the
-    kernels and copies it to its old place, so that CUDA graphs see it. Each worker takes its part of whole tensors."""
+    kernels and copies it to its old place, so that CUDA graphs see it. Each worker takes its part of whole tensors. Returns the
+    layers that were not filled, with the elements that they got: padded ones, and those of parts that no update has."""
     with torch.no_grad(), _quiet_about_layers_without_parameters(model):
         initialize_layerwise_reload(model)
         try:
             model.load_weights(weights)
+            layers = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
+            # a layer that was filled is none that can load any more
+            unfilled = {name: info.load_numel for name, info in layers.items() if info.load_numel_total}
         finally:
             finalize_layerwise_reload(model, model_config)
         _repack_tied_heads(model)
         _repack_experts(model)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+    return unfilled
 
 
 @contextmanager
@@ -144,7 +143,7 @@ def _repack_tied_heads(model: Any) -> None:
 
 
 def _repack_experts(model: Any) -> None:
-    """Repack fused experts, as vLLM from 0.28 on does on a CPU at the first load, but not at a reload."""
+    """Repack fused experts, as vLLM does on a CPU at the first load, but not at a reload."""
     for module in model.modules():
         kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts: Any = getattr(kernel, "fused_experts", None)
@@ -155,7 +154,8 @@ def _repack_experts(model: Any) -> None:
 # ---- API server ----
 
 
-Deliver = Callable[[EngineOutput], None]
+Deliver = Callable[[EngineOutput, str | None], None]
+"""Gets the output, and the version (`set_version`) of the weights that sampled its tokens; None: it has none of them."""
 Abort = Callable[[], Awaitable[None]]
 """Removes a request from the engine."""
 
@@ -163,7 +163,7 @@ Abort = Callable[[], Awaitable[None]]
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
     """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last."""
     prompt, params = tokens_input(list(request.token_ids)), _sampling_params(request)
-    return await _submit(engine, request.request_id, prompt, params, lambda output: deliver(_generated(output)))
+    return await _submit(engine, request.request_id, prompt, params, lambda output, of: deliver(_generated(output), of))
 
 
 async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> Abort:
@@ -183,11 +183,20 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
     )
     name = f"score-{secrets.token_hex(8)}"
     prompt = tokens_input(list(token_ids[:-1]), cache_salt=name)
-    return await _submit(engine, name, prompt, params, lambda output: deliver(_scored(output, last)))
+    return await _submit(engine, name, prompt, params, lambda output, of: deliver(_scored(output, last), of))
 
 
-async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> Abort:
+async def _submit(
+    engine: Any, request_id: str, prompt: Any, params: Any, deliver: Callable[[Any, str | None], None]
+) -> Abort:
     queue = await engine.add_request(request_id, prompt, params)
+    state = engine.output_processor.request_states.get(queue.request_id)  # None if it has ended already
+
+    def put(output: Any) -> None:
+        # the engine core labels every batch of outputs; vLLM notes the label of new tokens before it puts them here
+        labels = state.weight_version_starts if state is not None else ()
+        deliver(output, labels[-1][0] if labels else None)
+
     # From here on the output task calls us instead of filling the queue, so each token is seen when it arrives,
     # whatever the HTTP client does. Earlier outputs are still in the queue.
     early = queue.output
@@ -195,6 +204,11 @@ async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: C
     if early is not None:
         put(early)
     return partial(engine.abort, queue.request_id, internal=True)
+
+
+async def set_version(engine: Any, version: int) -> None:
+    """Label every token that is sampled from now on; before the first call they have the label "default"."""
+    await engine.update_weight_version(str(version))
 
 
 def _sampling_params(request: GenerateRequest) -> Any:
@@ -289,7 +303,6 @@ def describe(engine: Any) -> ServerInfo:
         engine="vllm",
         model=str(config.model_config.model),
         dtype=dtype_name(config.model_config.dtype),
-        # 0.25 reads it only from pooling models, and reports the weights' dtype for others
         head_dtype=dtype_name(config.model_config.head_dtype),
         max_model_len=config.model_config.max_model_len,
         vocab_size=int(config.model_config.get_vocab_size()),
@@ -322,8 +335,8 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
     """When this returns, generation is frozen between two tokens, and every sampled token is on its way to this process. It is
-    AsyncLLM.pause_generation without its final sleep of 20 ms (`patches.wait_until_delivered` waits for tokens), and without the
-    refusal of new requests with which 0.33 begins mode=abort: ours wait at the gate."""
+    AsyncLLM.pause_generation without its final sleep of 20 ms, and without the refusal of new requests with which 0.33 begins
+    mode=abort: ours wait at the gate."""
     if not keep_cache:
         await engine.renderer.clear_mm_cache_async()
     await engine.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=not keep_cache)

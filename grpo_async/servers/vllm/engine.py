@@ -34,7 +34,6 @@ from grpo_async.weights.receiver import UpdateFailedError
 logger = logging.getLogger("vllm.grpo_async")
 
 _DEAD = "the engine is dead; see the server's log"
-_DELIVERY_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
 _NUM_AT_ONCE = 4  # concurrent requests of the warmup
 _FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
 
@@ -72,10 +71,7 @@ class VllmEngine(Engine):
             found["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
         if not is_idle:
             found["running_requests"] = sum(stats.num_running_reqs for stats in every)
-            # releases after the first keep some of the waiting requests in a separate queue
-            found["waiting_requests"] = sum(
-                stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0) for stats in every
-            )
+            found["waiting_requests"] = sum(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs for stats in every)
         return found
 
     # ---- requests ----
@@ -110,8 +106,9 @@ class VllmEngine(Engine):
         """A context in which a request is in the engine, until the engine has ended it or the block is left."""
         abort = None
 
-        def deliver(output: EngineOutput) -> None:
-            self.requests.receive(stream, output, version=self._version, is_generated=is_generated)
+        def deliver(output: EngineOutput, label: str | None) -> None:
+            version = self._version if label is None else int(label) if label.isdigit() else 0
+            self.requests.receive(stream, output, version=version, is_generated=is_generated)
 
         self.requests.enter(stream)
         try:
@@ -156,7 +153,6 @@ class VllmEngine(Engine):
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
         await compat.pause(self._client, abort=abort, keep_cache=keep_cache)
         self.requests.set_paused(True)
-        await patches.wait_until_delivered(self._client.engine_core, timeout_s=_DELIVERY_TIMEOUT_S)
 
     async def resume(self) -> None:
         if self._is_asleep:
@@ -205,12 +201,8 @@ class VllmEngine(Engine):
         await self._on_workers("load_pushed_weights", info)
 
     async def finish_update(self, version: int) -> None:
-        # Why the stamp is exact. The engine is frozen from the answer to /pause until /resume, which waits for the application's
-        # lock, and its answers and tokens come over one ordered socket. So every token that the old weights sampled is in this
-        # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
-        # that queue is handled, then change the version: all that arrives later was sampled after the coming /resume, by the
-        # new weights.
-        await patches.wait_until_delivered(self._client.engine_core, timeout_s=_DELIVERY_TIMEOUT_S)
+        # frozen until /resume: the engine core labels what the new weights sample, however late older tokens are handled here
+        await compat.set_version(self._client, version)
         self._version = version
         self._num_updates += 1
 

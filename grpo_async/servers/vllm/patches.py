@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 
 import torch
@@ -52,57 +51,13 @@ def _create_store_on_its_own_address(
     return dist.TCPStore(hostname, port, world_size, timeout=timeout, multi_tenant=False, use_libuv=use_libuv)
 
 
-# ---- vLLM 0.32 on a CPU with AMX, in the process that computes ----
+# ---- vLLM on a CPU with AMX, in the process that computes ----
 
 
 def ask_for_amx() -> None:
     """Ask Linux for the AMX tiles that vLLM's bfloat16 kernels use, if the CPU has them: otherwise the first step ends the
-    process by SIGILL. (Up to 0.27 vLLM needs no help.)"""
+    process by SIGILL."""
     torch.cpu._init_amx()
-
-
-# ---- vLLM, API server: AsyncMPClient.get_output_async ----
-#
-# AsyncLLM has one task that loops: get one batch of outputs from the engine core's client, then deliver every token in it to its
-# request. So if that task asks for the next batch while the client's queue is empty, all earlier tokens have been delivered.
-# (The spans of weight versions that vLLM has from 0.32 on come with a request's last output, too late for streaming.)
-
-_ASKED = "_grpo_async_asked"
-
-GetOutput = Callable[[Any], Awaitable[Any]]
-
-
-def track_get_output(get_output: GetOutput) -> GetOutput:
-    """Wrap a client class's `get_output_async` so that `wait_until_delivered` can tell when it is being called."""
-
-    @wraps(get_output)
-    async def get_output_async(client: Any) -> Any:
-        asked: asyncio.Event = client.__dict__.setdefault(_ASKED, asyncio.Event())
-        asked.set()
-        outputs = await get_output(client)  # the engine's next output, for as long as it runs
-        asked.clear()  # nothing else runs between the batch leaving the queue and this line, so "asked and empty" holds
-        return outputs
-
-    return get_output_async
-
-
-async def wait_until_delivered(client: Any, *, timeout_s: float) -> None:
-    """Return when every batch that is now in the client's queue has been delivered to its requests."""
-    asked: asyncio.Event | None = client.__dict__.get(_ASKED)
-    if asked is None:  # the task has never run: nothing was ever requested
-        return
-    async with asyncio.timeout(timeout_s):
-        while not (asked.is_set() and client.outputs_queue.empty()):
-            asked.clear()
-            await asked.wait()
-
-
-def track_deliveries() -> None:
-    """Make `wait_until_delivered` possible for the clients of this process."""
-    from vllm.v1.engine.core_client import AsyncMPClient
-
-    if not hasattr(AsyncMPClient.get_output_async, "__wrapped__"):
-        AsyncMPClient.get_output_async = track_get_output(AsyncMPClient.get_output_async)
 
 
 # ---- vLLM, API server, one engine: AsyncMPClient.add_request_async, AsyncLLM.output_handler ----

@@ -22,7 +22,6 @@ def register() -> None:
     if multiprocessing.parent_process() is None:
         patches.limit_silent_connections()
     patches.ask_for_amx()
-    patches.track_deliveries()
     patches.bind_rendezvous_to_its_own_address()
 
 
