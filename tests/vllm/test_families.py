@@ -40,7 +40,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3.5": _LINEAR,
     "qwen3.5-moe": {**_LINEAR, **_SHARED},
     "qwen3-next": {**_LINEAR, **_SHARED},
-    "lfm2": {},
+    "lfm2": {"conv_dim": 128},
     "granite-hybrid": {"mamba_d_head": 32},
     "nemotron-h": {},
     "falcon-h1": {},
