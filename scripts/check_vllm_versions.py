@@ -32,7 +32,16 @@ USED = {
     "engine_core renderer logger_manager vllm_config",
     "vllm.v1.engine.core_client:AsyncMPClient": "add_request_async(request) get_output_async() outputs_queue "
     "pause_scheduler_async(mode=, clear_cache=) _call_utility_async(method, engine=) core_engines",
-    "vllm.v1.engine.output_processor:OutputProcessor": "has_unfinished_requests()",
+    "vllm.v1.engine.output_processor:OutputProcessor": "has_unfinished_requests() request_states",
+    "vllm.v1.engine:EngineCoreRequest": "request_id cache_salt sampling_params lora_request",
+    "vllm.lora.lora_model:LoRAModel": "from_lora_tensors(lora_model_id, tensors, peft_helper, device=, dtype=, weights_mapper=)",
+    "vllm.lora.peft_helper:PEFTHelper": "r lora_alpha target_modules",
+    "vllm.lora.request:LoRARequest": "lora_name lora_int_id lora_path",
+    "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager lora_config",
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager": "model modules packed_modules capacity list_adapters() "
+    "remove_adapter(adapter_id) add_adapter(lora) activate_adapter(lora_id)",
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": "lora_manager",
+    "vllm.config:LoRAConfig": "max_loras max_lora_rank",
     "vllm.v1.engine.output_processor:RequestOutputCollector": "put(output) output request_id",
     "vllm.v1.metrics.loggers:StatLoggerManager": "stat_loggers",
     "vllm.v1.metrics.loggers:AggregateStatLoggerBase": "record(scheduler_stats, iteration_stats) log() log_engine_initialized()",

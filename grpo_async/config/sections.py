@@ -65,6 +65,9 @@ class RunSection(StrictModel):
     """Seeds data order, sampling and initialization of everything random."""
 
 
+MAX_SWAPPED_RANK = 512  # of vLLM's --max-lora-rank
+
+
 class LoraSection(StrictModel):
     rank: int = Field(default=16, ge=1, le=65_536)
     """Rank r of the adapters (LoRA, arXiv 2106.09685)."""
@@ -78,9 +81,11 @@ class LoraSection(StrictModel):
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules that are fully trained in addition to the adapters, by the ends of their names, such as [embed_tokens,
     lm_head]; of tied ones, name both. They are pushed and exported with the rest (peft's setting of this name)."""
-    push: Literal["merged", "adapter"] = "merged"
+    push: Literal["merged", "adapter", "adapter_swap"] = "merged"
     """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
-    a server's disk; each server adds them to the weights that it has loaded itself from `model.path`."""
+    a server's disk; each server adds them to the weights that it has loaded itself from `model.path`. adapter_swap (vLLM): the
+    adapters alone, which vLLM keeps beside its weights (`--enable-lora`). Nothing pauses: requests in flight end on the version
+    that they began with, new ones take the new one; `weights.mode` does not apply. Every token takes longer to generate."""
 
 
 class ModelSection(StrictModel):

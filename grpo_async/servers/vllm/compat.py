@@ -11,9 +11,10 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ import vllm
 from vllm.config import set_current_vllm_config
 from vllm.inputs import tokens_input
 from vllm.logger import init_logger
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.outputs import RequestOutput
@@ -34,7 +40,7 @@ from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerIn
 from grpo_async.servers.requests import EngineOutput
 from grpo_async.servers.vllm.command import release
 from grpo_async.utils.text import dtype_name
-from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.adapters import LORA_A, BaseWeights
 from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
 
 logger = init_logger("vllm.grpo_async")
@@ -74,16 +80,20 @@ class WorkerExtension:
             return f"worker {self.rank}: {error}"
         return ""
 
-    def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
+    def load_pushed_weights(self, update_info: dict[str, Any], number: int = 0, in_use: Sequence[int] = ()) -> str:
         """Load an update as it arrives. Returns "", or what interrupted it. A worker that cannot load parameters that arrived ends
-        itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
+        itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again.
+        `number`: of the adapter that arrives, if adapters are swapped; `in_use`: those that must stay."""
         began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
         receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
         base = BaseWeights(str(model_config.model), revision=model_config.revision)
-        weights = receiver.receive_weights(info, base)
         try:
             with set_current_vllm_config(self.vllm_config):
-                load_weights(self.model_runner.get_model(), model_config, weights)
+                if info.swap:
+                    add_adapter(self.model_runner.lora_manager, dict(receiver.receive(info)), number, in_use)
+                else:
+                    weights = receiver.receive_weights(info, base)
+                    load_weights(self.model_runner.get_model(), model_config, weights)
         except UpdateFailedError as error:
             logger.warning("a weight update was interrupted: %s", error)
             return f"worker {self.rank}: {error}"
@@ -94,6 +104,14 @@ class WorkerExtension:
         load_s = time.monotonic() - began - receiver.waited_s
         logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, receiver.waited_s)
         return ""
+
+    def find_unadapted(self, weights: list[str]) -> str:
+        """Return those of `weights` to which this worker's vLLM adds no adapter, separated by spaces: it would ignore theirs."""
+        held = self.model_runner.lora_manager._adapter_manager
+        _take_adapters_off_heads(held)
+        adapted = {*held.modules, *chain(*held.packed_modules.values())}
+        renamed = ((name, parse_fine_tuned_lora_name(_lora_name(name), _renamer(held.model))[0]) for name in weights)
+        return " ".join(name for name, module in renamed if module not in adapted)
 
     def get_weight_receiver(self) -> WeightReceiver:
         if "_weight_receiver" not in self.__dict__:
@@ -116,6 +134,47 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
         _repack_experts(model)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+
+
+def add_adapter(manager: Any, factors: Mapping[str, torch.Tensor], number: int, in_use: Collection[int]) -> None:
+    """Add the adapter of `factors` to vLLM's worker manager of adapters, in place of one that is not `in_use` if all slots are
+    taken. From the tensors themselves: vLLM's own way is to read a folder at the first request that names it."""
+    held = manager._adapter_manager
+    rank = next(factor.shape[0] for name, factor in factors.items() if name.endswith(LORA_A))
+    adapter = LoRAModel.from_lora_tensors(
+        number,
+        {_lora_name(*name.rsplit(".", 1)): factor for name, factor in factors.items()},
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # B has the scaling
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_renamer(held.model),
+    )
+    while len(held) >= held.capacity:
+        held.remove_adapter(min(set(held.list_adapters()) - set(in_use)))
+    held.add_adapter(adapter)
+    held.activate_adapter(number)
+
+
+def _take_adapters_off_heads(held: Any) -> None:
+    """Give models their plain heads back: an adapter never has one, and vLLM's, although zero, ends the server at scores, because
+    it has a row for each request and not for each scored token (vLLM issues 29955, 51594)."""
+    for parent in list(held.model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, LogitsProcessorWithLoRA):
+                setattr(parent, name, child.base_layer)
+    for name in [name for name, module in held.modules.items() if isinstance(module, LogitsProcessorWithLoRA)]:
+        del held.modules[name]
+
+
+def _lora_name(weight: str, factor: str = "lora_A") -> str:
+    """The name of a factor in a file of peft."""
+    return f"base_model.model.{weight.removesuffix('.weight')}.{factor}.weight"
+
+
+def _renamer(model: Any) -> Any:
+    """How vLLM renames the modules of a checkpoint, for adapters; None: not at all."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper and getattr(mapper, "get_rename_mapper", lambda: mapper)()
 
 
 @contextmanager
@@ -154,7 +213,8 @@ def _repack_experts(model: Any) -> None:
 # ---- API server ----
 
 
-Deliver = Callable[[EngineOutput], None]
+Deliver = Callable[[str, EngineOutput], None]
+"""Takes the engine's name of a request, and its output."""
 Abort = Callable[[], Awaitable[None]]
 """Removes a request from the engine."""
 
@@ -162,7 +222,7 @@ Abort = Callable[[], Awaitable[None]]
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
     """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last."""
     prompt, params = tokens_input(list(request.token_ids)), _sampling_params(request)
-    return await _submit(engine, request.request_id, prompt, params, lambda output: deliver(_generated(output)))
+    return await _submit(engine, request.request_id, prompt, params, deliver, _generated)
 
 
 async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> Abort:
@@ -182,11 +242,17 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
     )
     name = f"score-{secrets.token_hex(8)}"
     prompt = tokens_input(list(token_ids[:-1]), cache_salt=name)
-    return await _submit(engine, name, prompt, params, lambda output: deliver(_scored(output, last)))
+    return await _submit(engine, name, prompt, params, deliver, partial(_scored, last=last))
 
 
-async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> Abort:
+async def _submit(
+    engine: Any, request_id: str, prompt: Any, params: Any, deliver: Deliver, read: Callable[[Any], EngineOutput]
+) -> Abort:
     queue = await engine.add_request(request_id, prompt, params)
+
+    def put(output: Any) -> None:
+        deliver(queue.request_id, read(output))
+
     # From here on the output task calls us instead of filling the queue, so each token is seen when it arrives,
     # whatever the HTTP client does. Earlier outputs are still in the queue.
     early = queue.output
@@ -246,13 +312,13 @@ def _failed(output: Any) -> EngineOutput:
     return EngineOutput(error=f"the engine failed: {message_of(output)}")
 
 
-async def ask_workers(engine: Any, method: str, argument: dict[str, Any]) -> list[str]:
+async def ask_workers(engine: Any, method: str, *arguments: Any) -> list[str]:
     """The answers of all workers of every engine core to `method` of the worker extension. (With data parallelism,
     `AsyncLLM.collective_rpc` asks all of them, but returns only the answers of the first core's workers.)"""
     client = engine.engine_core
     answers = await asyncio.gather(
         *(
-            client._call_utility_async("collective_rpc", method, None, (argument,), None, engine=core)
+            client._call_utility_async("collective_rpc", method, None, arguments, None, engine=core)
             for core in client.core_engines
         )
     )
@@ -298,6 +364,17 @@ def describe(engine: Any) -> ServerInfo:
     )
 
 
+def adapter_slots(engine: Any) -> int:
+    """How many adapters can be in use at a time; 0: it takes none."""
+    config = engine.vllm_config.lora_config
+    return 0 if config is None else int(config.max_loras)
+
+
+def adapter_request(number: int) -> Any:
+    """What binds a request to the adapter `number`, which the workers have. There is no such path."""
+    return LoRARequest(lora_name=str(number), lora_int_id=number, lora_path=f"pushed/{number}")
+
+
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
     """The parameters that an update must contain: those in the files from which the model was loaded. Unknown if it was loaded
     from none (`--load-format dummy`), or from files other than safetensors."""
@@ -307,15 +384,16 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
             f"its weights are quantized by {model_config.quantization}, and pushed weights are not; serve a checkpoint that is "
             "not quantized, without --quantization in inference.vllm.extra_args"
         )
-    digest = base.digest_or_none()
+    digest, swaps = base.digest_or_none(), adapter_slots(engine) > 0
     if digest is None or str(engine.vllm_config.load_config.load_format) == "dummy":
-        return ServedParameters(shapes={}, base_digest=digest)
+        return ServedParameters(shapes={}, base_digest=digest, swaps_adapters=swaps)
     # some old checkpoints hold rotary tables, which are not parameters
     shapes = {name: list(spec.shape) for name, spec in base.specs.items() if not name.endswith("rotary_emb.inv_freq")}
     if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
-        return ServedParameters(shapes=shapes, base_digest=digest)
+        return ServedParameters(shapes=shapes, base_digest=digest, swaps_adapters=swaps)
     heads = [name for name in shapes if name.endswith("lm_head.weight")]
-    return ServedParameters(shapes=shapes, optional=heads or ["lm_head.weight"], base_digest=digest)
+    optional = heads or ["lm_head.weight"]
+    return ServedParameters(shapes=shapes, optional=optional, base_digest=digest, swaps_adapters=swaps)
 
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
