@@ -107,9 +107,9 @@ def test_no_version_starts_from_the_cache_of_another_and_scores_and_vllms_own_ro
         output = swapping.generate(make_request(LONG_PROMPT, max_tokens=8))
         assert set(output.versions) == {version}
         pushed.assert_of(version, [*LONG_PROMPT, *output.token_ids], output.logprobs)
-        score = swapping.score(LONG_PROMPT)
-        assert score.policy_version == version
-        pushed.assert_of(version, LONG_PROMPT, score.logprobs)
+        for score in swapping.pool.map(swapping.score, [LONG_PROMPT] * 4):  # in one batch
+            assert score.policy_version == version
+            pushed.assert_of(version, LONG_PROMPT, score.logprobs)
         answer = swapping.client.post("/v1/completions", json={**body, "return_token_ids": True}).raise_for_status()
         (choice,) = answer.json()["choices"]
         pushed.assert_of(version, [*LONG_PROMPT, *choice["token_ids"]], choice["logprobs"]["token_logprobs"])
