@@ -2,6 +2,7 @@
 
     python -m benchmarks push [--engine vllm] [--shape 95m] [--rounds 15] [--json FILE]
     python -m benchmarks push --transport nccl --device cuda --dtype bfloat16 --shape 1.7b      # two GPUs
+    python -m benchmarks push --lora adapter_swap                               # or merged, adapter: model.lora.push
     python -m benchmarks push --transport ipc --device cuda --dtype bfloat16 --shape 0.6b       # one GPU
 
 A server, started as in a run, serves a model with random weights. Every round has, in turns, a bare broadcast (another process
@@ -48,6 +49,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of trainer and server")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the server")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="95m", help="shape of the model")
+    parser.add_argument(
+        "--lora", choices=["merged", "adapter", "adapter_swap"], help="model.lora.push of a model with adapters"
+    )
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bucket-mb", type=int, help="size of a bucket in MiB; default: as in a run, by the model")
     options = parser.parse_args(arguments)
@@ -57,23 +62,25 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
         model = SHAPES[options.shape].save(folder / "model", train_tokenizer([]), seed=options.seed)
-        config = _server.write_config(folder, **_sections(options))
+        config = _server.write_config(folder, **_sections(options, str(folder / "model")))
         environment = {**os.environ, **(_nccl_environment() if options.transport == "nccl" else {})}
         with (
             _server.serving(config, options.engine, environment=environment) as server,
-            _connected(server.url, model.to(options.device), options) as (push, bucket_sizes),
+            _connected(server.url, _parameters(folder / "model", model, options), options) as (push, bucket_sizes),
         ):
             measured = _measure(push, bucket_sizes, server, options)
     return _report(measured, options)
 
 
-def _sections(options: argparse.Namespace) -> dict[str, Any]:
+def _sections(options: argparse.Namespace, path: str) -> dict[str, Any]:
     engines: dict[str, dict[str, Any]] = {
         "vllm": {"enforce_eager": True, "kv_cache_mb": 512, "gpu_memory_utilization": 0.4},
         "embedded": {"device": options.device},
     }
     engine = options.engine
+    lora = {} if options.lora is None else {"lora": {"rank": options.rank, "push": options.lora}}
     return {
+        **({"model": {"path": path, **lora}} if lora else {}),
         "inference": {"engine": engine, "dtype": options.dtype, "max_model_len": 2048, engine: engines[engine]},
         "weights": {"transport": options.transport},
     }
@@ -87,9 +94,26 @@ def _nccl_environment() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "1"} if torch.cuda.device_count() > 1 else {"NCCL_HOSTID": "server"}
 
 
+def _parameters(folder: Path, model: Any, options: argparse.Namespace) -> Any:
+    """What a run would send."""
+    import torch
+
+    from grpo_async.config.sections import LoraSection, ModelSection
+    from grpo_async.training.load import load_policy
+    from grpo_async.training.parameters import choose_parameters
+
+    section = ModelSection(path=str(folder))
+    if options.lora is not None:
+        section = section.model_copy(update={"lora": LoraSection(rank=options.rank, push=options.lora)})
+        model = load_policy(section, temperature=1.0, chunk_tokens=256, max_model_len=2048).model
+    device = torch.device("cpu" if options.transport == "gloo" else options.device)
+    served = getattr(torch, options.dtype)
+    return choose_parameters(model.to(options.device), section, served_dtype=served, device=device)
+
+
 @contextmanager
 def _connected(
-    url: str, model: Any, options: argparse.Namespace
+    url: str, parameters: Any, options: argparse.Namespace
 ) -> Iterator[tuple[Callable[[], dict[str, float]], list[int]]]:
     """The trainer's end, as in `train`: a function that pushes version 1, 2, 3, ... and returns the metrics of the push (and
     "digests", seconds that these tensors take again); and the sizes of its buckets in bytes."""
@@ -97,7 +121,6 @@ def _connected(
 
     from grpo_async.config.sections import InferenceSection, WeightsSection
     from grpo_async.inference.fleet import Fleet
-    from grpo_async.training.parameters import ShardedParameters
     from grpo_async.weights.buckets import choose_bucket_bytes, digests_of, samples_of
     from grpo_async.weights.push import WeightTransport, push_weights
 
@@ -107,11 +130,6 @@ def _connected(
     )
     fleet = Fleet([url], inference, token=os.environ["GRPO_ASYNC_TOKEN"], control_timeout_s=STEP_TIMEOUT_S)
     device = torch.device(options.device)
-    parameters = ShardedParameters(
-        model,
-        wire_dtype=getattr(torch, options.dtype),
-        device=torch.device("cpu") if options.transport == "gloo" else device,
-    )
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     settings = WeightsSection(bucket_mb=options.bucket_mb, timeout_s=STEP_TIMEOUT_S)
     transport = WeightTransport(
@@ -251,11 +269,12 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
         for push, bare_s, load_s in zip(pushes, measured.bare_s, measured.load_s, strict=True)
     ]
     report.row(f"push / ({BARE_FACTOR:g} x bare + load)", found, "ratio")
-    if options.device == "cpu":
+    if options.device == "cpu" and options.lora is None:
         what = f"push / ({BARE_FACTOR:g} x bare broadcast + load), median"
         report.target(what, statistics.median(found), at_most=MAX_RATIO)
+    sizes = f"{options.bucket_mb} MiB" if options.bucket_mb else "the size that a run takes"
     report.note(
-        f"{num_bytes / 1e6:.0f} MB of {options.dtype}, {options.engine}, {options.transport} on {options.device}, buckets of "
-        f"{f'{options.bucket_mb} MiB' if options.bucket_mb else 'the size that a run takes'}"
+        f"{num_bytes / 1e6:.1f} MB, served in {options.dtype}, model.lora.push {options.lora}, {options.engine}, "
+        f"{options.transport} on {options.device}, buckets of {sizes}"
     )
     return report.finish()

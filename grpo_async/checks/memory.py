@@ -115,12 +115,13 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
 
 
 def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float) -> dict[str, float]:
-    """Bytes of vLLM on one GPU: weights / parallel, its own work, and the KV cache of `num_tokens` (an upper bound where layers
-    have windows or share a cache)."""
+    """Bytes of vLLM on one GPU: weights / parallel, the adapters that it swaps, its own work, and the KV cache of `num_tokens` (an
+    upper bound where layers have windows or share a cache)."""
     vllm = config.inference.vllm
     share = ITEM_BYTES[config.inference.resolved_dtype] / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     return {
         "weights": model.parameters * share,
+        "adapters": config.adapter_slots * model.trained(config) * share,
         "activations and graphs": _VLLM_WORK_BYTES,
         "KV cache": num_tokens * model.kv_elements_per_token * model.layers * share,
     }
@@ -141,7 +142,9 @@ def bytes_beside_vllm(config: ExperimentConfig, model: ModelSize) -> float:
 
 def _largest_bucket(config: ExperimentConfig, model: ModelSize) -> int:
     """Bytes. A parameter is never divided over buckets, so one bucket is at least as large as the embedding. Worked example: 8B
-    in bfloat16 -> 128,256 x 4,096 x 2 = 1.05e9, and not 250 MB."""
+    in bfloat16 -> 128,256 x 4,096 x 2 = 1.05e9, and not 250 MB. Swapped adapters have no large parameters."""
+    if config.adapter_slots:
+        return config.weights.bucket_bytes(4 * model.trained(config))
     item = ITEM_BYTES[config.inference.resolved_dtype]
     return max(config.weights.bucket_bytes(model.parameters * item), model.vocabulary * model.hidden * item)
 

@@ -135,6 +135,13 @@ class ExperimentConfig(StrictModel):
         return lora is not None and not lora.modules_to_save and self.loss.reference == "initial"
 
     @property
+    def adapter_slots(self) -> int:
+        """Adapters that a server has at a time with `model.lora.push: adapter_swap`: the newest, and those of requests that are
+        fresh enough to be trained on, while another arrives. Each takes memory, so at most 8; 0 without swaps."""
+        swaps = self.model.lora is not None and self.model.lora.push == "adapter_swap"
+        return min(self.rollout.max_staleness + 3, 8) if swaps else 0
+
+    @property
     def has_own_rollouts(self) -> bool:
         """Whether a rollout function or an agent makes whole rollouts, which may bring columns that the data lacks."""
         return self.rollout_function is not None or self.rollout.agent is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from grpo_async.config.names import VLLM_ARGUMENTS
-from grpo_async.config.sections import CustomLoss, GspoLoss, powers_up_to
+from grpo_async.config.sections import MAX_SWAPPED_RANK, CustomLoss, GspoLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import count, shortlist
 
@@ -263,24 +263,23 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
     yield _clash(has_ray and launch.colocate, "launch.colocate", "launch.ray", "servers have GPUs of their own there")
     has_port = has_ray and launch.server_port is not None
     yield _clash(has_port, "launch.server_port", "launch.ray", "each server takes a free port of its node")
-    if lora is None or lora.push != "adapter":
+    if lora is None or lora.push == "merged":
         return
     merged = "set push: merged"
     yield (
-        config.model.revision is not None,
-        f"model.lora.push: adapter adds to the newest files of model.path, not to {{model.revision}}; {merged}, or name the folder "
-        "of that revision as model.path",
-    )
-    yield (
         lora.modules_to_save,
-        "model.lora.push: adapter sends the adapters alone, and servers would keep the old values of "
+        "{model.lora.push} sends the adapters alone, and servers would keep the old values of "
         f"{{model.lora.modules_to_save}}; {merged}",
     )
     yield (
         lora.load_in_4bit,
-        f"model.lora.push: adapter adds to the files of model.path, which {{model.lora.load_in_4bit}} rounds; {merged}",
+        f"{{model.lora.push}} adds to the files of model.path, which {{model.lora.load_in_4bit}} rounds; {merged}",
     )
     yield (
-        config.weights.transport in ("nccl", "ipc"),
+        lora.push == "adapter_swap" and lora.rank > MAX_SWAPPED_RANK,
+        f"model.lora.push: adapter_swap: vLLM takes ranks up to {MAX_SWAPPED_RANK}, not {{model.lora.rank}}; {merged}",
+    )
+    yield (
+        lora.push == "adapter" and config.weights.transport in ("nccl", "ipc"),
         f"model.lora.push: adapter travels over gloo alone, not over {{weights.transport}}; {merged}",
     )

@@ -65,6 +65,9 @@ class RunSection(StrictModel):
     """Seeds data order, sampling and initialization of everything random."""
 
 
+MAX_SWAPPED_RANK = 512  # of vLLM's --max-lora-rank
+
+
 class LoraSection(StrictModel):
     rank: int = Field(default=16, ge=1, le=65_536)
     """Rank r of the adapters (LoRA, arXiv 2106.09685)."""
@@ -81,9 +84,11 @@ class LoraSection(StrictModel):
     load_in_4bit: bool = False
     """Keep the frozen base in 4 bits (QLoRA, arXiv 2305.14314; extra `qlora`), whole on every rank; experts and the head stay as
     they are. Servers get the same weights, unpacked, with the adapters merged."""
-    push: Literal["merged", "adapter"] = "merged"
+    push: Literal["merged", "adapter", "adapter_swap"] = "merged"
     """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
-    a server's disk; each server adds them to the weights that it has loaded itself from `model.path`."""
+    a server's disk; each server adds them to the weights that it has loaded itself from `model.path`. adapter_swap (vLLM): the
+    adapters alone, which vLLM keeps beside its weights (`--enable-lora`). Nothing pauses: requests in flight end on the version
+    that they began with, new ones take the new one; `weights.mode` does not apply. Every token takes longer to generate."""
 
 
 class ModelSection(StrictModel):

@@ -15,7 +15,8 @@ which the servers allow only on a loopback address. Errors are JSON `{"error": "
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
     POST /init_weight_transfer_engine   WeightInitInfo: joins the weight group (again, after a trainer restart)
     POST /start_weight_update           WeightUpdateInfo: says what follows; refused when it does not fit the model
-    POST /update_weights                {}: receives every parameter and loads it in place. The server has to be paused
+    POST /update_weights                {}: receives every parameter and loads it in place. The server has to be paused, except
+                                        for adapters that are swapped: a request keeps the one it began with, and its version
     POST /finish_weight_update          {"weight_version": "17"}: "17" is the policy version of every token from now on
     POST /sleep                         (vLLM on a GPU) gives the GPU's memory back; no request runs until /wake_up
     POST /wake_up                       (vLLM on a GPU) takes the memory again, and resumes
@@ -150,6 +151,8 @@ class ServedParameters(ApiModel):
     """Names that may be sent or omitted: a head that is tied to the embedding."""
     base_digest: str | None = None
     """Digest of the files that the server was started from (weights.adapters); null if adapters cannot be added to them."""
+    swaps_adapters: bool = False
+    """Updates are adapters that the engine keeps beside its weights (WeightUpdateInfo.swap), and nothing else."""
 
 
 class ScoreRequest(ApiModel):
@@ -203,6 +206,8 @@ class WeightUpdateInfo(ApiModel):
     timeout_s: Seconds
     base: AdapterBase | None = None
     """If set, factors of adapters follow (weights.adapters), not whole parameters."""
+    swap: bool = False
+    """The factors become a new adapter, beside the weights and the adapters of requests in flight, and nothing pauses."""
 
 
 class PauseQuery(ApiModel):

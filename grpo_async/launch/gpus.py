@@ -109,6 +109,8 @@ def share_gpus(
 def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuShares) -> tuple[TransportKind, str]:
     """How the weights travel, and why. `shares` are of the machine with rank 0, which sends them."""
     wanted = config.weights.transport
+    if config.adapter_slots and engine.engine == "embedded":
+        raise ConfigError("model.lora.push: adapter_swap: the embedded engine keeps no adapters; set adapter or merged")
     if config.model.lora is not None and config.model.lora.push == "adapter":
         return (
             "gloo",

@@ -220,7 +220,10 @@ def plan_processes(
         transport, reason = plan_transport(config, engine, shares)
         urls = assignment.server_urls or tuple(config.inference.urls)
         assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
-        weights = f"{transport}: {reason}; requests in flight: {config.weights.mode} (weights.mode)"
+        in_flight = f"{config.weights.mode} (weights.mode)"
+        if slots := config.adapter_slots:
+            in_flight = f"keep their adapter (model.lora.push: adapter_swap, {slots} at a time)"
+        weights = f"{transport}: {reason}; requests in flight: {in_flight}"
         facts = {"precision": config.precision, "weights": weights}
     environment = {
         "PYTHONUNBUFFERED": "1",

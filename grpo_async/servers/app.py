@@ -44,7 +44,7 @@ from grpo_async.servers.requests import NOT_FINITE, EngineDeadError, RequestTrac
 from grpo_async.utils.text import count, shortlist
 from grpo_async.utils.validation import problems_of
 from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.buckets import update_problems
+from grpo_async.weights.buckets import update_problems, wrong_kind
 from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError, parameter_specs
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ class Engine(ABC):
     async def check_update(self, info: WeightUpdateInfo) -> None:
         """Raise UpdateRefusedError if this update does not fit the model."""
         specs, served = parameter_specs(info), await self.parameters()
+        if info.swap != served.swaps_adapters:
+            raise UpdateRefusedError(wrong_kind(served))
         if info.base is not None and served.base_digest != info.base.digest:
             raise UpdateRefusedError("these adapters have a different base model than this server")
         problems = (update_problems if info.base is None else self.base.update_problems)(
@@ -350,9 +352,11 @@ class RolloutApp:
             info, self._announced = self._announced, None
             if info is None:
                 raise HTTPException(OUT_OF_ORDER, "no update was started: POST /start_weight_update first")
-            if not await self._engine.is_paused():
-                raise HTTPException(OUT_OF_ORDER, "a server has to be paused to load an update: POST /pause first")
-            self._is_whole = self._is_loaded = False
+            if not info.swap:
+                if not await self._engine.is_paused():
+                    raise HTTPException(OUT_OF_ORDER, "a server has to be paused to load an update: POST /pause first")
+                self._is_whole = False
+            self._is_loaded = False
             try:
                 await self._engine.load_update(info)
             except BaseException:

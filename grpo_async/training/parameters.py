@@ -257,12 +257,22 @@ class ShardedParameters(GatheredParameters):
 
 
 class AdapterParameters(GatheredParameters):
-    """The factors of each adapted weight; see weights.adapters. `path`: where servers find the base."""
+    """The factors of each adapted weight; see weights.adapters. `path` and `revision`: where servers find the base. `swap`: see
+    GatheredParameters."""
 
-    def __init__(self, model: Any, *, path: str, served_dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        path: str,
+        served_dtype: torch.dtype,
+        device: torch.device | None = None,
+        revision: str | None = None,
+        swap: bool = False,
+    ) -> None:
         self._device = device or torch.device("cpu")
-        self._path = path
-        files = BaseWeights(path)
+        self._path, self.swap = path, swap
+        files = BaseWeights(path, revision=revision)
         self.base: AdapterBase = AdapterBase(digest=files.digest, dtype_name=dtype_name(served_dtype))
         sources = {source.name: source for source in list_sources(model)}
         self._deltas: dict[str, LoraDelta] = {}
@@ -271,13 +281,13 @@ class AdapterParameters(GatheredParameters):
             for name in group.sources:
                 delta = sources[name].delta
                 if delta is not None:
-                    _check_adapted(sources[name], group, files)
+                    _check_adapted(sources[name], group, files, served_dtype if swap else torch.float32)
                     self._deltas[next(iter(group.outputs))] = delta
         if not self._deltas:
             raise ConfigError("model.lora.push: adapter needs adapters, and the model has none; set model.lora")
         self.specs = [spec for name, delta in self._deltas.items() for spec in _factor_specs(name, delta)]
 
-    def problems(self, served: ServedParameters) -> list[str]:
+    def differences(self, served: ServedParameters) -> list[str]:
         return problems_with_base(self.base.digest, served.base_digest, self._path)
 
     def gather(self) -> Iterator[torch.Tensor]:
@@ -289,21 +299,28 @@ class AdapterParameters(GatheredParameters):
 def choose_parameters(
     model: Any, section: ModelSection, *, served_dtype: torch.dtype, device: torch.device
 ) -> GatheredParameters:
-    if section.lora is not None and section.lora.push == "adapter":
-        return AdapterParameters(model, path=section.path, served_dtype=served_dtype, device=device)
+    if section.lora is not None and section.lora.push in ("adapter", "adapter_swap"):
+        return AdapterParameters(
+            model,
+            path=section.path,
+            served_dtype=served_dtype,
+            device=device,
+            revision=section.revision,
+            swap=section.lora.push == "adapter_swap",
+        )
     return ShardedParameters(model, wire_dtype=served_dtype, device=device)
 
 
-def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) -> None:
-    """Check that a server can add the adapter to the base's files; ConfigError if it cannot."""
+def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights, served: torch.dtype) -> None:
+    """Check that a server can add the adapter to the base's files, held in `served` or less; ConfigError if it cannot."""
     target = next(iter(group.outputs))
     spec = base.specs.get(target)
     if spec is None or not group.is_renamed_only:
         raise ConfigError(f"model.lora.push: the files of model.path have no {target} to add an adapter to; set merged")
-    if source.tensor.dtype.itemsize < spec.dtype.itemsize:
+    if source.tensor.dtype.itemsize < min(spec.dtype.itemsize, served.itemsize):
         raise ConfigError(
-            f"model.lora.push: adapter: servers add to {target} as the files hold it ({spec.dtype_name}), the trainer has it "
-            "rounded; set merged"
+            f"model.lora.push: servers add to {target} as the files hold it ({spec.dtype_name}), the trainer has it rounded; set "
+            "merged"
         )
 
 

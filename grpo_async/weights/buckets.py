@@ -150,6 +150,16 @@ def update_problems(
     return problems
 
 
+def wrong_kind(served: ServedParameters) -> str:
+    """Why a server refuses updates of the other kind."""
+    kind = (
+        "adapters that it keeps beside its weights, and no"
+        if served.swaps_adapters
+        else "no adapters beside its weights, only"
+    )
+    return f"it was started to take {kind} merged weights: start it with the model.lora.push of the run"
+
+
 class GatheredParameters(ABC):
     """What a push sends: parameters of the policy, gathered bucket by bucket; every rank iterates in lockstep. See
     training.parameters."""
@@ -157,12 +167,21 @@ class GatheredParameters(ABC):
     specs: list[ParameterSpec]
     base: AdapterBase | None = None
     """The base to which the servers add adapters. None: whole parameters are sent."""
+    swap: bool = False
+    """The servers keep the adapters beside their weights, and go on generating."""
 
     @abstractmethod
     def gather(self) -> Iterator[torch.Tensor]:
         """Whole, contiguous tensors in the order of `specs`. A collective: iterate on every rank."""
 
     def problems(self, served: ServedParameters) -> list[str]:
+        """Why a server cannot take part."""
+        if self.swap != served.swaps_adapters:
+            return [wrong_kind(served)]
+        return self.differences(served)
+
+    def differences(self, served: ServedParameters) -> list[str]:
+        """What the server has and these parameters lack, or the other way round."""
         return update_problems(self.specs, served.shapes, served.optional)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:

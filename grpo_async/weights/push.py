@@ -1,6 +1,6 @@
 """The trainer's end of a weight push: one function, for all servers at once.
 
-    pause -> (connect) -> start -> transfer -> finish(version) -> resume
+    pause -> (connect) -> start -> transfer -> finish(version) -> resume      (swapped adapters: without pause and resume)
 
     trainer   push_weights -> WeightTransport (the group, packing; both here) -> backends (gloo, nccl, ipc)
     server    its HTTP routes (servers.app) -> the engine, or each of its workers -> receiver -> backends
@@ -148,6 +148,7 @@ class WeightTransport:
             bucket_bytes=self.bucket_bytes,
             timeout_s=self._timeout_s,
             base=parameters.base,
+            swap=parameters.swap,
         )
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -216,12 +217,13 @@ def push_weights(
     mode, keep_cache = _PAUSES[settings.mode]
     limit_s, limit = (settings.drain_timeout_s, "weights.drain_timeout_s") if mode == "drain" else (timeout_s, _SETTING)
     try:
-        call_all(
-            "pause",
-            lambda server: server.pause(mode=mode, keep_cache=keep_cache, timeout_s=limit_s),
-            deadline_s=limit_s,
-            setting=limit,
-        )
+        if not parameters.swap:
+            call_all(
+                "pause",
+                lambda server: server.pause(mode=mode, keep_cache=keep_cache, timeout_s=limit_s),
+                deadline_s=limit_s,
+                setting=limit,
+            )
         # generation stops at the call; with mode drain, when the call is answered
         stopped_at = time.monotonic() if mode == "drain" else started
         with loading():
@@ -234,7 +236,8 @@ def push_weights(
             with clock.part("transfer"):
                 digests = _transfer(parameters, version, servers, transport, timeout_s, clock)
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=timeout_s))
-        call_all("resume", lambda server: server.resume(timeout_s=timeout_s))
+        if not parameters.swap:
+            call_all("resume", lambda server: server.resume(timeout_s=timeout_s))
     except PushFailedError as error:
         if error.phase != "resume":
             _resume_after(error.failures, servers, timeout_s=timeout_s)
@@ -252,7 +255,8 @@ def push_weights(
         changed["sync/changed"] = (digests != before[1]).float().mean().item()
     return {
         "sync/push_s": ended - started,
-        "sync/stopped_s": ended - stopped_at,
+        # without a pause, workers that receive and load compute no step
+        "sync/stopped_s": clock.seconds["transfer"] if parameters.swap else ended - stopped_at,
         **{f"sync/phase/{name}_s": taken_s for name, taken_s in clock.seconds.items()},
         "sync/bytes": float(num_bytes),
         "sync/bytes_per_s": num_bytes / max(clock.seconds["transfer"], 1e-9),
@@ -265,7 +269,7 @@ class _Clock:
     """Measures the phases: the total seconds of each, and a timeline span for every time that it ran."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds = {"pause": 0.0, "resume": 0.0}  # which adapters that are swapped do without
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -77,15 +77,15 @@ class WeightReceiver:
         *,
         wanted: Collection[str] = (),
     ) -> str:
-        """Have `load` load an update while it arrives, adapters merged into `base`; it returns what it left as it was. Returns a
-        line for the log. `wanted`: names of the parameters that the server wants; empty: all.
+        """Have `load` load an update while it arrives, adapters merged into `base` unless they are swapped; it returns what it left
+        as it was. Returns a line for the log. `wanted`: names of the parameters that the server wants; empty: all.
 
         Raises:
             UpdateFailedError: the update did not arrive as it was sent, or was not loaded completely.
             OutOfMemoryError: there is no memory for a bucket."""
         began, self._has_all = time.monotonic(), False
         weights = self.receive(info)
-        if info.base is not None:
+        if info.base is not None and not info.swap:
             dtype = getattr(torch, info.base.dtype_name)
             weights = base.merge(weights, wanted=wanted, dtype=dtype, device=self.device)
         left_out = list(load(weights))

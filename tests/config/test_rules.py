@@ -34,8 +34,12 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rewards": [{"name": "x"}]}, "a reward is one of function, model; none of them is set"),
         ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model never runs in this process"),
         (
-            {"model": {"path": "m", "revision": "v1", "lora": {"push": "adapter"}}},
-            "model.lora.push: adapter adds to the newest files of model.path, not to model.revision: v1",
+            {"model": {"path": "m", "lora": {"push": "adapter_swap", "modules_to_save": ["lm_head"]}}},
+            "model.lora.push: adapter_swap sends the adapters alone, and servers would keep the old values of",
+        ),
+        (
+            {"model": {"path": "m", "lora": {"push": "adapter_swap", "rank": 600}}},
+            "vLLM takes ranks up to 512, not model.lora.rank: 600",
         ),
         ({"loss": {"reference": "models/base"}}, "loss.reference: models/base needs loss.beta"),
         ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, server_memory, trainer_memory
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launch.gpus import MemoryPlan, plan_memory, share_gpus
 from grpo_async.processes.machine import Machine
@@ -45,6 +46,19 @@ def _plan(
 ) -> MemoryPlan:  # fmt: skip
     config = _shared(config) if len(gpus) == 1 else config
     return plan_memory(config, engine, share_gpus(config, engine, gpus), gpu_bytes)
+
+
+def test_the_example_for_one_card_fits_24_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151_936, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+    size = ModelSize.of(shape, 4_022_468_096)
+    monkeypatch.setattr(ModelSize, "read", lambda path: size)
+    config = load_config(Path("configs/one-card.yaml"))
+    plan = _plan(config, gpu_bytes=24 * GIB)
+    assert plan.notes == ()  # "probably too little memory"
+    assert "adapters 19" in plan.server
+    assert "KV cache 6.0 GiB, room for 43,691 tokens" in plan.server
+    assert "probably too little memory" in _plan(config, gpu_bytes=16 * GIB).notes[0]
 
 
 def _left(config: ExperimentConfig, num_servers: int) -> float:

@@ -104,5 +104,5 @@ def test_a_base_that_the_trainer_has_rounded_is_refused(tiny_model: Path) -> Non
         chunk_tokens=16,
         max_model_len=64,
     )
-    with pytest.raises(ConfigError, match=r"model\.lora\.push: adapter: .* \(float32\), the trainer has it rounded"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.push: .* \(float32\), the trainer has it rounded"):
         AdapterParameters(policy.model, path=str(tiny_model), served_dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,9 +17,9 @@ from grpo_async.weights.push import WeightTransport, push_weights
 LIMIT_S = 60.0
 
 
-def adapted_policy(folder: Path, *, seed: int = 0) -> tuple[Policy, ModelSection]:
-    """A policy whose adapters change what it says; `push` is adapter."""
-    section = ModelSection(path=str(folder), lora=LoraSection(rank=4, push="adapter"))
+def adapted_policy(folder: Path, *, seed: int = 0, **lora: Any) -> tuple[Policy, ModelSection]:
+    """A policy whose adapters change what it says; `push` is adapter unless `lora` says otherwise."""
+    section = ModelSection(path=str(folder), lora=LoraSection(**{"rank": 4, "push": "adapter", **lora}))
     policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=512)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -161,6 +161,7 @@ def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None
     options = {"expert_parallel": True, "enforce_eager": True, "sleep_while_training": True}
     raw = experiment("some/model")
     raw["model"] |= {"revision": "main", "trust_remote_code": True, "chat_template": "t.jinja"}
+    raw["model"]["lora"] = {"rank": 9, "push": "adapter_swap"}
     raw["inference"]["vllm"] |= {"kv_cache_mb": None, **options}
     raw["rollout"] = {**raw.get("rollout", {}), "max_staleness": 0}
     config = ExperimentConfig.model_validate(raw)
@@ -170,7 +171,7 @@ def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None
         for word in each.argv
         if word.startswith("--")
     ]
-    assert {"--chat-template", "--enable-sleep-mode", "--kv-cache-memory-bytes"} <= set(made)
+    assert {"--chat-template", "--enable-sleep-mode", "--kv-cache-memory-bytes", "--enable-lora"} <= set(made)
     assert set(made) - left <= set(VLLM_ARGUMENTS)
 
 

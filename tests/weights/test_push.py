@@ -112,6 +112,16 @@ def test_the_order_of_a_push(transport: WeightTransport) -> None:
     assert metrics["sync/push_s"] >= metrics["sync/stopped_s"] > 0.0
 
 
+def test_adapters_that_are_swapped_pause_nothing(transport: WeightTransport) -> None:
+    push = _Push(transport)
+    push.parameters.swap = True
+    metrics = push.run()
+    for server in push.servers:
+        assert push.events.of(server.name) == [phase for phase in PHASES if phase not in ("pause", "resume")]
+        assert server.calls["start"]["info"].swap
+    assert metrics["sync/push_s"] > metrics["sync/stopped_s"] > 0.0
+
+
 def test_every_worker_of_every_server_gets_the_same_bytes_also_of_one_that_joins_later(
     transport: WeightTransport,
 ) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.sections import MAX_SWAPPED_RANK
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE, require_token
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
@@ -32,6 +33,7 @@ _SERVER = "vllm.entrypoints.launchers.api_server.entry"
 """vLLM's single-process server: `vllm serve` without its choice of the number of processes (and without its lookup of the metadata
 of a package vllm, which the CPU build does not have)."""
 _MIN_CPU_BATCH_TOKENS = 8192
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, MAX_SWAPPED_RANK)  # that vLLM has
 OWN_GPU_FRACTION = 0.9  # of the memory of a GPU that nobody else uses
 CPU_CACHE_MB = 512
 _NEVER_SET = (
@@ -165,6 +167,9 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         *("--middleware", "grpo_async.servers.vllm.middleware.RolloutMiddleware"),
         "--disable-uvicorn-access-log",
     ]
+    if (slots := config.adapter_slots) and config.model.lora is not None:
+        rank = next(rank for rank in _LORA_RANKS if rank >= config.model.lora.rank)
+        arguments += ["--enable-lora", "--max-loras", str(slots), "--max-lora-rank", str(rank)]
     if inference.vllm.expert_parallel:
         arguments.append("--enable-expert-parallel")
     if config.model.chat_template is not None:

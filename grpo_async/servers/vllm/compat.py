@@ -10,9 +10,10 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from vllm.config import set_current_vllm_config
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.logger import init_logger
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -33,7 +39,7 @@ from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.requests import EngineOutput
 from grpo_async.utils.text import dtype_name
-from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.adapters import LORA_A, BaseWeights
 from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
 from grpo_async.weights.weight_files import text_weights
 
@@ -66,13 +72,17 @@ class WorkerExtension:
             return f"worker {self.rank}: {error}"
         return ""
 
-    def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
+    def load_pushed_weights(self, update_info: dict[str, Any], number: int = 0, in_use: Sequence[int] = ()) -> str:
         """Load an update as it arrives. Returns "", or what interrupted it. A worker that cannot load parameters that arrived ends
-        itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
+        itself, whatever the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again.
+        `number`: of the adapter that arrives, if adapters are swapped; `in_use`: those that must stay."""
         info, model_config = WeightUpdateInfo.model_validate(update_info), self.vllm_config.model_config
         base = BaseWeights(str(model_config.model), revision=model_config.revision)
 
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterable[str]:
+            if info.swap:
+                add_adapter(self.model_runner.lora_manager, dict(weights), number, in_use)
+                return ()
             unfilled = load_weights(self.model_runner.get_model(), model_config, weights)
             # what the first update of these names leaves is padding, or of no update: the run compares scores after it
             known = self.__dict__.setdefault("_unfilled", {}).setdefault(tuple(info.names), unfilled)
@@ -89,6 +99,14 @@ class WorkerExtension:
             logging.shutdown()  # writes what handlers still hold
             os._exit(1)
         return ""
+
+    def find_unadapted(self, weights: list[str]) -> str:
+        """Return those of `weights` to which this worker's vLLM adds no adapter, separated by spaces: it would ignore theirs."""
+        held = self.model_runner.lora_manager._adapter_manager
+        _take_adapters_off_heads(held)
+        adapted = {*held.modules, *chain(*held.packed_modules.values())}
+        renamed = ((name, parse_fine_tuned_lora_name(_lora_name(name), _renamer(held.model))[0]) for name in weights)
+        return " ".join(name for name, module in renamed if module not in adapted)
 
     def get_weight_receiver(self) -> WeightReceiver:
         if "_weight_receiver" not in self.__dict__:
@@ -116,6 +134,47 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return unfilled
+
+
+def add_adapter(manager: Any, factors: Mapping[str, torch.Tensor], number: int, in_use: Collection[int]) -> None:
+    """Add the adapter of `factors` to vLLM's worker manager of adapters, in place of one that is not `in_use` if all slots are
+    taken. From the tensors themselves: vLLM's own way is to read a folder at the first request that names it."""
+    held = manager._adapter_manager
+    rank = next(factor.shape[0] for name, factor in factors.items() if name.endswith(LORA_A))
+    adapter = LoRAModel.from_lora_tensors(
+        number,
+        {_lora_name(*name.rsplit(".", 1)): factor for name, factor in factors.items()},
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # B has the scaling
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_renamer(held.model),
+    )
+    while len(held) >= held.capacity:
+        held.remove_adapter(min(set(held.list_adapters()) - set(in_use)))
+    held.add_adapter(adapter)
+    held.activate_adapter(number)
+
+
+def _take_adapters_off_heads(held: Any) -> None:
+    """Give models their plain heads back: an adapter never has one, and vLLM's, although zero, ends the server at scores, because
+    it has a row for each request and not for each scored token (vLLM issues 29955, 51594)."""
+    for parent in list(held.model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, LogitsProcessorWithLoRA):
+                setattr(parent, name, child.base_layer)
+    for name in [name for name, module in held.modules.items() if isinstance(module, LogitsProcessorWithLoRA)]:
+        del held.modules[name]
+
+
+def _lora_name(weight: str, factor: str = "lora_A") -> str:
+    """The name of a factor in a file of peft."""
+    return f"base_model.model.{weight.removesuffix('.weight')}.{factor}.weight"
+
+
+def _renamer(model: Any) -> Any:
+    """How vLLM renames the modules of a checkpoint, for adapters; None: not at all."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper and getattr(mapper, "get_rename_mapper", lambda: mapper)()
 
 
 @contextmanager
@@ -154,8 +213,9 @@ def _repack_experts(model: Any) -> None:
 # ---- API server ----
 
 
-Deliver = Callable[[EngineOutput, str | None], None]
-"""Gets the output, and the version (`set_version`) of the weights that sampled its tokens; None: it has none of them."""
+Deliver = Callable[[str, EngineOutput, str | None], None]
+"""Gets the engine's name of a request, its output, and the version (`set_version`) of the weights that sampled its tokens; None: it
+has none of them."""
 Abort = Callable[[], Awaitable[None]]
 """Removes a request from the engine."""
 
@@ -163,7 +223,7 @@ Abort = Callable[[], Awaitable[None]]
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
     """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last."""
     prompt, params = tokens_input(list(request.token_ids)), _sampling_params(request)
-    return await _submit(engine, request.request_id, prompt, params, lambda output, of: deliver(_generated(output), of))
+    return await _submit(engine, request.request_id, prompt, params, deliver, _generated)
 
 
 async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> Abort:
@@ -183,11 +243,11 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
     )
     name = f"score-{secrets.token_hex(8)}"
     prompt = tokens_input(list(token_ids[:-1]), cache_salt=name)
-    return await _submit(engine, name, prompt, params, lambda output, of: deliver(_scored(output, last), of))
+    return await _submit(engine, name, prompt, params, deliver, partial(_scored, last=last))
 
 
 async def _submit(
-    engine: Any, request_id: str, prompt: Any, params: Any, deliver: Callable[[Any, str | None], None]
+    engine: Any, request_id: str, prompt: Any, params: Any, deliver: Deliver, read: Callable[[Any], EngineOutput]
 ) -> Abort:
     queue = await engine.add_request(request_id, prompt, params)
     state = engine.output_processor.request_states.get(queue.request_id)  # None if it has ended already
@@ -195,7 +255,7 @@ async def _submit(
     def put(output: Any) -> None:
         # the engine core labels every batch of outputs; vLLM notes the label of new tokens before it puts them here
         labels = state.weight_version_starts if state is not None else ()
-        deliver(output, labels[-1][0] if labels else None)
+        deliver(queue.request_id, read(output), labels[-1][0] if labels else None)
 
     # From here on the output task calls us instead of filling the queue, so each token is seen when it arrives,
     # whatever the HTTP client does. Earlier outputs are still in the queue.
@@ -261,13 +321,13 @@ def _failed(output: Any) -> EngineOutput:
     return EngineOutput(error=f"the engine failed: {message_of(output)}")
 
 
-async def ask_workers(engine: Any, method: str, argument: dict[str, Any]) -> list[str]:
+async def ask_workers(engine: Any, method: str, *arguments: Any) -> list[str]:
     """The answers of all workers of every engine core to `method` of the worker extension. (With data parallelism,
     `AsyncLLM.collective_rpc` asks all of them, but returns only the answers of the first core's workers.)"""
     client = engine.engine_core
     answers = await asyncio.gather(
         *(
-            client._call_utility_async("collective_rpc", method, None, (argument,), None, engine=core)
+            client._call_utility_async("collective_rpc", method, None, arguments, None, engine=core)
             for core in client.core_engines
         )
     )
@@ -312,6 +372,17 @@ def describe(engine: Any) -> ServerInfo:
     )
 
 
+def adapter_slots(engine: Any) -> int:
+    """How many adapters can be in use at a time; 0: it takes none."""
+    config = engine.vllm_config.lora_config
+    return 0 if config is None else int(config.max_loras)
+
+
+def adapter_request(number: int) -> Any:
+    """What binds a request to the adapter `number`, which the workers have. There is no such path."""
+    return LoRARequest(lora_name=str(number), lora_int_id=number, lora_path=f"pushed/{number}")
+
+
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
     """The parameters that an update must contain: those of the text model in the files that were loaded. Unknown if it was loaded
     from none (`--load-format dummy`), or from files other than safetensors."""
@@ -321,16 +392,17 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
             f"its weights are quantized by {model_config.quantization}, and pushed weights are not; serve a checkpoint that is "
             "not quantized, without --quantization in inference.vllm.extra_args"
         )
-    digest = base.digest_or_none()
+    digest, swaps = base.digest_or_none(), adapter_slots(engine) > 0
     if digest is None or str(engine.vllm_config.load_config.load_format) == "dummy":
-        return ServedParameters(shapes={}, base_digest=digest)
+        return ServedParameters(shapes={}, base_digest=digest, swaps_adapters=swaps)
     config = model_config.hf_text_config
     text = text_weights(base.specs, num_layers=getattr(config, "num_hidden_layers", None))
     shapes = {name: list(base.specs[name].shape) for name in text}
     if not getattr(config, "tie_word_embeddings", False):
-        return ServedParameters(shapes=shapes, base_digest=digest)
+        return ServedParameters(shapes=shapes, base_digest=digest, swaps_adapters=swaps)
     heads = [name for name in shapes if name.endswith("lm_head.weight")]
-    return ServedParameters(shapes=shapes, optional=heads or ["lm_head.weight"], base_digest=digest)
+    optional = heads or ["lm_head.weight"]
+    return ServedParameters(shapes=shapes, optional=optional, base_digest=digest, swaps_adapters=swaps)
 
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:

@@ -29,7 +29,7 @@ from grpo_async.servers.app import PARAMETERS_TIMEOUT_S, Engine, NextChunk
 from grpo_async.servers.requests import EngineDeadError, EngineOutput, RequestTracker, TokenStream
 from grpo_async.servers.vllm import compat, patches
 from grpo_async.utils.text import shortlist
-from grpo_async.weights.receiver import UpdateFailedError
+from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError
 
 logger = logging.getLogger("vllm.grpo_async")
 
@@ -47,10 +47,13 @@ class VllmEngine(Engine):
         self._is_asleep = False
         self._version = 0
         self._num_updates = 0
+        self._slots = compat.adapter_slots(client)
+        self._num_adapters = self._adapter = 0  # received; and the number of the one that is served, 0: none
+        self._bound: dict[str, tuple[int, int]] = {}  # adapter and version of each request, by the engine's name of it
         self._served: ServedParameters | None = None
         self._statistics = compat.watch_statistics(client)
         # the number of updates and not the version, which may repeat (a trainer that went back to a checkpoint)
-        patches.prepare_requests(client, lambda: str(self._num_updates))
+        patches.prepare_requests(client, lambda: str(self._num_updates), self._bind)
         patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
 
     @property
@@ -106,8 +109,11 @@ class VllmEngine(Engine):
         """A context in which a request is in the engine, until the engine has ended it or the block is left."""
         abort = None
 
-        def deliver(output: EngineOutput, label: str | None) -> None:
-            version = self._version if label is None else int(label) if label.isdigit() else 0
+        def deliver(name: str, output: EngineOutput, label: str | None) -> None:
+            if name in self._bound:
+                version = self._bound[name][1]
+            else:
+                version = self._version if label is None else int(label) if label.isdigit() else 0
             self.requests.receive(stream, output, version=version, is_generated=is_generated)
 
         self.requests.enter(stream)
@@ -194,20 +200,54 @@ class VllmEngine(Engine):
         if self._is_asleep:
             raise HTTPException(OUT_OF_ORDER, "the server sleeps: POST /wake_up first")
         await super().check_update(info)
+        if info.swap:
+            weights = list(dict.fromkeys(name.rpartition(".")[0] for name in info.names))
+            answers = await compat.ask_workers(self._client, "find_unadapted", weights)
+            # with pipeline parallelism each worker has some of the layers
+            if ignored := set.intersection(*(set(answer.split()) for answer in answers)):
+                raise UpdateRefusedError(
+                    f"vLLM adds no adapter to {shortlist(sorted(ignored))}; set model.lora.push: merged, or other target_modules"
+                )
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
         """Load an update in one call of the engine core: no step runs between its first and its last parameter. A worker that fails
         for a reason of its own ends, and the server with it."""
-        await self._on_workers("load_pushed_weights", info)
+        if info.swap:
+            self._num_adapters += 1
+            await self._on_workers("load_pushed_weights", info, self._num_adapters, await self._keep_adapters())
+        else:
+            await self._on_workers("load_pushed_weights", info)
+
+    def _bind(self, name: str) -> Any:
+        """Bind a request to the newest adapter, which it keeps to its end. Returns what vLLM takes for it."""
+        if not self._adapter:
+            return None
+        self._bound[name] = self._adapter, self._version
+        return compat.adapter_request(self._adapter)
+
+    async def _keep_adapters(self) -> list[int]:
+        """The adapters that must stay when another one comes: the newest, and those of requests in flight. With more of them than
+        slots, requests of the oldest are aborted, and their clients send them again with the tokens they have."""
+        running = self._client.output_processor.request_states
+        self._bound = {name: bound for name, bound in self._bound.items() if name in running}
+        in_use = sorted({adapter for adapter, _ in self._bound.values()} | ({self._adapter} - {0}))
+        keep = in_use[-(self._slots - 1) :]
+        if too_old := [name for name, (adapter, _) in self._bound.items() if adapter not in keep]:
+            logger.info("%d requests hold the oldest of %d adapters: they are aborted", len(too_old), len(in_use))
+            await self._client.abort(too_old, internal=True)
+        return keep
 
     async def finish_update(self, version: int) -> None:
-        # frozen until /resume: the engine core labels what the new weights sample, however late older tokens are handled here
-        await compat.set_version(self._client, version)
+        if self._slots:  # requests keep their versions
+            self._adapter = self._num_adapters
+        else:
+            # frozen until /resume: the engine core labels what the new weights sample, however late older tokens come here
+            await compat.set_version(self._client, version)
         self._version = version
         self._num_updates += 1
 
-    async def _on_workers(self, method: str, info: WeightInitInfo | WeightUpdateInfo) -> None:
+    async def _on_workers(self, method: str, info: WeightInitInfo | WeightUpdateInfo, *more: Any) -> None:
         """Call the workers; raise UpdateFailedError with the errors they return."""
-        answers = await compat.ask_workers(self._client, method, info.model_dump())
+        answers = await compat.ask_workers(self._client, method, info.model_dump(), *more)
         if problems := [answer for answer in answers if answer]:
             raise UpdateFailedError(shortlist(problems))

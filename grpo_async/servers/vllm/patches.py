@@ -63,10 +63,10 @@ def ask_for_amx() -> None:
 # ---- vLLM, API server, one engine: AsyncMPClient.add_request_async, AsyncLLM.output_handler ----
 
 
-def prepare_requests(engine: Any, salt: Callable[[], str]) -> None:
-    """Change every request, including those of vLLM's own routes, when it is sent to the engine core: it carries the `salt()` of
-    that moment. On a CPU it loses its seed: a prompt that is prefilled in chunks would end the server ("CPU Generator does not use
-    offset")."""
+def prepare_requests(engine: Any, salt: Callable[[], str], adapter: Callable[[str], Any]) -> None:
+    """Change every request, including those of vLLM's own routes, when it is sent to the engine core: it carries the `salt()` and
+    the `adapter(name)` of that moment. On a CPU it loses its seed: a prompt that is prefilled in chunks would end the server ("CPU
+    Generator does not use offset")."""
     client = engine.engine_core
     send = client.add_request_async
     is_on_cpu = engine.vllm_config.device_config.device_type == "cpu"
@@ -74,6 +74,7 @@ def prepare_requests(engine: Any, salt: Callable[[], str]) -> None:
 
     async def add_request_async(request: Any) -> None:
         request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
+        request.lora_request = adapter(request.request_id)
         if is_on_cpu and request.sampling_params is not None and request.sampling_params.seed is not None:
             warn("seed", "a request sets `seed`, which vLLM on a CPU cannot honour; it is ignored, for all requests")
             request.sampling_params.seed = None
