@@ -25,6 +25,7 @@ def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_
     assert_on_policy(run.metrics())
 
 
+@pytest.mark.nightly
 def test_swapped_adapters_are_the_trainers_and_a_killed_server_gets_the_newest_before_requests(tmp_path: Path) -> None:
     lora = "model.lora={rank: 9, alpha: 20, push: adapter_swap}"  # a rank that vLLM does not have
     settings = (*SYNCHRONOUS, lora, "training.max_steps=12", "evaluation=null", "inference.restart_delay_s=0.2")

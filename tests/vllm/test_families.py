@@ -41,11 +41,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": {**_LINEAR, **_SHARED},
     "qwen3-next": {**_LINEAR, **_SHARED},
     "lfm2": {"conv_dim": 128},
-    "granite-hybrid": {"mamba_d_head": 32},
-    "nemotron-h": {},
-    "falcon-h1": {},
     "gemma4": {"sliding_window": 64, "global_head_dim": 64},
-    "gpt-oss": {"sliding_window": 64},
     "glm-4-moe": _EXPERTS,
     "deepseek-v3": {
         **_EXPERTS,
@@ -55,7 +51,6 @@ SERVED: dict[str, dict[str, Any]] = {
         "v_head_dim": 32,
         "kv_lora_rank": 64,
     },
-    "mamba2": {"head_dim": 32},
 }
 
 
