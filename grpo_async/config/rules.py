@@ -245,7 +245,7 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
     for argument in inference.vllm.extra_args:
         name = argument.split("=", 1)[0]
         reason = VLLM_ARGUMENTS.get(name if name in VLLM_ARGUMENTS else name.replace("_", "-"))
-        yield reason, f"inference.vllm.extra_args: {name} is set by grpo-async; {reason}"
+        yield reason, f"inference.vllm.extra_args: {name} cannot be set here: {reason}"
     forms = [section.structured_outputs for section in (config.rollout, config.evaluation) if section is not None]
     yield _clash(
         config.weights.mode == "abort" and any(forms),

@@ -23,6 +23,11 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
                 f"model.path: {path!r} sets `{name}`, which the trainer's log-probabilities do not include; "
                 "models of this family cannot be trained yet"
             )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"model.path: the weights of {path!r} are quantized (`quantization_config`), and pushed weights are not; take a copy "
+            "in 16 or 32 bits (and model.lora.load_in_4bit, if the trainer's memory is short)"
+        )
     others = set(other_layers(config)) - _STATEFUL - {"mlp", "moe"}
     for kind, limit in (("chunked_attention", "attention_chunk_size"), ("indexed_attention", "index_topk")):
         seen = config.get(limit)

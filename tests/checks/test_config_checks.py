@@ -162,6 +162,7 @@ _REFERENCE = {"type": "dapo", "beta": 0.1}
         ({"model": {"path": "{folder}/moe"}}, "embedded cannot serve qwen3_moe, which is a mixture of experts"),
         ({"model": {"path": "{folder}/mistral"}}, "set inference.max_model_len (now 2048) to at most 32, or inference.engine"),
         ({"model": {"path": "{folder}/mamba"}}, "has layers of the kind recurrent"),
+        ({"model": {"path": "{folder}/fp8"}}, "are quantized"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
@@ -176,6 +177,7 @@ def test_a_model_a_package_or_a_device_that_would_fail_later_is_told(
     (tmp_path / "renamed" / "model.safetensors").rename(tmp_path / "renamed" / "weights.safetensors")
     _model(tmp_path / "deep", config="[" * 100_000)
     _model(tmp_path / "gpt_oss", config='{"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 1}')
+    _model(tmp_path / "fp8", config='{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}')
     _model(tmp_path / "moe", config='{"model_type": "qwen3_moe", "num_experts": 8}')
     _model(tmp_path / "mistral", config='{"model_type": "mistral", "sliding_window": 32}')
     _model(tmp_path / "mamba", config='{"model_type": "zamba2"}')

@@ -111,8 +111,9 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 1}},
             "sleep_while_training needs rollout.max_staleness: 0",
         ),
-        ({"inference": {"vllm": {"extra_args": ["--port", "1"]}}}, "--port is set by grpo-async"),
-        ({"inference": {"vllm": {"extra_args": ["-tp", "4"]}}}, "-tp is set by grpo-async; see inference.vllm.tensor"),
+        ({"inference": {"vllm": {"extra_args": ["--port", "1"]}}}, "--port cannot be set here"),
+        ({"inference": {"vllm": {"extra_args": ["-tp", "4"]}}}, "-tp cannot be set here: see inference.vllm.tensor"),
+        ({"inference": {"vllm": {"extra_args": ["--quantization=fp8"]}}}, "--quantization cannot be set here"),
         ({"inference": {"vllm": {"extra_args": ["--pipeline_parallel_size", "2"]}}}, "see inference.vllm.pipeline_paral"),
         # evaluation, and the checkpoints that are kept by it
         (
