@@ -590,6 +590,9 @@ class BaseLoss(StrictModel):
     """See `sync_ref_model`."""
     entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
+    router_aux: Weight = 0.0
+    """This times the loss by which routers balance the load of their experts (Switch Transformer, arXiv 2101.03961), taken over the
+    tokens of a forward pass, is added. For mixtures of experts that have router logits."""
 
     @property
     def corrects_sampling(self) -> bool:

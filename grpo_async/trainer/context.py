@@ -111,6 +111,7 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
         chunk_tokens=training.logprob_chunk_tokens,
         max_model_len=config.inference.max_model_len,
         device_type=device.type,
+        router_aux=config.loss.router_aux if section is config.model else 0.0,
     )
     if training.compile:
         compile_layers(policy.model)

@@ -39,7 +39,13 @@ def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int,
 
 
 def build_policy(
-    section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int, device_type: str = "cpu"
+    section: ModelSection,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    max_model_len: int,
+    device_type: str = "cpu",
+    router_aux: float = 0.0,
 ) -> Policy:
     """Build the model without memory for its parameters and buffers (device "meta"), with adapters and activation checkpointing as
     configured. Only adapters keep their dropout: the server that samples has none. It will compute samples of at most
@@ -80,6 +86,7 @@ def build_policy(
         chunk_tokens=chunk_tokens,
         attention=attention,
         head_in_float32=section.head_dtype == "float32",
+        router_aux=router_aux,
     )
 
 

@@ -63,6 +63,8 @@ class PolicyOutput:
     objective: torch.Tensor | None = None
     """() float32, the only one with a gradient; None if no objective was given. Without trained tokens, a zero that depends on
     every parameter."""
+    router_aux: torch.Tensor | None = None
+    """() this micro-batch's part of the load-balancing loss of routers, if `objective` has it; without gradient."""
 
 
 def chunked_logprobs(

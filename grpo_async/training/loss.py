@@ -272,6 +272,7 @@ class ObjectiveOutput:
     kl: torch.Tensor | None
     is_importance_masked: torch.Tensor | None  # bool, excluded by the mask of `loss.correction`
     is_off_policy: torch.Tensor | None  # bool, excluded by off_policy_mask
+    router_aux: torch.Tensor | None  # () see PolicyOutput; not in `total`
 
 
 class Objective:
@@ -370,6 +371,7 @@ class Objective:
             kl=None if kl is None else kl.detach(),
             is_importance_masked=is_importance_masked,
             is_off_policy=is_off_policy,
+            router_aux=output.router_aux,
         )
 
     def _ratio(self, inputs: LossInputs) -> torch.Tensor:

@@ -30,7 +30,7 @@ The rest of its time is "other"."""
 _SUMS = (
     "loss", "policy_loss", "tokens", "entropy", "kl", "difference", "sampling_kl",
     "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
-    "importance_masked", "off_policy",
+    "importance_masked", "off_policy", "router_aux",
 )  # fmt: skip
 _BINS_FROM, _BINS_TO, _NUM_BINS = 1e-6, 1e2, 128  # nats
 _MAXIMA = ("weight_max", "minus_weight_min", "difference_max", "minus_low_min", "high_max")
@@ -79,6 +79,7 @@ class UpdateSums:
                 per_clip.sum().double(),
                 (zeros if output.is_importance_masked is None else output.is_importance_masked).sum().double(),
                 (zeros if output.is_off_policy is None else output.is_off_policy).sum().double(),
+                (zeros.sum() if output.router_aux is None else output.router_aux).double(),
             ]
         )
         # in the order of _MAXIMA
@@ -96,7 +97,7 @@ class UpdateSums:
         `square_norm`: this rank's part (). `before_sync` is called when all of this is launched, before the host waits for the
         device."""
         mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
-        of_ranks = mine[None]  # (world, 149)
+        of_ranks = mine[None]  # (world, 150)
         if num_ranks() > 1:
             parts = [torch.empty_like(mine) for _ in range(num_ranks())]
             dist.all_gather(parts, mine)
@@ -170,6 +171,8 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
             "clip_ratio/high_max": largest["high_max"],
             "clip_ratio/region_mean": (total["clipped_low"] + total["clipped_high"]) / num_clips,
         }
+    if section.router_aux:
+        metrics["router_aux"] = total["router_aux"] / num_updates
     if section.needs_reference:
         metrics["kl"] = total["kl"] / num_tokens
     if section.correction is not None and section.correction.action == "mask":

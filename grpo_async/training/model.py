@@ -54,7 +54,8 @@ class Policy(nn.Module):
     """See the module's docstring. `model` is the Hugging Face model; its parameter names are those of its checkpoints.
 
     Attributes:
-        one_sample_per_row: see `families.one_sample_per_row`."""
+        one_sample_per_row: see `families.one_sample_per_row`.
+        router_aux: factor of the load-balancing loss of routers in the objective (`loss.router_aux`)."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Policy(nn.Module):
         chunk_tokens: int,
         attention: AttentionName = "mask",
         head_in_float32: bool = False,
+        router_aux: float = 0.0,
     ) -> None:
         super().__init__()
         if _decoder_of(model) is None:
@@ -74,7 +76,9 @@ class Policy(nn.Module):
             raise ConfigError(
                 f"model.path: the head of {type(model).__name__} is not one linear layer; this family cannot be trained"
             )
-        self.model = model
+        if router_aux and "router_logits" not in (_decoder_of(model)._can_record_outputs or {}):
+            raise ConfigError(f"loss.router_aux: {type(model).__name__} has no router logits to balance; leave it out")
+        self.model, self.router_aux = model, router_aux
         self._head_in_float32 = head_in_float32
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
@@ -97,7 +101,8 @@ class Policy(nn.Module):
     ) -> PolicyOutput:
         """Log-probabilities and entropies of the trained tokens. `temperature`: None = that of the run; for the others see
         `chunked_logprobs`. Raises ConfigError: the model's layers do not keep packed samples apart."""
-        hidden = self._hidden(batch)
+        decoded = self._decode(batch, has_routers=objective is not None and self.router_aux > 0.0)
+        hidden = decoded.last_hidden_state  # (R, T, H)
         flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
         states = flat[batch.source_index]  # (N, H)
         head = self.model.get_output_embeddings()
@@ -106,7 +111,7 @@ class Policy(nn.Module):
             # because FSDP reduces the same parameters on every rank
             nothing = states.detach().sum(-1).float()
             return PolicyOutput(logprobs=nothing, entropy=nothing, objective=head(flat[:1]).float().sum() * 0.0)
-        return chunked_logprobs(
+        output = chunked_logprobs(
             states,
             batch.target_ids,
             head,
@@ -118,9 +123,27 @@ class Policy(nn.Module):
             in_float32=self._head_in_float32,
             loss_scale=loss_scale,
         )
+        if output.objective is None or not self.router_aux:
+            return output
+        aux = self._balance(batch, decoded.router_logits) * (batch.num_trained_tokens / batch.minibatch_tokens)
+        return replace(output, objective=output.objective + self.router_aux * aux, router_aux=aux.detach())
 
-    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """States before the head, (R, T, H)."""
+    def _balance(self, batch: MicroBatch, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The load-balancing loss of the routers over all tokens but padding, as transformers computes it. ()"""
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        config = self.model.config.get_text_config()
+        is_token = None
+        if len(batch.position_ids) > 1:  # rows of one sample: padding is at position 0, as only their first tokens are
+            is_token = batch.position_ids > 0
+            is_token[:, 0] = True
+        aux: torch.Tensor = load_balancing_loss_func(
+            router_logits, router_logits[0].shape[-1], config.num_experts_per_tok, attention_mask=is_token
+        )
+        return aux
+
+    def _decode(self, batch: MicroBatch, *, has_routers: bool) -> Any:
+        """The output of the model before its head."""
         layout = SampleLayout(batch.segments, batch.input_ids.shape, batch.input_ids.device)
         output = _decoder_of(self.model)(
             input_ids=batch.input_ids,
@@ -128,14 +151,14 @@ class Policy(nn.Module):
             position_ids=batch.position_ids,
             use_cache=False,
             sample_layout=layout,
+            **({"output_router_logits": True} if has_routers else {}),
         )
         if layout.num_uses < self._num_attention_layers:
             raise ConfigError(
                 f"model.path: only {layout.num_uses} of {self._num_attention_layers} layers of {type(self.model).__name__} "
                 "keep packed samples apart; this family cannot be trained"
             )
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
+        return output
 
 
 def _decoder_of(model: Any) -> Any:

@@ -16,7 +16,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutSample
 from grpo_async.training.load import build_policy
 from grpo_async.training.lora import add_adapters
-from grpo_async.training.model import Policy
+from grpo_async.training.model import Policy, recompute_activations
 from tests.support.records import make_sample
 from tests.training.tiny_families import (
     FAMILIES,
@@ -117,6 +117,28 @@ def _assert_as_alone(model: Any, order: Sequence[RolloutSample], batch: MicroBat
         torch.testing.assert_close(
             ours.grad, theirs.grad, atol=1e-3, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3.5-moe"])
+def test_routers_get_the_gradient_of_their_load_balancing_loss(family: str) -> None:
+    """Of two rows, the second one with padding; with activations that are computed again, too."""
+    model, samples = build_family(family), samples_of([30, 17])
+    expected = copy.deepcopy(model)
+    ids, mask = torch.zeros(2, 30, dtype=torch.int64), torch.zeros(2, 30, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.token_ids)] = torch.from_numpy(sample.token_ids)
+        mask[row, : len(sample.token_ids)] = True
+    aux = expected(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True).aux_loss
+    (3.0 * aux).backward()
+    for mode in ("none", "full"):
+        policy = Policy(copy.deepcopy(model), temperature=1.0, chunk_tokens=16, router_aux=3.0)
+        recompute_activations(policy.model, mode)
+        output = policy(pack_rows(samples, [[0], [1]], 30), objective=lambda logprobs, *_: 0.0 * logprobs.sum())
+        torch.testing.assert_close(output.router_aux, aux.detach())
+        output.objective.backward()
+        for (name, ours), theirs in zip(policy.model.named_parameters(), expected.parameters(), strict=True):
+            wanted = torch.zeros_like(ours) if theirs.grad is None else theirs.grad
+            torch.testing.assert_close(ours.grad, wanted, atol=1e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def test_dropout_of_the_config_is_off(tmp_path: Path) -> None:
