@@ -271,9 +271,11 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "{model.lora.push} sends the adapters alone, and servers would keep the old values of "
         f"{{model.lora.modules_to_save}}; {merged}",
     )
+    swaps = lora.push == "adapter_swap" and config.weights.mode != "recompute"
+    yield _clash(swaps, "{weights.mode}", "model.lora.push: adapter_swap", "requests in flight end on their version")
     yield (
         lora.load_in_4bit,
-        f"{{model.lora.push}} adds to the files of model.path, which {{model.lora.load_in_4bit}} rounds; {merged}",
+        f"{{model.lora.push}} adds to the files of model.path, which model.lora.load_in_4bit rounds; {merged}",
     )
     yield (
         lora.push == "adapter_swap" and lora.rank > MAX_SWAPPED_RANK,

@@ -47,6 +47,14 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
         ({"loss": {"proximal": "recomputed", "correction": {"cap": 2.0, "floor": 2.0}}}, "floor: 2.0 is not less than cap"),
         (
+            {"model": {"path": "m", "lora": {"push": "adapter_swap"}}, "weights": {"mode": "abort"}},
+            "weights.mode: abort does not go with model.lora.push: adapter_swap",
+        ),
+        (
+            {"model": {"path": "m", "lora": {"push": "adapter", "load_in_4bit": True}}},
+            "model.lora.push: adapter adds to the files of model.path, which model.lora.load_in_4bit rounds",
+        ),
+        (
             {"model": {"path": "m", "lora": {"push": "adapter"}}, "weights": {"transport": "nccl"}},
             "adapter travels over gloo alone, not over weights.transport: nccl",
         ),
