@@ -25,6 +25,7 @@ from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import list_sources, local_of
+from grpo_async.training.quantize import layers_in_4_bits
 from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.timing import peak_bytes
@@ -268,7 +269,8 @@ class TrainerContext:
         adapters, which may be pushed alone and begin as 0, the factors B are all 1/8, which about doubles a weight."""
         sent = {name: local_of(tensor) for name, tensor in self.policy.named_parameters()}
         if self.parameters.base is None:
-            for tensor in sent.values():
+            scales = [layer.absmax for _, layer in layers_in_4_bits(self.policy.model)]  # of packed weights
+            for tensor in [*scales, *(each for each in sent.values() if each.dtype.is_floating_point)]:
                 tensor.neg_()
             return
         factors = [tensor for name, tensor in sent.items() if ".lora_B." in name]
