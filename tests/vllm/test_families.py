@@ -40,17 +40,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3.5": _LINEAR,
     "qwen3.5-moe": {**_LINEAR, **_SHARED},
     "qwen3-next": {**_LINEAR, **_SHARED},
-    "lfm2": {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 128},
     "gemma4": {"sliding_window": 64, "global_head_dim": 64},
     "glm-4-moe": _EXPERTS,
-    "deepseek-v3": {
-        **_EXPERTS,
-        "num_key_value_heads": 2,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "kv_lora_rank": 64,
-    },
 }
 
 
