@@ -64,19 +64,22 @@ def test_missing_and_non_finite_logprobs_end_the_stream_with_an_error(logprobs: 
 
 
 @pytest.mark.parametrize(("device", "left"), [("cpu", None), ("cuda", 3)])
-def test_every_request_carries_the_salt_and_a_seed_never_reaches_an_engine_on_a_cpu(
+def test_every_request_carries_the_salt_and_the_adapter_and_a_seed_never_reaches_an_engine_on_a_cpu(
     device: str, left: int | None
 ) -> None:
     sent: list[Any] = []
 
     async def send(request: Any) -> None:
-        sent.append((request.cache_salt, request.sampling_params and request.sampling_params.seed))
+        sent.append(
+            (request.cache_salt, request.sampling_params and request.sampling_params.seed, request.lora_request)
+        )
 
     engine: Any = SimpleNamespace(
         engine_core=SimpleNamespace(add_request_async=send),
         vllm_config=SimpleNamespace(device_config=SimpleNamespace(device_type=device)),
     )
-    prepare_requests(engine, lambda: "4")
-    for params, salt in ((SimpleNamespace(seed=3), None), (None, "own")):
-        asyncio.run(engine.engine_core.add_request_async(SimpleNamespace(sampling_params=params, cache_salt=salt)))
-    assert sent == [("4/", left), ("4/own", None)]
+    prepare_requests(engine, lambda: "4", lambda name: f"newest of {name}")
+    for name, params, salt in (("a", SimpleNamespace(seed=3), None), ("b", None, "own")):
+        request = SimpleNamespace(request_id=name, sampling_params=params, cache_salt=salt)
+        asyncio.run(engine.engine_core.add_request_async(request))
+    assert sent == [("4/", left, "newest of a"), ("4/own", None, "newest of b")]

@@ -85,7 +85,7 @@ class Engine:
 async def draw(number, context):
     outputs = []
     request = GenerateRequest(request_id=str(number), token_ids=context, max_tokens=2, temperature=1.0, seed=number)
-    await compat.submit(Engine(), request, lambda output, label: outputs.append(output))
+    await compat.submit(Engine(), request, lambda name, output, label: outputs.append(output))
     return outputs[0].token_ids[0]
 async def repeats():
     torch.manual_seed(0)
