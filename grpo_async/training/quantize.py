@@ -19,6 +19,7 @@ class Linear4Bit(nn.Linear):
     """A frozen linear layer. `weight`: two weights a byte, uint8 [weights / 2, 1]; `absmax`: the scale of each block, float32."""
 
     weight: nn.Parameter
+    absmax: torch.Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")

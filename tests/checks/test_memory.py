@@ -69,7 +69,7 @@ def test_a_trainer_rank_takes_its_share_of_what_is_sharded_and_all_of_its_own_to
 def test_a_server_takes_its_share_of_the_weights_and_of_the_cache(tmp_path: Path) -> None:
     two = server_memory(_config(tmp_path, inference={"vllm": {"tensor_parallel_size": 2}}), SIZE, 10)
     # 10 tokens x 28 layers x 2 x 8 heads x 128 x 2 bytes / 2
-    assert two == {"weights": N, "activations and graphs": 1.5 * GIB, "KV cache": 10 * 28 * 2 * 8 * 128}
+    assert two == {"weights": N, "adapters": 0, "activations and graphs": 1.5 * GIB, "KV cache": 10 * 28 * 2 * 8 * 128}
 
 
 def test_beside_a_server_that_sleeps_in_steps_only_weights_and_optimizer_stay_and_buckets_have_room(

@@ -117,13 +117,13 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         seen["wire"] = {tensor.dtype for bucket in context.parameters.buckets(1 << 20) for tensor in bucket}
         seen["announced"] = {spec.dtype_name for spec in context.parameters.specs}
         context.policy.model.base_model.layers[0].mlp.register_forward_pre_hook(note_compute)
-        hidden = context.policy._hidden
+        decode = context.policy._decode
 
-        def note_figures(batch: MicroBatch) -> Any:
+        def note_figures(batch: MicroBatch, **options: Any) -> Any:
             seen["figures"] = {batch.weights.dtype, batch.advantages.dtype, batch.sampler_logprobs.dtype}
-            return hidden(batch)
+            return decode(batch, **options)
 
-        context.policy._hidden = note_figures  # type: ignore[method-assign]
+        context.policy._decode = note_figures  # type: ignore[method-assign]
         samples = [make_sample()]
         plan = plan_batch([4], world_size=1, micro_batch_tokens=64, pack=True)
         context.pack(PackCommand(split_by_rank(samples, [1.0], plan, trainer_version=0)[:1]))
