@@ -214,17 +214,17 @@ def test_a_query_changes_no_setting_reads_no_secret_and_writes_nothing(table: Ro
             "SET enable_external_access = true",
             "SET memory_limit = '1TB'",
             "RESET lock_configuration",
-            "COPY (SELECT 1) TO '/tmp/grpo-async-test.csv'",
-            "ATTACH '/tmp/grpo-async-test.db'",
+            "COPY (SELECT 1) TO '/tmp/grpo-async-query.csv'",
+            "ATTACH '/tmp/grpo-async-query.db'",
             "INSTALL httpfs",
             "LOAD httpfs",
             "CREATE PERSISTENT SECRET s (TYPE http)",
-            "EXPORT DATABASE '/tmp/grpo-async-test'",
+            "EXPORT DATABASE '/tmp/grpo-async-query'",
         ):
             with pytest.raises(duckdb.Error):
                 cursor.execute(statement)
         assert cursor.execute("FROM duckdb_secrets()").fetchall() == []
-    assert not list(Path("/tmp").glob("grpo-async-test*"))
+    assert not list(Path("/tmp").glob("grpo-async-query*"))
 
 
 @pytest.mark.parametrize("value", ["x'; DROP TABLE unsealed; --", "a') FROM stored; --", "%_", ""])
