@@ -141,8 +141,8 @@ class _InputChecks:
                     check_family(text, config.model.path, longest)
                     if one_sample_per_row(text) and config.training.pack:
                         self.notes.append(
-                            "training.pack: layers of this model carry a state from token to token, so that samples cannot share "
-                            "a row; each gets its own, and those of similar length are computed together"
+                            "training.pack: layers of this model carry a state, or count positions, along the row, so samples "
+                            "cannot share one; each gets its own, and those of similar length are computed together"
                         )
                 if engine.engine == "embedded":
                     check_embedded_family(text, longest)

@@ -239,7 +239,7 @@ class ShardedParameters(GatheredParameters):
             for name in group.sources:
                 source = self._sources[name]
                 whole[name] = source.gather(None if source.is_buffer else self._wire_dtype)
-                if source.delta is None and is_leader():
+                if source.delta is None and source.in_4_bits is None and is_leader():
                     own = local_of(source.tensor).detach().reshape(-1)[:_COMPARED].to(whole[name].dtype)
                     compared[name] = (
                         own.view(torch.uint8) != whole[name].reshape(-1)[: len(own)].view(torch.uint8)

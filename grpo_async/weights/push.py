@@ -328,16 +328,13 @@ def _transfer(
     # a server waits as long for a bucket as we wait for its sending, so every server that can has answered by then
     left_s = max(0.0, sent_at + timeout_s - time.monotonic())
     errors = _failed_calls(answers, phase="transfer", deadline_s=left_s + GRACE_S)
-    what = f"transfer of the push of version {version}"
+    if failure is None and not errors:
+        return last[0]
+    transport.close()
+    what, hint = f"transfer of the push of version {version}", f"deadline {timeout_s:.0f} s for each bucket: {_SETTING}"
     if len(errors) == len(servers) and all(NOT_AS_SENT in str(error) for error in errors.values()):
-        transport.close()
         raise PushFailedError(what, phase="transfer", failures={}, affected=errors)  # it was sent wrongly
-    if failure is not None or errors:
-        transport.close()
-        raise _broken_group(
-            what, "transfer", errors, failure, f"deadline {timeout_s:.0f} s for each bucket: {_SETTING}"
-        )
-    return last[0]
+    raise _broken_group(what, "transfer", errors, failure, hint)
 
 
 def _broken_group(

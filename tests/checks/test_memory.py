@@ -62,6 +62,9 @@ def test_a_trainer_rank_takes_its_share_of_what_is_sharded_and_all_of_its_own_to
         assert eight[name] == one[name]
     adapters = trainer_memory(_config(tmp_path, model={"lora": {"rank": 16}}), SIZE)
     assert (adapters["gradients"], adapters["optimizer"]) == (4 * (N // 64), 8 * (N // 64))  # 16 of 1024 columns
+    four: dict[str, Any] = {"launch": {"num_trainer_ranks": 2}, "model": {"lora": {"load_in_4bit": True}}}
+    embedding = 1024 * 151_936
+    assert trainer_memory(_config(tmp_path, **four), SIZE)["weights"] == 2 * embedding + 9 / 16 * (N - embedding)
     offloaded = trainer_memory(_config(tmp_path, launch={"device": "cuda"}, training={"cpu_offload": True}), SIZE)
     assert offloaded["weights"] == offloaded["gradients"] == offloaded["optimizer"] == 0
 

@@ -51,6 +51,10 @@ def _config(**sections: Any) -> ExperimentConfig:
             "weights.mode: abort does not go with model.lora.push: adapter_swap",
         ),
         (
+            {"model": {"path": "m", "lora": {"load_in_4bit": True}}, "training": {"cpu_offload": True}},
+            "model.lora.load_in_4bit does not go with training.cpu_offload",
+        ),
+        (
             {"model": {"path": "m", "lora": {"push": "adapter", "load_in_4bit": True}}},
             "model.lora.push: adapter adds to the files of model.path, which model.lora.load_in_4bit rounds",
         ),

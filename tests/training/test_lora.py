@@ -81,8 +81,11 @@ def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(tied_model: P
     torch.testing.assert_close(_logprobs(policy), theirs, rtol=0, atol=1e-5)
 
 
-def test_a_base_in_4_bits_is_pushed_and_exported_as_it_computes(tied_model: Path, tmp_path: Path) -> None:
-    policy = _load(tied_model, lora={"load_in_4bit": True})
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]])
+def test_a_base_in_4_bits_is_pushed_and_exported_as_it_computes(
+    tied_model: Path, tmp_path: Path, targets: str | list[str]
+) -> None:
+    policy = _load(tied_model, lora={"load_in_4bit": True, "target_modules": targets})
     assert (_logprobs(policy) - _logprobs(_load(tied_model))).abs().max() > 1e-3
     torch.autograd.backward(policy(one_row([1, 2, 3, 4]), objective=sum_of_logprobs).objective)
     assert all("lora_" in name for name, parameter in policy.named_parameters() if parameter.grad is not None)
