@@ -274,7 +274,7 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "{model.lora.push} sends the adapters alone, and servers would keep the old values of "
         f"{{model.lora.modules_to_save}}; {merged}",
     )
-    swaps = lora.push == "adapter_swap" and config.weights.mode != "recompute"
+    swaps = lora.push == "adapter_swap" and config.weights.mode != "keep_kv"
     yield _clash(swaps, "{weights.mode}", "model.lora.push: adapter_swap", "requests in flight end on their version")
     yield (
         lora.load_in_4bit,

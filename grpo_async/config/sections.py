@@ -904,9 +904,9 @@ class WeightsSection(StrictModel):
     transport: Literal["auto", TransportKind] = "auto"
     """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: trainer and server share one GPU.
     auto: what fits the machine; the plan says which and why."""
-    mode: PushMode = "recompute"
-    """What happens to requests in flight. recompute: they freeze, then continue with the new weights over a context recomputed with
-    them. keep_kv: they continue with the KV cache of the old weights (no recomputation; in-flight updates, PipelineRL).
+    mode: PushMode = "keep_kv"
+    """What happens to requests in flight. keep_kv: they freeze, then continue with the new weights over the KV cache of the old ones
+    (in-flight updates of PipelineRL, arXiv 2509.19128). recompute: their context is computed again with the new weights, as in TRL.
     drain: the push waits until all have finished. abort: they are aborted and sent again with the tokens they have."""
     bucket_mb: int | None = Field(default=None, ge=1)
     """Parameters travel in buckets of this many MiB. null: a 64th of the weights, from 8 to 256 MiB, and less where the trainer's
