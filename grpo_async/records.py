@@ -462,7 +462,7 @@ class TokenFlag(IntFlag):
     CLIPPED_LOW = 1  # the ratio was below the clip range, and the token has no gradient
     CLIPPED_HIGH = 2  # the ratio was above it
     IMPORTANCE_MASKED = 4  # left out by the mask of loss.correction
-    OFF_POLICY_MASKED = 8  # its sequence was left out by loss.off_policy_mask
+    OFF_POLICY_MASKED = 8  # its sequence was left out by loss.off_policy_mask or geometric_mask
     # 16 is not reused: rollouts stored before the first release may have it, from a setting that was removed
     SKIPPED = 32  # its update was not finite, and was not made
 

@@ -56,6 +56,7 @@ def token_weights(
     grpo (arXiv 2402.03300): 1 / (S x tokens of the completion), the mean over completions of their token means.
     dapo (arXiv 2503.14476): 1 / trained tokens of the minibatch.
     dr_grpo (arXiv 2503.20783): 1 / (S x max_completion_tokens).
+    luspo (arXiv 2602.05261): 1 / S, the mean over completions of their token sums.
     bnpo (arXiv 2506.02864): 1 / (B x tokens of the sample's micro-batch), as TRL has it; with all in one micro-batch it is dapo.
 
     S counts completions, an agent's once whatever its branches, and the `num_masked` that were masked whole (rollout.overlong:
@@ -74,6 +75,8 @@ def token_weights(
             return [1.0 / (num_completions * max(tokens[sample.root_id], 1)) for sample in samples]
         case "dr_grpo":
             return [1.0 / (num_completions * max_completion_tokens)] * len(samples)
+        case "luspo":
+            return [1.0 / num_completions] * len(samples)
         case "dapo":
             return [1.0 / max(sum(counts), 1)] * len(samples)
         case "bnpo":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from grpo_async.config.names import VLLM_ARGUMENTS
-from grpo_async.config.sections import MAX_SWAPPED_RANK, CustomLoss, GspoLoss, powers_up_to
+from grpo_async.config.sections import MAX_SWAPPED_RANK, CustomLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import count, shortlist
 
@@ -132,9 +132,15 @@ def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "be clipped, and without loss.correction nothing corrects for stale tokens; set loss.correction, or leave proximal out",
     )
     yield (
-        loss.correction is not None and isinstance(loss, GspoLoss) and loss.correction.level == "token",
-        "loss.correction.level: token would weigh tokens of one sample differently, and gspo's ratio is the same for all of them; "
-        "set level: sequence",
+        loss.correction is not None and loss.has_sequence_ratio and loss.correction.level == "token",
+        "loss.correction.level: token would weigh tokens of one sample differently, and the ratio of {loss.type} is the same for "
+        "all of them; set level: sequence",
+    )
+    yield _clash(
+        loss.type == "vespo" and loss.proximal != "sampler",
+        "{loss.proximal}",
+        "loss.type: vespo",
+        "its weights are those of policy and sampler, however old the sample is",
     )
     yield _needs(not loss.needs_reference and loss.reference != "initial", "{loss.reference}", "loss.beta above 0")
     yield _needs(not loss.needs_reference and loss.sync_ref_model, "loss.sync_ref_model", "loss.beta above 0")
@@ -163,19 +169,19 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
         for name, value in values.items()
     )
     yield _clash(
-        isinstance(loss, GspoLoss),
+        loss.has_sequence_ratio,
         what,
-        "loss.type: gspo",
+        f"loss.type: {loss.type}",
         "it samples from another distribution than the policy's, which weights of single tokens correct for",
     )
     yield (
-        not isinstance(loss, GspoLoss) and not loss.corrects_sampling,
+        not loss.has_sequence_ratio and not loss.corrects_sampling,
         f"{what} samples from another distribution than the policy's, and the ratio of the loss would count that as a change of "
         "the policy; set loss.proximal: recomputed and loss.correction: {level: token}, or leave the setting to evaluation",
     )
     yield _clash(
-        loss.off_policy_mask is not None,
-        "{loss.off_policy_mask}",
+        loss.masks_samples,
+        "loss.off_policy_mask" if loss.geometric_mask is None else "loss.geometric_mask",
         what,
         "it compares the log-probabilities of sampler and policy, and the sampler's are shifted",
     )

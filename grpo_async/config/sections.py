@@ -50,7 +50,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of `rollout` that agents and rollout functions may replace for one request."""
 MAX_RESTART_DELAY_S = 60.0
 """The longest wait between the end of a server and its next start, or, where others start it, the next attempt to use it."""
-Reduction = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+Reduction = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 
 
 # ---- run and model ----
@@ -515,10 +515,12 @@ NEUTRAL_SAMPLING = {name: RolloutSection.model_fields[name].default for name in 
 
 
 class AdvantageSection(StrictModel):
-    type: Literal["group", "batch", "none", "rloo"] = "group"
+    type: Literal["group", "batch", "none", "rloo", "maxrl", "reinforce_plus_plus_baseline"] = "group"
     """What a reward is compared with. group: (r - mean) / (std + 1e-4) within the group (GRPO, arXiv 2402.03300).
     batch: (r - mean of the group) / (std of the step's rewards + 1e-4). none: r - mean of the group (Dr. GRPO, arXiv 2503.20783).
-    rloo: r - mean of the others of the group (arXiv 2402.14740)."""
+    rloo: r - mean of the others of the group (arXiv 2402.14740). maxrl: (r - mean) / mean within the group, which weighs hard
+    prompts more; for rewards of at least 0 (arXiv 2602.02710). reinforce_plus_plus_baseline: r - mean of the group, then whitened
+    over the tokens of the step (arXiv 2501.03262)."""
     rewards: Literal["sum", "normalize_each"] = "sum"
     """Several rewards. sum: added by weight, then compared. normalize_each: each is compared on its own within the group, as with
     `type: group`, then they are added by weight and divided by their std over the step + 1e-4 (GDPO, arXiv 2601.05242)."""
@@ -557,12 +559,14 @@ class BaseLoss(StrictModel):
     """The settings that all losses have."""
 
     own_reduction: ClassVar[Reduction] = "dapo"
+    has_sequence_ratio: ClassVar[bool] = False
+    """Whether the ratio of the loss is that of whole samples."""
     type: str
     reduction: Reduction | None = None
     """How tokens are averaged; null = as the type says. grpo: mean over completions of the token mean. bnpo: token mean of each
     micro-batch (depends on how samples are packed). dr_grpo: sum / (completions x max_completion_tokens). dapo: sum / trained
-    tokens of the whole optimizer update. Completions that are masked whole (rollout.overlong) count, in groups that have others;
-    one of an agent counts once, with all of its branches."""
+    tokens of the whole optimizer update. luspo: mean over completions of the token sum. Completions that are masked whole
+    (rollout.overlong) count, in groups that have others; one of an agent counts once, with all of its branches."""
     proximal: Literal["sampler", "recomputed", "log_linear"] = "sampler"
     """The policy that the ratio is taken against. sampler: the one that sampled, by its own logprobs. recomputed: the trainer's, at
     the start of the step; costs a forward pass where a step has several updates (training.minibatches, num_iterations). log_linear:
@@ -572,6 +576,9 @@ class BaseLoss(StrictModel):
     off_policy_mask: float | None = Field(default=None, gt=0.0)
     """OPSM: completions with a negative advantage are left out when mean(sampler - policy logprob) over their tokens is above
     this."""
+    geometric_mask: tuple[float, float] | None = None
+    """Completions are left out when exp(mean(policy - sampler logprob)) over their tokens is outside these bounds: [0.99, 1.01]
+    (SkyRL's geometric sequence mask)."""
     beta: float = Field(default=0.0, ge=0.0, le=1e6)
     """Weight of the KL divergence (k3) from `reference`; 0 = none, and no reference is loaded."""
     use_bias_correction_kl: bool = True
@@ -600,8 +607,13 @@ class BaseLoss(StrictModel):
         (CISPO's capped ratio is such a weight; a custom loss has to do it.)"""
         has_weights = self.correction is not None and self.correction.level == "token"
         is_weight = isinstance(self, CispoLoss) and self.proximal == "sampler"
-        is_corrected = self.proximal == "recomputed" and has_weights and not isinstance(self, GspoLoss)
+        is_corrected = self.proximal == "recomputed" and has_weights and not self.has_sequence_ratio
         return isinstance(self, CustomLoss) or is_weight or is_corrected
+
+    @property
+    def masks_samples(self) -> bool:
+        """Whether samples that are far off policy are left out."""
+        return self.off_policy_mask is not None or self.geometric_mask is not None
 
     @property
     def needs_reference(self) -> bool:
@@ -645,12 +657,63 @@ class ClippedLoss(BaseLoss):
 
 class GspoLoss(BaseLoss):
     own_reduction = "grpo"
+    has_sequence_ratio = True
     type: Literal["gspo"]
     """Clipped surrogate on the ratio of whole sequences, the geometric mean of their tokens' (arXiv 2507.18071); reduction grpo."""
     epsilon: float = Field(default=3e-4, gt=0.0, lt=1.0)
     """Lower clip: ratio >= 1 - epsilon."""
     epsilon_high: float = Field(default=4e-4, gt=0.0)
     """Upper clip: ratio <= 1 + epsilon_high."""
+
+
+class LuspoLoss(GspoLoss):
+    own_reduction = "luspo"
+    type: Literal["luspo"]  # type: ignore[assignment]
+    """gspo without its bias towards short completions: each weighs as much as it is long (arXiv 2602.05261); reduction luspo."""
+
+
+class GmpoLoss(BaseLoss):
+    own_reduction = "grpo"
+    has_sequence_ratio = True
+    type: Literal["gmpo"]
+    """The geometric mean of a sequence's token ratios, each clipped first (arXiv 2507.20673); reduction grpo."""
+    epsilon: float = Field(default=0.4, gt=0.0)
+    """Lower clip: log ratio >= -epsilon."""
+    epsilon_high: float = Field(default=0.4, gt=0.0)
+    """Upper clip: log ratio <= epsilon_high."""
+
+
+class DppoLoss(BaseLoss):
+    type: Literal["dppo"]
+    """REINFORCE with ratios; a token whose probability moved too far in the direction of its advantage is left out, instead of one
+    whose ratio did: rare tokens may learn more, frequent ones less (DPPO, arXiv 2602.04879); reduction dapo."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """What is far, with p of the policy and q of the proximal policy. tv: |p - q|. kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p))."""
+    epsilon: float | None = Field(default=None, gt=0.0)
+    """Limit for tokens that became rarer; null = 0.2 with tv (prime-rl's), 0.05 with kl."""
+    epsilon_high: float | None = Field(default=None, gt=0.0)
+    """Limit for tokens that became likelier; null = as `epsilon`."""
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """`epsilon` and `epsilon_high`, with null filled in."""
+        low = self.epsilon or (0.2 if self.divergence == "tv" else 0.05)
+        return low, self.epsilon_high or low
+
+
+class VespoLoss(BaseLoss):
+    has_sequence_ratio = True
+    type: Literal["vespo"]
+    """REINFORCE, each completion weighted by a smooth function of its ratio w, the product of its tokens': w^k exp(lambda (1 - w)),
+    which is 1 at w = 1 and vanishes far from it (arXiv 2602.10693); reduction dapo."""
+    k_positive: float = Field(default=2.0, ge=0.0)
+    """k for advantages of at least 0."""
+    lambda_positive: float = Field(default=3.0, gt=0.0)
+    """lambda for advantages of at least 0."""
+    k_negative: float = Field(default=3.0, ge=0.0)
+    """k for the others."""
+    lambda_negative: float = Field(default=2.0, gt=0.0)
+    """lambda for the others."""
 
 
 class CispoLoss(BaseLoss):
@@ -681,7 +744,7 @@ class CustomLoss(BaseLoss):
 
 
 LossSection = Annotated[
-    ClippedLoss | GspoLoss | CispoLoss | SapoLoss | CustomLoss,
+    ClippedLoss | GspoLoss | LuspoLoss | GmpoLoss | DppoLoss | VespoLoss | CispoLoss | SapoLoss | CustomLoss,
     Field(discriminator="type"),
     default_type("dapo"),
 ]

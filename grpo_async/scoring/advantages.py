@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from grpo_async.config.sections import AdvantageSection
+from grpo_async.errors import RunError
 from grpo_async.findings.statistics import are_equal
 from grpo_async.records import RolloutSample, ScoredGroup
 
@@ -20,13 +21,15 @@ Rewards = Sequence[float | None]
 """Rewards of one group, [num_completions]."""
 
 _STD_EPSILON = 1e-4  # added to the standard deviation, as in TRL
+_OVER_STEP = ("batch", "reinforce_plus_plus_baseline")
 
 
 class Advantages:
     """How the rewards of a run are compared.
 
-        of_group      when a group is scored: final for group, none and rloo; always decides whether there is a signal
-        over_step     when the groups of a step are taken: for modes that need all of them (batch, normalize_each)
+        of_group      when a group is scored: final unless it needs the whole step; always decides whether there is a signal
+        over_step     when the groups of a step are taken: for what needs all of them (batch, reinforce_plus_plus_baseline,
+                      normalize_each)
 
     `over_step` uses the rewards alone, never the advantages that the samples have: it may be called again."""
 
@@ -39,9 +42,13 @@ class Advantages:
         `over_step` completes have the sign of the final ones. All are 0 in a group without a signal, and only there."""
         if self._section.rewards == "normalize_each":
             return [value or 0.0 for value in normalize_each(parts, self._weights)]
-        if self._section.type == "rloo":
-            return leave_one_out_advantages(rewards)
-        return group_advantages(rewards, scale="group" if self._section.type == "group" else "none")
+        match self._section.type:
+            case "rloo":
+                return leave_one_out_advantages(rewards)
+            case "maxrl":
+                return maxrl_advantages(rewards)
+            case kind:
+                return group_advantages(rewards, scale="group" if kind == "group" else "none")
 
     def of_sample(
         self,
@@ -55,10 +62,11 @@ class Advantages:
 
     def over_step(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """The groups of a step with their final advantages. The std is over all groups, including those without samples."""
-        if self._section.rewards != "normalize_each" and self._section.type != "batch":
+        if self._section.rewards != "normalize_each" and self._section.type not in _OVER_STEP:
             return list(groups)
+        tokens = [[rollout.num_sampled_tokens for rollout in group.group.trainable] for group in groups]
         rewards, parts = [group.rewards for group in groups], [group.reward_parts for group in groups]
-        advantages = self._step_advantages(rewards, parts)
+        advantages = self._step_advantages(rewards, parts, tokens)
         changed = []
         for number, group in enumerate(groups):
             indices = {each.rollout_id: index for index, each in enumerate(group.group.trainable)}
@@ -69,17 +77,22 @@ class Advantages:
                 if sample.rewards != parts[number][index]:  # a branch with its own reward
                     own_rewards = _with(rewards, number, _with(rewards[number], index, sample.reward))
                     own_parts = _with(parts, number, _with(parts[number], index, sample.rewards))
-                    advantage = self._step_advantages(own_rewards, own_parts)[number][index]
+                    advantage = self._step_advantages(own_rewards, own_parts, tokens)[number][index]
                 samples.append(replace(sample, advantage=advantage))
             changed.append(replace(group, samples=samples))
         return changed
 
     def _step_advantages(
-        self, rewards: Sequence[Rewards], parts: Sequence[Sequence[Mapping[str, float | None]]]
+        self,
+        rewards: Sequence[Rewards],
+        parts: Sequence[Sequence[Mapping[str, float | None]]],
+        tokens: Sequence[Sequence[int]],
     ) -> list[list[float]]:
         if self._section.rewards == "normalize_each":
             return normalized_over_step([normalize_each(rows, self._weights) for rows in parts])
-        return batch_advantages(rewards)
+        if self._section.type == "batch":
+            return batch_advantages(rewards)
+        return whitened_advantages(rewards, tokens)
 
 
 def _with(values: Sequence[Value], index: int, value: Value) -> list[Value]:
@@ -120,6 +133,48 @@ def leave_one_out_advantages(rewards: Rewards) -> list[float]:
     scored = scored_rewards(rewards)
     total, num_others = math.fsum(scored), len(scored) - 1
     return [0.0 if reward is None else reward - (total - reward) / num_others for reward in rewards]
+
+
+def maxrl_advantages(rewards: Rewards) -> list[float]:
+    """MaxRL (arXiv 2602.02710): A = (r - mean) / mean over the scored rewards of a group; 0 as in `group_advantages`. With rewards of
+    0 and 1 the sum over completions estimates the gradient of the log of the probability of success.
+
+    [1, 0, None, 0, 0]: mean 0.25, A = 3, -1, 0, -1, -1. RunError for a negative reward."""
+    if has_zero_variance(rewards):
+        return [0.0] * len(rewards)
+    scored = scored_rewards(rewards)
+    if min(scored) < 0.0:
+        raise RunError(
+            f"advantage.type: maxrl divides by the mean reward of a group and needs rewards of at least 0, and one is "
+            f"{min(scored):g}; change the reward, or set advantage.type: none"
+        )
+    mean = math.fsum(scored) / len(scored)
+    return [0.0 if reward is None else (reward - mean) / mean for reward in rewards]
+
+
+def whitened_advantages(groups: Sequence[Rewards], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+    """REINFORCE++-baseline (arXiv 2501.03262), as in verl. c = r - mean of the group, A = (c - mean) / sqrt(var + 1e-8), both over
+    the step, each completion counted once for each of its `tokens` (ddof = 1); 0 as in `group_advantages`.
+
+    [1, 0] and [3, 3] with one token each: c = 0.5, -0.5, 0, 0; var = 1/6, A = +-0.5 / 0.40825 = +-1.22474, and 0, 0."""
+    centered = [group_advantages(rewards, scale="none") for rewards in groups]
+    counted = [
+        (value, count)
+        for rewards, values, counts in zip(groups, centered, tokens, strict=True)
+        for reward, value, count in zip(rewards, values, counts, strict=True)
+        if reward is not None
+    ]
+    total = sum(count for _, count in counted)
+    if total < 2:
+        return centered
+    mean = math.fsum(value * count for value, count in counted) / total
+    variance = math.fsum((value - mean) ** 2 * count for value, count in counted) / (total - 1)
+    divisor = math.sqrt(variance + 1e-8)
+    return [
+        [0.0 if reward is None or has_zero_variance(rewards) else (value - mean) / divisor
+         for reward, value in zip(rewards, values, strict=True)]
+        for rewards, values in zip(groups, centered, strict=True)
+    ]  # fmt: skip
 
 
 def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:

@@ -1,6 +1,6 @@
 """The loss of a training step. See `Objective` for the whole, the functions above it for its terms.
 
-    policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask excludes the token
+    policy loss of each token (`loss.type`, or your own)  x  importance weight, 0 where a mask excludes the token
         + beta x KL                                             weighted by the reduction (batching.minibatch), summed
         - entropy_bonus x mean entropy                          over the minibatch
 
@@ -11,6 +11,7 @@ A loss of your own is f(inputs: LossInputs, **arguments) -> tensor (N,), see `Us
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,9 +23,12 @@ from grpo_async.config.sections import (
     CispoLoss,
     ClippedLoss,
     CustomLoss,
+    DppoLoss,
+    GmpoLoss,
     GspoLoss,
     ImportanceSamplingSection,
     SapoLoss,
+    VespoLoss,
 )
 from grpo_async.errors import RunError
 from grpo_async.training.logprobs import PolicyOutput, TokenObjective
@@ -129,6 +133,69 @@ def gspo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> Tok
     Log ratios [0.1, 0.3], A = 2: s = exp(0.2) = 1.2214; epsilon_high = 4e-4: loss = -min(2.4428, 2.0008) = -2.0008."""
     ratio = ratio_of(sequence_mean(inputs.logprobs - inputs.proximal_logprobs, inputs.sample_index))
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, is_per_sequence=True)
+
+
+def gmpo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> TokenLoss:
+    """Geometric mean of a sample's token ratios, clipped by token (GMPO, arXiv 2507.20673, equation 4).
+
+        l = logprob - proximal_logprob;   A > 0: min(l, epsilon_high)   else: max(l, -epsilon)
+        loss = -A exp(mean over the sample of these)
+
+    Log ratios [0.1, 0.5], A = 2, epsilon_high = 0.4: exp(0.25) = 1.2840, loss = -2.5681, clipped high at the second token."""
+    log_ratio = (inputs.logprobs - inputs.proximal_logprobs).clamp(max=_MAX_LOG_RATIO)
+    is_good = inputs.advantages > 0
+    clipped = torch.where(is_good, log_ratio.clamp(max=epsilon_high), log_ratio.clamp(min=-epsilon))
+    ratio = ratio_of(sequence_mean(clipped, inputs.sample_index))
+    return TokenLoss(
+        loss=-ratio * inputs.advantages,
+        ratio=ratio.detach(),
+        clipped_low=(log_ratio < -epsilon) & (inputs.advantages < 0),
+        clipped_high=(log_ratio > epsilon_high) & is_good,
+    )
+
+
+def dppo_loss(inputs: LossInputs, *, divergence: str, epsilon: float, epsilon_high: float) -> TokenLoss:
+    """REINFORCE with ratios within a trust region of probabilities (DPPO, arXiv 2602.04879, sections 4.2 and 4.3; its binary masks,
+    prime-rl's default loss without its KL).
+
+        p = exp(logprob), q = exp(proximal_logprob);   loss = -(p / q) A, 0 where the divergence of p and q is above its limit and
+        p > q with A > 0 (epsilon_high), or p < q with A < 0 (epsilon)
+        tv: |p - q|     kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+
+    A = 1: q = 0.01, p = 0.05: 0.04 apart, loss = -5. q = 0.5, p = 0.8: 0.3 apart, 0. A = -1 there: loss = 1.6.
+    q = 0.5, p = 0.8 by kl: 0.5 log(0.625) + 0.5 log(2.5) = 0.2231."""
+    ratio = ratio_of(inputs.logprobs - inputs.proximal_logprobs)
+    known, proximal = inputs.logprobs.detach(), inputs.proximal_logprobs
+    p, q = known.exp(), proximal.exp()
+    distance = (p - q).abs()
+    if divergence == "kl":
+        rest_p, rest_q = (1.0 - p).clamp(min=1e-8), (1.0 - q).clamp(min=1e-8)
+        distance = q * (proximal - known) + rest_q * (rest_q / rest_p).log()
+    is_high = (distance > epsilon_high) & (p > q) & (inputs.advantages > 0)
+    is_low = (distance > epsilon) & (p < q) & (inputs.advantages < 0)
+    return TokenLoss(
+        loss=-(ratio * inputs.advantages).masked_fill(is_high | is_low, 0.0),
+        ratio=ratio.detach(),
+        clipped_low=is_low,
+        clipped_high=is_high,
+    )
+
+
+def vespo_loss(inputs: LossInputs, *, positive: tuple[float, float], negative: tuple[float, float]) -> TokenLoss:
+    """REINFORCE with a smooth weight for each sample (VESPO, arXiv 2602.10693). `positive`, `negative`: k and lambda for advantages
+    of at least 0, and for the others.
+
+        w = exp(sum over the sample of (logprob - proximal_logprob));   phi = w^k exp(lambda (1 - w))
+        loss = -phi A logprob, without gradient through phi
+
+    Bounds as in TRL: log ratios +-20, log w from log 1e-8 to 20. k = 2, lambda = 3, A = 1, w = 2: phi = 4 e^-3 = 0.19915;
+    logprob = -1: loss = 0.19915, its gradient -0.19915."""
+    log_ratio = (inputs.logprobs.detach() - inputs.proximal_logprobs).clamp(-20.0, 20.0)
+    log_weight = sequence_sum(log_ratio, inputs.sample_index).clamp(math.log(1e-8), 20.0)
+    is_good = inputs.advantages >= 0
+    k, decay = (torch.where(is_good, good, bad) for good, bad in zip(positive, negative, strict=True))
+    phi = torch.exp(decay + k * log_weight - decay * log_weight.exp())
+    return TokenLoss(loss=-phi * inputs.advantages * inputs.logprobs, ratio=phi, is_per_sequence=True)
 
 
 def cispo_loss(inputs: LossInputs, *, epsilon_high: float) -> TokenLoss:
@@ -236,14 +303,23 @@ def importance_weights(
     return weights, None
 
 
-def is_on_policy(inputs: LossInputs, *, threshold: float) -> torch.Tensor:
-    """Off-policy sequence mask (OPSM, DeepSeek-V3.2): True for the tokens that are kept. (N,) bool
+def is_on_policy(
+    inputs: LossInputs, *, threshold: float | None, bounds: tuple[float, float] | None = None
+) -> torch.Tensor:
+    """Masks of whole samples: OPSM (DeepSeek-V3.2) and SkyRL's geometric mask. True for the tokens that are kept. (N,) bool
 
-        keep = A >= 0 or mean over the sample of (sampler - logprob) <= threshold
+        d = mean over the sample of (sampler - logprob);   keep = (A >= 0 or d <= threshold) and low <= exp(-d) <= high
 
-    Threshold 0.1: sampler - logprob = [0.3, 0.1 | 0.0, 0.1], A = -1: means 0.2 and 0.05, so the first sample is excluded."""
+    Threshold 0.1: sampler - logprob = [0.3, 0.1 | 0.0, 0.1], A = -1: d = 0.2 and 0.05, so the first sample is excluded. Bounds
+    0.9 and 1.1: exp(-d) = 0.8187 and 0.9512, the first is excluded whatever its A."""
     divergence = sequence_mean(inputs.sampler_logprobs - inputs.logprobs.detach(), inputs.sample_index)
-    return (inputs.advantages >= 0) | (divergence <= threshold)
+    kept = torch.ones_like(divergence, dtype=torch.bool)
+    if threshold is not None:
+        kept &= (inputs.advantages >= 0) | (divergence <= threshold)
+    if bounds is not None:
+        low, high = bounds
+        kept &= (-divergence >= math.log(low)) & (-divergence <= math.log(high))
+    return kept
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -271,7 +347,7 @@ class ObjectiveOutput:
     importance_weights: torch.Tensor  # those of `loss.correction` if it is set, otherwise the ratios of the loss
     kl: torch.Tensor | None
     is_importance_masked: torch.Tensor | None  # bool, excluded by the mask of `loss.correction`
-    is_off_policy: torch.Tensor | None  # bool, excluded by off_policy_mask
+    is_off_policy: torch.Tensor | None  # bool, excluded by off_policy_mask or geometric_mask
     router_aux: torch.Tensor | None  # () see PolicyOutput; not in `total`
 
 
@@ -290,20 +366,21 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        return not isinstance(self.section, SapoLoss | CustomLoss)
+        return not isinstance(self.section, SapoLoss | VespoLoss | CustomLoss)
 
     @property
     def has_sequence_weights(self) -> bool:
         """Whether the importance weights in use are those of whole samples: metrics then count each sample once."""
         correction = self.section.correction
-        return isinstance(self.section, GspoLoss) if correction is None else correction.level == "sequence"
+        return self.section.has_sequence_ratio if correction is None else correction.level == "sequence"
 
     @property
     def is_per_token(self) -> bool:
         """Whether the contribution of a token depends on no other token of the micro-batch."""
         section = self.section
         has_token_weights = section.correction is None or section.correction.level == "token"
-        return has_token_weights and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
+        looks_at_samples = section.has_sequence_ratio or section.masks_samples or isinstance(section, CustomLoss)
+        return has_token_weights and not looks_at_samples
 
     def of_tokens(
         self, batch: MicroBatch, *, ref_logprobs: torch.Tensor | None = None, old: torch.Tensor | None = None
@@ -348,8 +425,8 @@ class Objective:
         if section.correction is not None:
             weights, is_importance_masked = importance_weights(inputs, section.correction)
             loss = (loss * weights).masked_fill(weights == 0.0, 0.0)  # an overflowed loss times 0 is NaN
-        if section.off_policy_mask is not None:
-            is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask)
+        if section.masks_samples:
+            is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask, bounds=section.geometric_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)
         kl = None
         if section.needs_reference:
@@ -402,6 +479,12 @@ def _policy_loss(section: BaseLoss) -> Callable[[LossInputs], TokenLoss]:
             return lambda inputs: clipped_loss(inputs, epsilon=low, epsilon_high=high, delta=delta)
         case GspoLoss(epsilon=low, epsilon_high=high):
             return lambda inputs: gspo_loss(inputs, epsilon=low, epsilon_high=high)
+        case GmpoLoss(epsilon=low, epsilon_high=high):
+            return lambda inputs: gmpo_loss(inputs, epsilon=low, epsilon_high=high)
+        case DppoLoss(divergence=divergence, limits=(low, high)):
+            return lambda inputs: dppo_loss(inputs, divergence=divergence, epsilon=low, epsilon_high=high)
+        case VespoLoss(k_positive=k, lambda_positive=decay, k_negative=k_bad, lambda_negative=decay_bad):
+            return lambda inputs: vespo_loss(inputs, positive=(k, decay), negative=(k_bad, decay_bad))
         case CispoLoss(epsilon_high=cap):
             return lambda inputs: cispo_loss(inputs, epsilon_high=cap)
         case SapoLoss(temperature_positive=positive, temperature_negative=negative):

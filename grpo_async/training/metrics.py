@@ -177,7 +177,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
         metrics["kl"] = total["kl"] / num_tokens
     if section.correction is not None and section.correction.action == "mask":
         metrics["masked/correction"] = total["importance_masked"] / num_tokens
-    if section.off_policy_mask is not None:
+    if section.masks_samples:
         metrics["masked/off_policy"] = total["off_policy"] / num_tokens
     return metrics
 

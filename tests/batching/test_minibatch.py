@@ -54,6 +54,7 @@ _TOGETHER = _plan([[[0, 1]]])
         ("dapo", [0.25, 0.25]),  # 1 / 4
         ("grpo", [0.5, 1 / 6]),  # 1 / (2 x 1), 1 / (2 x 3)
         ("dr_grpo", [0.05, 0.05]),  # 1 / (2 x 10)
+        ("luspo", [0.5, 0.5]),  # 1 / 2
         ("bnpo", [0.25, 0.25]),  # one micro-batch of 4 tokens
     ],
 )
@@ -68,6 +69,7 @@ def test_weights_follow_the_formulas(reduction: Reduction, expected: list[float]
         ("dapo", [0.25, 0.25]),
         ("grpo", [1 / 4, 1 / 12]),  # 1 / (4 x 1), 1 / (4 x 3)
         ("dr_grpo", [0.025, 0.025]),  # 1 / (4 x 10)
+        ("luspo", [0.25, 0.25]),
     ],
 )
 def test_samples_that_were_masked_whole_count_in_means_over_samples(

@@ -224,6 +224,10 @@ def test_the_reduction_in_use_is_the_types_unless_set() -> None:
         "dr_grpo": "dr_grpo",
         "dapo": "dapo",
         "gspo": "grpo",
+        "gmpo": "grpo",
+        "luspo": "luspo",
+        "dppo": "dapo",
+        "vespo": "dapo",
         "sapo": "grpo",
         "cispo": "dapo",
     }

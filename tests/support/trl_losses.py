@@ -55,8 +55,9 @@ def trl_loss(
     """The loss of one batch on one process without accumulation, and the metrics that TRL logs for it."""
     from accelerate import Accelerator
     from trl import GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
 
-    trainer: Any = object.__new__(GRPOTrainer)
+    trainer: Any = object.__new__(GMPOTrainer if loss_type == "gmpo" else GRPOTrainer)
     trainer.__dict__.update(
         accelerator=Accelerator(cpu=True),
         model=SimpleNamespace(training=True),
@@ -65,6 +66,10 @@ def trl_loss(
             use_bias_correction_kl=use_bias_correction_kl,
             sapo_temperature_pos=temperatures[0],
             sapo_temperature_neg=temperatures[1],
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
             steps_per_generation=1,
         ),
         loss_type=loss_type,

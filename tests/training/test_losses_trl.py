@@ -15,9 +15,12 @@ from grpo_async.config.sections import (
     BaseLoss,
     CispoLoss,
     ClippedLoss,
+    GmpoLoss,
     GspoLoss,
     ImportanceSamplingSection,
+    LuspoLoss,
     SapoLoss,
+    VespoLoss,
 )
 from grpo_async.records import RolloutSample
 from grpo_async.training.logprobs import PolicyOutput
@@ -147,7 +150,21 @@ def test_gspo(reduction: Any) -> None:
     assert both.keys() >= CLIP_METRICS
 
 
+@pytest.mark.parametrize("mask_one", [False, True], ids=["", "one-masked-whole"])
+def test_gmpo(mask_one: bool) -> None:
+    """Its KL is never weighed by the ratio."""
+    section = GmpoLoss(type="gmpo", beta=0.07, use_bias_correction_kl=False)
+    both = _assert_equal(section, loss_type="gmpo", epsilon=0.4, epsilon_high=0.4, beta=0.07, mask_one=mask_one)
+    assert both.keys() >= CLIP_METRICS | {"kl"}
+    assert 0.0 < both["clip_ratio/low_mean"] + both["clip_ratio/high_mean"] < 1.0
+
+
 LOSSES: list[tuple[BaseLoss, dict[str, Any]]] = [
+    (
+        LuspoLoss(type="luspo", epsilon=0.1, epsilon_high=0.1),
+        {"loss_type": "luspo", "level": "sequence", "epsilon": 0.1, "epsilon_high": 0.1},
+    ),
+    (VespoLoss(type="vespo"), {"loss_type": "vespo"}),
     (ClippedLoss(type="grpo"), {"loss_type": "grpo"}),
     (ClippedLoss(type="dr_grpo"), {"loss_type": "dr_grpo"}),
     (ClippedLoss(type="bnpo"), {"loss_type": "bnpo"}),

@@ -14,10 +14,15 @@ from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import (
     Objective,
     ObjectiveOutput,
+    TokenLoss,
     clipped_loss,
+    dppo_loss,
+    gmpo_loss,
     gspo_loss,
+    is_on_policy,
     log_linear_logprobs,
     sapo_loss,
+    vespo_loss,
 )
 from tests.support.loss_inputs import loss_section, make_inputs
 from tests.trainer.fakes import loop_config
@@ -97,6 +102,7 @@ _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
     "values",
     [
         {"type": "dapo", "delta": 4.0}, {"type": "cispo"}, {"type": "sapo"}, {"beta": 0.1, "entropy_bonus": 0.1},
+        {"type": "dppo", "epsilon": 0.1},
         {"proximal": "log_linear"}, {"proximal": "recomputed", "correction": {"level": "token"}},
     ],
 )  # fmt: skip
@@ -126,7 +132,10 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
     "values",
     [
         {"type": "gspo"},
+        {"type": "gmpo"},
+        {"type": "vespo"},
         {"type": "dapo", "off_policy_mask": 0.5},
+        {"type": "dapo", "geometric_mask": [0.99, 1.01]},
         {"type": "custom", "function": "tests.training.test_step:recording"},
         {"proximal": "recomputed", "correction": {"level": "sequence"}},
     ],
@@ -144,7 +153,7 @@ def test_the_log_linear_policy_moves_to_the_trained_one_with_age_and_has_no_grad
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("loss", ["clipped", "gspo", "sapo"])
+@pytest.mark.parametrize("loss", ["clipped", "gspo", "gmpo", "dppo", "vespo", "sapo"])
 def test_a_ratio_beyond_all_numbers_leaves_the_gradient_of_the_other_tokens_whole(loss: str, advantage: float) -> None:
     """A placeholder of -9999 as the sampler's logprob: exp overflows, and 0 x inf would be NaN in the backward pass."""
     inputs = make_inputs([1.1, 1.0], [advantage, advantage], samples=[0, 1])
@@ -152,6 +161,9 @@ def test_a_ratio_beyond_all_numbers_leaves_the_gradient_of_the_other_tokens_whol
     result = {
         "clipped": lambda: clipped_loss(inputs, epsilon=0.2, epsilon_high=0.28),
         "gspo": lambda: gspo_loss(inputs, epsilon=0.2, epsilon_high=0.28),
+        "gmpo": lambda: gmpo_loss(inputs, epsilon=0.4, epsilon_high=0.4),
+        "dppo": lambda: dppo_loss(inputs, divergence="kl", epsilon=0.05, epsilon_high=0.05),
+        "vespo": lambda: vespo_loss(inputs, positive=(2.0, 3.0), negative=(3.0, 2.0)),
         "sapo": lambda: sapo_loss(inputs, temperature_positive=1.0, temperature_negative=1.05),
     }[loss]()
     masked = result.loss.masked_fill(torch.tensor([False, True]), 0.0)  # as the correction does
@@ -160,3 +172,56 @@ def test_a_ratio_beyond_all_numbers_leaves_the_gradient_of_the_other_tokens_whol
     assert inputs.logprobs.grad[0].isfinite()
     assert inputs.logprobs.grad[0] != 0.0
     assert inputs.logprobs.grad[1] == 0.0
+
+
+def _dppo(divergence: str, limit: float, p: list[float], q: list[float], advantages: list[float]) -> tuple[TokenLoss, Any]:
+    inputs = make_inputs([1.0] * len(p), advantages)
+    logprobs = torch.tensor(p).log().requires_grad_()
+    inputs = replace(inputs, logprobs=logprobs, proximal_logprobs=torch.tensor(q).log())
+    result = dppo_loss(inputs, divergence=divergence, epsilon=limit, epsilon_high=limit)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    return result, gradient.tolist()
+
+
+def test_dppo_leaves_out_what_moved_too_far_in_the_direction_of_its_advantage() -> None:
+    """Of the paper's figure: a rare token whose ratio is 5 learns on, a frequent one whose ratio is 1.6 does not."""
+    p, q = [0.05, 0.8, 0.8, 0.2, 0.2, 0.45], [0.01, 0.5, 0.5, 0.5, 0.5, 0.5]
+    result, gradient = _dppo("tv", 0.2, p, q, [1.0, 1.0, -1.0, -1.0, 1.0, -1.0])
+    expected = [-5.0, 0.0, 1.6, 0.0, -0.4, 0.9]  # -(p / q) A
+    assert result.loss.tolist() == pytest.approx(expected)
+    assert gradient == pytest.approx(expected)  # that of p / q by log p is p / q
+    assert result.clipped_high is not None
+    assert result.clipped_low is not None
+    assert result.clipped_high.tolist() == [False, True, False, False, False, False]
+    assert result.clipped_low.tolist() == [False, False, False, True, False, False]
+
+
+def test_dppo_by_binary_kl() -> None:
+    """KL of (0.5, 0.5) and (0.8, 0.2): 0.5 log 0.625 + 0.5 log 2.5 = 0.2231; of (0.01, 0.99) and (0.05, 0.95): 0.0247."""
+    for limit, masked in ((0.22, True), (0.23, False)):
+        result, _ = _dppo("kl", limit, [0.8, 0.05], [0.5, 0.01], [1.0, 1.0])
+        assert result.loss.tolist() == pytest.approx([0.0 if masked else -1.6, -5.0])
+    result, _ = _dppo("kl", 0.024, [0.05, 1.0], [0.01, 1.0], [1.0, 1.0])  # and a token that is certain
+    assert result.loss.tolist() == pytest.approx([0.0, -1.0])
+
+
+def test_the_weight_of_vespo_is_that_of_the_whole_sample() -> None:
+    """Ratios 0.5 and 4 make w = 2: phi = 4 e^-3 for A = 1, and 8 e^-2 for A = -1; loss = -phi A logprob."""
+    for advantage, phi in ((1.0, 4 * math.exp(-3)), (-1.0, 8 * math.exp(-2))):
+        inputs = make_inputs([0.5, 4.0], [advantage] * 2)
+        result = vespo_loss(inputs, positive=(2.0, 3.0), negative=(3.0, 2.0))
+        assert result.loss.tolist() == pytest.approx([phi * advantage] * 2)
+        (gradient,) = torch.autograd.grad(result.loss.sum(), inputs.logprobs)
+        assert gradient.tolist() == pytest.approx([-phi * advantage] * 2)
+
+
+def test_the_geometric_mask_leaves_out_whole_samples_on_either_side_whatever_their_advantage() -> None:
+    """Means of policy - sampler of -0.2, -0.05, 0.15: exp = 0.8187, 0.9512, 1.1618."""
+    policy = _policy([-1.3, -1.1, -1.0, -1.1, -0.9, -0.8])
+    batch = _batch([-1.0] * 6, [-1.0, -1.0, 1.0, 1.0, 1.0, 1.0], samples=[0, 0, 1, 1, 2, 2])
+    output = Objective(loss_section(geometric_mask=[0.9, 1.1]))(policy, batch)
+    assert output.is_off_policy is not None
+    assert output.is_off_policy.tolist() == [True, True, False, False, True, True]
+    assert _gradient(output, policy.logprobs)[:2] == [0.0, 0.0]
+    kept = is_on_policy(output.inputs, threshold=0.1, bounds=(0.1, 10.0))
+    assert kept.tolist() == [False, False, True, True, True, True]  # OPSM beside it
