@@ -26,7 +26,7 @@ _MAX_WAIT_S = 60.0  # longest Retry-After of a server that is followed
 
 
 class ServedModelError(GrpoAsyncError):
-    """A reward model could not be reached, refused a request, or answered with something unusable."""
+    """A reward model or a teacher could not be reached, refused a request, or answered with something unusable."""
 
 
 class ServedModelSettings(StrictModel, strict=True):
@@ -82,7 +82,7 @@ async def served_model_reward(
     async def scores(first: int) -> list[float]:
         part = slice(first, first + size)
         async with slot:  # limited by the call's timeout_s
-            answer = await _answer(client, url, _body(chosen, prompts[part], completions[part]))
+            answer = await post_json(client, url, _body(chosen, prompts[part], completions[part]))
         return _read_scores(answer, url, len(completions[part]))
 
     async with httpx.AsyncClient(
@@ -99,13 +99,13 @@ served_model_reward.check_arguments = _check  # type: ignore[attr-defined]
 _ssl_context = cache(ssl.create_default_context)
 
 
-async def _answer(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
-    """Return the JSON of an answer with status 200 to 299."""
+async def post_json(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
+    """Return the JSON of an answer with status 200 to 299, retrying what `served_model_reward` says. Raises ServedModelError."""
     for attempt in range(_RETRY.max_retries + 1):
         wait_s = _RETRY.delay_s(attempt)
         try:
             response = await client.post(url, content=body, headers={"content-type": "application/json"})
-        except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) as error:
+        except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException) as error:
             problem = message_of(error)
         else:
             if response.is_success:
