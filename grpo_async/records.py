@@ -434,9 +434,15 @@ class RolloutSample:
     rewards: Mapping[str, float | None]
     reward: float | None
     truncated: bool
+    teacher_logprobs: FloatArray | None = None
+    """With distillation: the sum over the teachers of weight x log-probability, 0.0 in the prompt. As long as the others."""
+    teacher_weight: float = 0.0
+    """The sum of these weights."""
 
     def __post_init__(self) -> None:
         as_arrays(self, token_ids=np.int32, loss_mask=np.bool_, sampler_logprobs=np.float32, policy_versions=np.int32)
+        if self.teacher_logprobs is not None:
+            as_arrays(self, teacher_logprobs=np.float32)
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.sampler_logprobs), len(self.policy_versions))
         if len(set(lengths)) != 1:
             raise ValueError(f"a sample needs equal lengths, got ids/mask/logprobs/versions = {lengths}")

@@ -45,6 +45,10 @@ class MicroBatch:
     advantages: torch.Tensor  # (N,) float32
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
+    teacher_logprobs: torch.Tensor | None = (
+        None  # (N,) float32, the sum of weight x log-probability; None: no distillation
+    )
+    teacher_weights: torch.Tensor | None = None  # (N,) float32, the sum of these weights
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
 
     @property
@@ -53,7 +57,9 @@ class MicroBatch:
 
     def of_tokens(self, rows: slice) -> MicroBatch:
         """The same micro-batch with only these of its trained tokens."""
-        names = ("source_index", "target_ids", "sample_index", "sampler_logprobs", "advantages", "weights", "staleness")
+        names = ["source_index", "target_ids", "sample_index", "sampler_logprobs", "advantages", "weights", "staleness"]
+        if self.teacher_logprobs is not None:
+            names += ["teacher_logprobs", "teacher_weights"]
         parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         return replace(self, **parts)
 
@@ -85,6 +91,8 @@ class RankSamples:
     policy_versions: IntArray  # (L,)
     trainer_version: int  # finished steps
     minibatch_tokens: int
+    teacher_logprobs: FloatArray | None = None  # (L,)
+    teacher_weights: FloatArray | None = None  # (S,)
 
     def pack(self) -> list[MicroBatch]:
         packed = []
@@ -125,7 +133,18 @@ class RankSamples:
             weights=torch.from_numpy(self.weights[samples][owner]),
             staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
             minibatch_tokens=self.minibatch_tokens,
+            **self._taught(tokens, trained, samples, owner),
         )
+
+    def _taught(
+        self, tokens: slice, trained: NDArray[np.int64], samples: slice, owner: NDArray[np.int64]
+    ) -> dict[str, torch.Tensor]:
+        if self.teacher_logprobs is None or self.teacher_weights is None:
+            return {}
+        return {
+            "teacher_logprobs": torch.from_numpy(self.teacher_logprobs[tokens][trained]),
+            "teacher_weights": torch.from_numpy(self.teacher_weights[samples][owner]),
+        }
 
 
 def split_by_rank(
@@ -134,6 +153,7 @@ def split_by_rank(
     """Divide a minibatch among the ranks. [world_size] `weights`: of each trained token of each sample (`batching.minibatch`).
     [num_samples]"""
     counts = [sample.num_trained_tokens for sample in samples]
+    is_taught = any(sample.teacher_logprobs is not None for sample in samples)
     orders = [[index for micro_batch in rank for index in micro_batch.indices] for rank in plan.ranks]
     parts = []
     for micro_batches, order in zip(plan.ranks, orders, strict=True):
@@ -150,9 +170,16 @@ def split_by_rank(
                 policy_versions=joined(np.int32, (sample.policy_versions for sample in mine)),
                 trainer_version=trainer_version,
                 minibatch_tokens=sum(counts),
+                teacher_logprobs=joined(np.float32, map(_teacher_logprobs, mine)) if is_taught else None,
+                teacher_weights=np.array([each.teacher_weight for each in mine], np.float32) if is_taught else None,
             )
         )
     return parts
+
+
+def _teacher_logprobs(sample: RolloutSample) -> FloatArray:
+    """Zeros, with a weight of 0, for a sample of a checkpoint from before there were teachers."""
+    return np.zeros(len(sample.token_ids), np.float32) if sample.teacher_logprobs is None else sample.teacher_logprobs
 
 
 def _lay_out(plan: MicroBatchPlan, lengths: NDArray[np.int64]) -> tuple[list[Segment], NDArray[np.int64]]:

@@ -37,11 +37,14 @@ class ExperimentConfig(StrictModel):
     rollout_function: sections.RolloutFunctionSection | None = None
     """Your own function in place of the built-in rollouts; `tools` and `environments` cannot be set with it."""
     rewards: list[sections.RewardSection] = Field(default_factory=list)
-    """What is rewarded; several are added up by weight. May be left out where every environment has a `get_reward`."""
+    """What is rewarded; several are added up by weight. May be left out where every environment has a `get_reward`,
+    and with `distillation`."""
     inference: sections.InferenceSection = sections.InferenceSection()
     """The inference servers."""
     advantage: sections.AdvantageSection = sections.AdvantageSection()
     """How rewards become advantages."""
+    distillation: sections.DistillationSection | None = None
+    """Teachers whose log-probabilities the policy learns from, token by token (on-policy distillation)."""
     loss: sections.LossSection = sections.ClippedLoss()
     """The objective."""
     optimizer: sections.OptimizerSection = sections.OptimizerSection()

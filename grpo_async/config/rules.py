@@ -48,7 +48,12 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
     """Rewards, tools, environments, agents, and their time limits."""
     rollout, agent = config.rollout, config.rollout.agent
     has_reward = config.rewards or config.environments or agent is not None
-    yield not has_reward, "rewards: there are none; name at least one, or an environment that has a `get_reward`"
+    yield (
+        not has_reward and config.distillation is None,
+        "rewards: there are none; name at least one, or an environment that has a `get_reward`",
+    )
+    if config.distillation is not None:
+        yield from _distillation_rules(config, has_reward=bool(has_reward))
     for name in ("tools", "environments", "rollout_function"):
         is_set = getattr(config, name)
         if agent is not None:
@@ -83,6 +88,29 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "{rollout.max_completion_tokens} leaves no room for a prompt in {inference.max_model_len}; raise the latter or lower the "
         "former",
     )
+
+
+def _distillation_rules(config: ExperimentConfig, *, has_reward: bool) -> Iterator[Rule]:
+    assert config.distillation is not None
+    loss = config.loss
+    by_token = "each token has an advantage of its own"
+    yield _clash(loss.has_sequence_ratio, f"loss.type: {loss.type}", "distillation", by_token)
+    yield _clash(loss.off_policy_mask is not None, "{loss.off_policy_mask}", "distillation", by_token)
+    yield _clash(
+        config.rollout.temperature != 1.0 or bool(config.rollout.non_neutral_sampling),
+        "sampling that differs from rollout.temperature: 1.0",
+        "distillation",
+        "teachers' log-probabilities are those of temperature 1",
+    )
+    yield _clash(
+        config.has_own_rollouts and any(each.prompt_column for each in config.distillation.teachers.values()),
+        "distillation.teachers: prompt_column",
+        "an agent or a rollout function",
+        "it writes its own prompts",
+    )
+    compares = config.advantage.rewards != "sum" or config.advantage.type in ("batch", "reinforce_plus_plus_baseline")
+    yield _needs(not has_reward and compares, "advantage, as it is set,", "rewards to compare")
+    yield _needs(not has_reward and config.evaluation is not None, "evaluation", "rewards to evaluate by")
 
 
 def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
@@ -133,8 +161,8 @@ def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
     )
     yield (
         loss.correction is not None and loss.has_sequence_ratio and loss.correction.level == "token",
-        "loss.correction.level: token would weigh tokens of one sample differently, and the ratio of {loss.type} is the same for "
-        "all of them; set level: sequence",
+        f"loss.correction.level: token would weigh tokens of one sample differently, and {loss.type}'s ratio is the same for all "
+        "of them; set level: sequence",
     )
     yield _clash(
         loss.type == "vespo" and loss.proximal != "sampler",
@@ -179,12 +207,13 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
         f"{what} samples from another distribution than the policy's, and the ratio of the loss would count that as a change of "
         "the policy; set loss.proximal: recomputed and loss.correction: {level: token}, or leave the setting to evaluation",
     )
-    yield _clash(
-        loss.masks_samples,
-        "loss.off_policy_mask" if loss.geometric_mask is None else "loss.geometric_mask",
-        what,
-        "it compares the log-probabilities of sampler and policy, and the sampler's are shifted",
-    )
+    for name in ("off_policy_mask", "geometric_mask"):
+        yield _clash(
+            getattr(loss, name) is not None,
+            f"{{loss.{name}}}",
+            what,
+            "it compares the log-probabilities of sampler and policy, and the sampler's are shifted",
+        )
 
 
 def _evaluation_rules(config: ExperimentConfig) -> Iterator[Rule]:

@@ -8,6 +8,7 @@ The docstring under a field is its help text and goes into the JSON schema. Rule
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -534,6 +535,45 @@ class AdvantageSection(StrictModel):
         return self
 
 
+class TeacherSection(StrictModel):
+    url: str | None = Field(default=None, pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$")
+    """Address of a model with the policy's tokenizer that `vllm serve` serves, with a `--max-model-len` above
+    `inference.max_model_len`. null = the policy itself, on the servers of the run, which needs `prompt_column`."""
+    served_model_name: str | None = None
+    """vLLM's name of the model, needed if the server has several."""
+    token_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
+    """Name of the environment variable that holds a bearer token, which does not belong in the YAML."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """Weight of its log-probabilities."""
+    prompt_column: str | None = None
+    """Column of the data, text or messages, that this teacher sees in place of the prompt: with a hint or the answer in it
+    (self-distillation with privileged context). null = the prompt."""
+    max_concurrency: Count = 64
+    """Requests at once to `url`."""
+    timeout_s: Seconds = 300.0
+    """Longest wait for an answer of `url`."""
+
+    @model_validator(mode="after")
+    def _differs_from_the_policy(self) -> Self:
+        if self.url is None and self.prompt_column is None:
+            raise ValueError(
+                "without `url` the policy teaches itself, and needs another prompt than its own; set `prompt_column`"
+            )
+        return self
+
+
+class DistillationSection(StrictModel):
+    teachers: dict[str, TeacherSection] = Field(min_length=1)
+    """Who scores what the policy sampled, by name. Each token's advantage gains weight x (teacher's - policy's log-probability):
+    the reverse KL divergence from the teacher as a reward for each token, beside `rewards`, if there are any."""
+    teacher_column: str | None = None
+    """Column of the data that names the teacher of a row. null = all of them, added by weight."""
+
+    def teachers_of(self, row: Mapping[str, Any]) -> list[str]:
+        """Names of the teachers of a row of the data."""
+        return list(self.teachers) if self.teacher_column is None else [row[self.teacher_column]]
+
+
 class ImportanceSamplingSection(StrictModel):
     """Importance weights of sampled tokens, for the difference between the policy that sampled them and the proximal policy:
     w = exp(proximal - sampler), per token or (the sum over its tokens) per sequence. Applied to the loss, without gradient."""
@@ -688,7 +728,8 @@ class DppoLoss(BaseLoss):
     """REINFORCE with ratios; a token whose probability moved too far in the direction of its advantage is left out, instead of one
     whose ratio did: rare tokens may learn more, frequent ones less (DPPO, arXiv 2602.04879); reduction dapo."""
     divergence: Literal["tv", "kl"] = "tv"
-    """What is far, with p of the policy and q of the proximal policy. tv: |p - q|. kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p))."""
+    """What is far, with p of the policy and q of the proximal policy. tv: |p - q|.
+    kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p))."""
     epsilon: float | None = Field(default=None, gt=0.0)
     """Limit for tokens that became rarer; null = 0.2 with tv (prime-rl's), 0.05 with kl."""
     epsilon_high: float | None = Field(default=None, gt=0.0)
@@ -968,9 +1009,9 @@ class WeightsSection(StrictModel):
     """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: trainer and server share one GPU.
     auto: what fits the machine; the plan says which and why."""
     mode: PushMode = "keep_kv"
-    """What happens to requests in flight. keep_kv: they freeze, then continue with the new weights over the KV cache of the old ones
-    (in-flight updates of PipelineRL, arXiv 2509.19128). recompute: their context is computed again with the new weights, as in TRL.
-    drain: the push waits until all have finished. abort: they are aborted and sent again with the tokens they have."""
+    """What happens to requests in flight. keep_kv: they freeze, then continue with the new weights over the KV cache of the old
+    ones (in-flight updates of PipelineRL, arXiv 2509.19128). recompute: their context is computed again with the new weights, as
+    in TRL. drain: the push waits until all have finished. abort: they are aborted and sent again with the tokens they have."""
     bucket_mb: int | None = Field(default=None, ge=1)
     """Parameters travel in buckets of this many MiB. null: a 64th of the weights, from 8 to 256 MiB, and less where the trainer's
     GPU has little room. Trainer and servers each hold two of them in addition to the weights."""

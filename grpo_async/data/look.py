@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.sections import DistillationSection
 from grpo_async.data.rows import ENVIRONMENT_COLUMN, Row, Rows
 from grpo_async.errors import Problems
+from grpo_async.utils.text import backticked
 
 _GOLDS = ("answer", "solution")
 _IGNORED = {
@@ -38,6 +40,8 @@ _IMAGE = (
 def look_at_rows(key: str, rows: Rows, config: ExperimentConfig, problems: Problems) -> list[str]:
     """Notes on the rows of the source `key`, each with how many rows, the first of them, and what to do; what no run can use is
     added to `problems`. Environments add to prompts and read columns; a rollout function or an agent reads rows in its own way."""
+    if config.distillation is not None and key == "data.train":
+        _check_teachers(config.distillation, rows, problems)
     if config.has_own_rollouts:
         return []
 
@@ -71,6 +75,22 @@ def look_at_rows(key: str, rows: Rows, config: ExperimentConfig, problems: Probl
     calls = "prompts end in tool calls without results; add the results, or leave the last message out"
     problems.extend(found(lambda row: bool(_last(row).get("tool_calls")), calls))
     return notes
+
+
+def _check_teachers(section: DistillationSection, rows: Rows, problems: Problems) -> None:
+    """Add a problem for the first row that names no teacher, or lacks the prompt that its teacher sees."""
+    for row, location in zip(rows, rows.locations, strict=True):
+        if section.teacher_column is not None and row.get(section.teacher_column) not in section.teachers:
+            problems.append(
+                f"{location}: `{section.teacher_column}` (distillation.teacher_column) is "
+                f"{row.get(section.teacher_column)!r} here, and the teachers are {backticked(section.teachers)}"
+            )
+            return
+        for name in section.teachers_of(row):
+            column = section.teachers[name].prompt_column
+            if column is not None and not row.get(column):
+                problems.append(f"{location}: there is no `{column}` here (distillation.teachers.{name}.prompt_column)")
+                return
 
 
 def _has(column: str) -> Callable[[Row], bool]:

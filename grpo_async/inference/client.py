@@ -30,7 +30,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError, message_of
 from grpo_async.inference.answer import Answer
-from grpo_async.inference.api import KEEP_ALIVE_S, GenerateChunk, GenerateRequest
+from grpo_async.inference.api import KEEP_ALIVE_S, GenerateChunk, GenerateRequest, ScoreAnswer, ScoreRequest
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.router import MAX_INT32, FencedError, Router, ServerAddress, Servers
 from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
@@ -222,6 +222,31 @@ class InferenceClient:
         generation.duration_s = time.monotonic() - started
         return generation
 
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first under the served policy, at temperature 1. It waits and raises as
+        `generate` does."""
+        body = ScoreRequest(token_ids=list(token_ids)).model_dump_json().encode()
+        attempt = 0
+        while True:
+            try:
+                async with (
+                    self._router.lease("") as server,
+                    self._post(f"{server.url.rstrip('/')}/rollout/score", body) as (response, _),
+                ):
+                    content = await response.read()
+                    if response.status != 200:
+                        raise error_for_status(response.status, content)
+                    return ScoreAnswer.model_validate_json(content).logprobs
+            except FencedError:
+                continue
+            except ServerUnavailableError:
+                if attempt >= self._retry.max_retries:
+                    raise
+                await asyncio.sleep(self._retry.delay_s(attempt))
+                attempt += 1
+            except ValueError as error:
+                raise BadResponseError(f"an answer to /rollout/score cannot be read: {message_of(error)}") from error
+
     def _remaining_request(
         self, request: GenerateRequest, generation: Generation, server: ServerAddress
     ) -> GenerateRequest:
@@ -245,7 +270,8 @@ class InferenceClient:
             vocab_size=self._vocab_size,
             oldest_version=self._servers.versions.start,
         )
-        async with self._post(server.url, request.model_dump_json().encode()) as (response, silence):
+        url = f"{server.url.rstrip('/')}/rollout/generate"
+        async with self._post(url, request.model_dump_json().encode()) as (response, silence):
             if response.status != 200:
                 raise error_for_status(response.status, await response.content.read(_MAX_ERROR_BYTES))
             async for line in response.content:  # ended by `silence`
@@ -268,10 +294,9 @@ class InferenceClient:
 
     @asynccontextmanager
     async def _post(self, url: str, body: bytes) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Send a generation request. The caller reschedules the limit of silence whenever a line brings tokens: bytes alone are no
+        """Send a request. The caller reschedules the limit of silence whenever a line brings tokens: bytes alone are no
         sign of life."""
         session = self._session = self._session or self._open_session()
-        url = url.rstrip("/") + "/rollout/generate"
         limit_s = self._request_timeout_s
         try:
             # the session limits connecting and the wait for the first byte; DNS lookups and sending the body need their own limit

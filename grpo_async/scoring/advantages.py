@@ -136,8 +136,8 @@ def leave_one_out_advantages(rewards: Rewards) -> list[float]:
 
 
 def maxrl_advantages(rewards: Rewards) -> list[float]:
-    """MaxRL (arXiv 2602.02710): A = (r - mean) / mean over the scored rewards of a group; 0 as in `group_advantages`. With rewards of
-    0 and 1 the sum over completions estimates the gradient of the log of the probability of success.
+    """MaxRL (arXiv 2602.02710): A = (r - mean) / mean over the scored rewards of a group; 0 as in `group_advantages`. With rewards
+    of 0 and 1 the mean over completions estimates the gradient of log P(success).
 
     [1, 0, None, 0, 0]: mean 0.25, A = 3, -1, 0, -1, -1. RunError for a negative reward."""
     if has_zero_variance(rewards):

@@ -19,6 +19,7 @@ from grpo_async.config.sections import AdvantageSection
 from grpo_async.records import (
     AGENT_REWARD,
     Branch,
+    FloatArray,
     RolloutCompletion,
     RolloutGroup,
     RolloutSample,
@@ -28,6 +29,7 @@ from grpo_async.records import (
 )
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import Advantages, combine_rewards
+from grpo_async.scoring.teachers import DISTILLATION, Teachers
 from grpo_async.tracking.timeline import span
 from grpo_async.utils.concurrency import all_of
 
@@ -41,6 +43,7 @@ class Scorer:
         train_zero_variance: whether to make samples of groups without a signal, whose advantages are all 0.
         train_truncated: whether to make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
+        is_taught: whether there will be `teachers`.
         state: for reward functions that ask for `trainer_state`; at the start of the run."""
 
     def __init__(
@@ -51,6 +54,7 @@ class Scorer:
         train_zero_variance: bool,
         train_truncated: bool = True,
         environment_weights: Mapping[str, float] | None = None,
+        is_taught: bool = False,
         state: TrainerState | None = None,
     ) -> None:
         self._rewards = rewards
@@ -59,6 +63,10 @@ class Scorer:
         self._environment_names = list(environment_weights or {})
         self.weights = {reward.name: reward.weight for reward in rewards} | dict(environment_weights or {})
         """Weight of every reward by name, environments' rewards included."""
+        self.teachers: Teachers | None = None
+        self._has_rewards = bool(self.weights)
+        if is_taught:  # a reward that is shown; without others it is the one that the run is judged by
+            self.weights[DISTILLATION] = 0.0 if self._has_rewards else 1.0
         self.advantages = Advantages(advantage, self.weights)
         """Completes the advantages when the groups of a step are taken."""
         self._state = state or TrainerState()
@@ -80,11 +88,22 @@ class Scorer:
             kept = {id(completion) for completion in trainable}
             environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
         began = time.monotonic()
-        outcomes = await self._outcomes(group, trainable, environments=environments)
+        taught: dict[str, tuple[FloatArray, float]] = {}
+
+        async def ask_teachers() -> None:
+            if self.teachers is not None and is_trained:
+                taught.update(await self.teachers.score(group, trainable))
+
+        async def ask_rewards() -> dict[str, RewardOutcome]:
+            return await self._outcomes(group, trainable, environments=environments)
+
+        _, outcomes = await all_of([ask_teachers(), ask_rewards()])
+        assert outcomes is not None
         took_s = time.monotonic() - began
         parts: list[dict[str, float | None]] = [
             {name: outcome.values[index] for name, outcome in outcomes.items()}
             | {name: completion.environment_rewards.get(name) for name in self._environment_names}
+            | ({DISTILLATION: _reverse_kl_reward(completion, taught)} if taught else {})
             for index, completion in enumerate(trainable)
         ]
         rewards = combine_rewards(parts, self.weights)
@@ -94,7 +113,7 @@ class Scorer:
                 logged.setdefault(metric, []).append(value)
         return ScoredGroup(
             group=group,
-            samples=self._samples(group, trainable, rewards, parts) if is_trained else [],
+            samples=self._samples(group, trainable, rewards, parts, taught) if is_trained else [],
             rewards=rewards,
             reward_parts=parts,
             metrics={"scoring/duration_s": took_s, **{metric: fmean(values) for metric, values in logged.items()}},
@@ -107,17 +126,18 @@ class Scorer:
         trainable: Sequence[RolloutCompletion],
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
+        taught: Mapping[str, tuple[FloatArray, float]],
     ) -> list[RolloutSample]:
-        advantages = self.advantages.of_group(rewards, parts)
+        advantages = self.advantages.of_group(rewards, parts) if self._has_rewards else [0.0] * len(rewards)
         samples = [
-            _sample(group, completion, path, advantage=advantage, reward=reward, rewards=part)
+            _sample(group, completion, path, taught, advantage=advantage, reward=reward, rewards=part)
             for completion, advantage, reward, part in zip(trainable, advantages, rewards, parts, strict=True)
             if self._train_truncated or not completion.truncated
             for path in completion.paths
             if path.completion_mask.any()
         ]
         samples = self._with_own_rewards(samples, trainable, rewards, parts)
-        has_signal = any(advantages) or any(sample.advantage for sample in samples)
+        has_signal = bool(taught) or any(advantages) or any(sample.advantage for sample in samples)
         return samples if has_signal or self._train_zero_variance else []
 
     def _with_own_rewards(
@@ -207,10 +227,22 @@ def _branch_column(branch: Branch) -> dict[str, Any]:
     return {"name": branch.name, "parent": branch.parent, "reward": branch.reward, "messages": messages}
 
 
+def _reverse_kl_reward(completion: RolloutCompletion, taught: Mapping[str, tuple[FloatArray, float]]) -> float | None:
+    """Mean over the trained tokens of the teachers' log-probability less the sampler's, times the weights; None without any."""
+    differences = [
+        (logprobs - weight * path.logprobs)[path.completion_mask]
+        for path in completion.paths
+        if (given := taught.get(completion.sample_id(path))) is not None
+        for logprobs, weight in [given]
+    ]
+    return float(np.concatenate(differences).mean()) if differences else None
+
+
 def _sample(
     group: RolloutGroup,
     completion: RolloutCompletion,
     path: TokenPath,
+    taught: Mapping[str, tuple[FloatArray, float]],
     *,
     advantage: float,
     reward: float | None,
@@ -219,6 +251,9 @@ def _sample(
     """One row: one path of a completion. Prompt [1, 2], completion [3, 4], logprobs [-.5, -.1], versions [7, 7] give
     ids [1, 2, 3, 4], mask [0, 0, 1, 1], logprobs [0, 0, -.5, -.1], versions [-1, -1, 7, 7]."""
     num_prompt = len(path.prompt_ids)
+    teacher_logprobs, teacher_weight = taught.get(completion.sample_id(path), (None, 0.0))
+    if teacher_logprobs is not None:
+        teacher_logprobs = np.concatenate([np.zeros(num_prompt, np.float32), teacher_logprobs])
     return RolloutSample(
         group_id=group.group_id,
         rollout_id=completion.sample_id(path),
@@ -230,4 +265,6 @@ def _sample(
         rewards=rewards,
         reward=reward,
         truncated=completion.truncated,
+        teacher_logprobs=teacher_logprobs,
+        teacher_weight=teacher_weight,
     )

@@ -24,6 +24,7 @@ from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
+from grpo_async.scoring.teachers import Teachers
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.trainer.connections import make_client
 from grpo_async.training.checkpoint import CheckpointState
@@ -92,6 +93,7 @@ def load_rollout_inputs(config: ExperimentConfig, renderer: ChatRenderer) -> Rol
         train_zero_variance=config.rollout.zero_variance == "train",
         train_truncated=config.rollout.overlong == "train",
         environment_weights=components.reward_weights,
+        is_taught=config.distillation is not None,
         state=state,
     )
     return RolloutInputs(components=components, data=data, rewards=rewards, scorer=scorer)
@@ -126,6 +128,14 @@ def build_rollout_side(
     resume = state.resume_state(stream.prompt) if state else None
 
     client = make_client(config, fleet, vocab_size=vocab_size)
+    if config.distillation is not None:
+
+        def teacher_prompt_ids(prompt: Prompt, seen: Any) -> list[int]:
+            other = make_prompt({**prompt.columns, "prompt": seen}, prompt.prompt_id, data.train_system_prompt)
+            tools = components.schemas_for(prompt.columns)
+            return renderer.prompt_ids(other.messages, is_conversational=other.is_conversational, tools=tools)
+
+        scorer.teachers = Teachers(config.distillation, own=client.score, teacher_prompt_ids=teacher_prompt_ids)
     errors = ErrorLog(resume.failures if resume else None)
     worker = RolloutWorker(
         section=rollout,

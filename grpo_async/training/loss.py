@@ -49,7 +49,7 @@ class LossInputs:
     sampler_logprobs: torch.Tensor  # (N,) float32, as reported by the server that sampled
     ref_logprobs: torch.Tensor | None  # (N,) float32, under `loss.reference`; None while loss.beta is 0
     entropy: torch.Tensor  # (N,) float32, nats, with gradient
-    advantages: torch.Tensor  # (N,) float32, the same for all tokens of a sample
+    advantages: torch.Tensor  # (N,) float32, the same for all tokens of a sample but for what `distillation` adds
     weights: torch.Tensor  # (N,) float32, the reduction: see batching.minibatch
     sample_index: torch.Tensor  # (N,) int64, which sample of the micro-batch: 0, 1, ... without gaps
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
@@ -414,7 +414,7 @@ class Objective:
             sampler_logprobs=batch.sampler_logprobs,
             ref_logprobs=ref_logprobs,
             entropy=output.entropy,
-            advantages=batch.advantages,
+            advantages=_advantages(batch, output.logprobs),
             weights=batch.weights,
             sample_index=batch.sample_index,
             staleness=batch.staleness,
@@ -471,6 +471,15 @@ class Objective:
                     return logprobs.detach()
                 assert old is not None
                 return old
+
+
+def _advantages(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """With distillation, A + sum over the teachers of w (log teacher - log pi), without gradient, since the gradient of
+    w KL(pi || teacher) is the mean of -w (log teacher - log pi) grad log pi. A = 0, log pi = -1, a teacher of weight 2 at -3:
+    A = -4. (N,)"""
+    if batch.teacher_logprobs is None or batch.teacher_weights is None:
+        return batch.advantages
+    return batch.advantages + batch.teacher_logprobs - batch.teacher_weights * logprobs.detach()
 
 
 def _policy_loss(section: BaseLoss) -> Callable[[LossInputs], TokenLoss]:

@@ -57,4 +57,6 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step() -> None:
     found = whitened_advantages(groups, tokens)
     torch.testing.assert_close(torch.tensor(found[:-1]), torch.stack(wanted[:-1]), rtol=1e-5, atol=1e-6)
     assert found[-1] == [0.0] * 4  # nothing to learn from it
-    assert whitened_advantages([[1.0, 0.0], [3.0, 3.0]], [[1, 1], [1, 1]])[0] == pytest.approx([1.22474, -1.22474], rel=1e-5)
+    assert whitened_advantages([[1.0, 0.0], [3.0, 3.0]], [[1, 1], [1, 1]])[0] == pytest.approx(
+        [1.22474, -1.22474], rel=1e-5
+    )

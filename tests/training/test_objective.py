@@ -174,7 +174,9 @@ def test_a_ratio_beyond_all_numbers_leaves_the_gradient_of_the_other_tokens_whol
     assert inputs.logprobs.grad[1] == 0.0
 
 
-def _dppo(divergence: str, limit: float, p: list[float], q: list[float], advantages: list[float]) -> tuple[TokenLoss, Any]:
+def _dppo(
+    divergence: str, limit: float, p: list[float], q: list[float], advantages: list[float]
+) -> tuple[TokenLoss, Any]:
     inputs = make_inputs([1.0] * len(p), advantages)
     logprobs = torch.tensor(p).log().requires_grad_()
     inputs = replace(inputs, logprobs=logprobs, proximal_logprobs=torch.tensor(q).log())
@@ -225,3 +227,12 @@ def test_the_geometric_mask_leaves_out_whole_samples_on_either_side_whatever_the
     assert _gradient(output, policy.logprobs)[:2] == [0.0, 0.0]
     kept = is_on_policy(output.inputs, threshold=0.1, bounds=(0.1, 10.0))
     assert kept.tolist() == [False, False, True, True, True, True]  # OPSM beside it
+
+
+def test_a_teacher_adds_to_the_advantage_of_each_token_what_it_says_of_the_trained_policy() -> None:
+    """A = 1, log pi = -1, teachers with the weights 0.5 and 1.5 that say -3 and -2: A + -4.5 + 2 = -1.5; on policy."""
+    batch = _batch([-1.0, -1.0], [1.0, 1.0])
+    batch = replace(batch, teacher_logprobs=torch.tensor([-4.5, 0.0]), teacher_weights=torch.tensor([2.0, 0.0]))
+    policy = _policy([-1.0, -1.0])
+    output = Objective(loss_section())(policy, batch)
+    assert _gradient(output, policy.logprobs) == pytest.approx([1.5 / 4, -1.0 / 4])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,17 @@ import pytest
 import torch
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import ModelSection
+from grpo_async.config.sections import DistillationSection, ModelSection
+from grpo_async.inference.client import InferenceClient
+from grpo_async.inference.router import FixedServers
+from grpo_async.records import RolloutGroup
+from grpo_async.scoring.teachers import Teachers
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.training.verify import compare_logprobs, probe_sequences, verify_limit
 from tests.servers.contract import LONG_PROMPT, NUM_SLOTS, PROMPT, scores_of, weights_of
 from tests.servers.embedded_support import assert_exact, make_request, teacher_forced
+from tests.support.records import make_completion, make_prompt
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer, experiment, running_server
@@ -86,6 +93,31 @@ def _prefix_cache_hits(server: VllmServer) -> float:
     """Tokens that vLLM took from its prefix cache since it started."""
     lines = server.client.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
+
+
+def test_a_served_teacher_and_the_policy_itself_say_what_the_model_computes(
+    vllm_server: VllmServer, model_a: Any, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `/v1/completions` of any vLLM, and by the client of a run on its own servers."""
+    monkeypatch.setenv("TEACHER_TOKEN", vllm_server.token or "")
+    teachers = {
+        "served": {"url": f"{vllm_server.url}/v1", "token_env": "TEACHER_TOKEN"},
+        "policy": {"prompt_column": "hint"},
+    }
+    completion = replace(make_completion("r0", ids=LONG_PROMPT[5:9]), prompt_ids=LONG_PROMPT[:5])
+    group = RolloutGroup(prompt=make_prompt(hint="", who="served"), completions=[completion])
+
+    async def score(name: str) -> list[float]:
+        servers = FixedServers([vllm_server.url])
+        client = InferenceClient(servers, token=vllm_server.token, request_timeout_s=60.0, wait_timeout_s=60.0)
+        async with client:
+            section = DistillationSection(teachers={name: teachers[name]})
+            asked = Teachers(section, own=client.score, teacher_prompt_ids=lambda *_: PROMPT)
+            return (await asked.score(group, [completion]))["r0"][0].tolist()
+
+    for name, prompt in (("served", LONG_PROMPT[:5]), ("policy", PROMPT)):
+        expected = scores_of(model_a, [*prompt, *LONG_PROMPT[5:9]])[-4:]
+        assert asyncio.run(score(name)) == pytest.approx(expected, abs=vllm_server.tolerance), name
 
 
 def test_a_hung_engine_does_not_answer_although_health_does(vllm_server: VllmServer) -> None:
