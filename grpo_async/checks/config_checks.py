@@ -206,7 +206,7 @@ class _InputChecks:
     def _check_open_files(self) -> None:
         """Check that every rollout in flight gets its sockets in the trainer; each server needs fewer."""
         config, agent = self.config, self.config.rollout.agent
-        in_flight, each = config.rollout.max_in_flight, 1
+        in_flight, each = config.rollout.most_in_flight, 1
         in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
         if agent is not None:
             # its connection to the endpoint (both ends for a function), ours to a server; a process has streams and an end

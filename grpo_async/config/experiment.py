@@ -123,13 +123,13 @@ class ExperimentConfig(StrictModel):
         """Evaluation rollouts in progress in addition to those of training; by default max(1, rollout.max_in_flight / 4)."""
         if self.evaluation is not None and self.evaluation.max_in_flight is not None:
             return self.evaluation.max_in_flight
-        return max(1, self.rollout.max_in_flight // 4)
+        return max(1, self.rollout.most_in_flight // 4)
 
     @property
     def max_in_flight_evaluation_only(self) -> int:
         """Evaluation rollouts in progress while nothing else is generated; by default rollout.max_in_flight."""
         limit = None if self.evaluation is None else self.evaluation.max_in_flight
-        return limit or self.rollout.max_in_flight
+        return limit or self.rollout.most_in_flight
 
     @property
     def reference_is_policy(self) -> bool:

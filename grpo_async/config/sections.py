@@ -486,8 +486,9 @@ class RolloutSection(StrictModel):
     """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is
     whole, not truncated. All sampled tokens are trained on, those of the stop string included; rewards and messages get the text
     before it. A line feed needs double quotes in YAML."""
-    max_in_flight: Count = 256
-    """Maximum number of rollouts in progress at once: generating, or waiting for a tool or an environment."""
+    max_in_flight: Count | Literal["auto"] = 256
+    """Maximum number of rollouts in progress at once: generating, or waiting for a tool or an environment. auto: as many as the
+    servers run without letting requests wait or filling their KV caches, within what `max_staleness` allows."""
     zero_variance: Literal["skip", "resample", "train"] = "skip"
     """A group whose rewards are all equal teaches nothing. skip: not trained; the step uses the other groups.
     resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
@@ -501,6 +502,12 @@ class RolloutSection(StrictModel):
     """Wall-clock limit of one rollout; past it the rollout fails and its group continues without it."""
     agent: AgentSection | None = None
     """Your own agent, which calls the model over HTTP, as the rollout: any framework, without `tools` or `environments`."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """`max_in_flight`; with auto, the rollouts of all groups that may be started ahead of the trainer."""
+        ahead = (self.max_staleness + 1) * self.groups_per_step * self.group_size
+        return ahead if self.max_in_flight == "auto" else self.max_in_flight
 
     @property
     def non_neutral_sampling(self) -> list[str]:

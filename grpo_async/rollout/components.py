@@ -74,8 +74,10 @@ class Components:
         client: InferenceClient,
         renderer: ChatRenderer,
         errors: ErrorLog,
+        slots: asyncio.Semaphore | None = None,
     ) -> GroupProducer:
-        """The producer that samples `group_size` rollouts of a prompt, as the configuration says."""
+        """The producer that samples `group_size` rollouts of a prompt, as the configuration says. `slots`: for the rollouts in
+        flight; None: `rollout.max_in_flight`."""
         rollout = config.rollout
         settings = SamplingSettings(
             **{name: getattr(sampling, name) for name in SAMPLING},
@@ -109,7 +111,7 @@ class Components:
             client,
             renderer,
             settings,
-            max_in_flight=rollout.max_in_flight,
+            slots=slots or asyncio.Semaphore(rollout.most_in_flight),
             rollout_timeout_s=rollout.rollout_timeout_s,
             max_result_chars=config.tool_calling.max_result_chars,
             errors=errors,
@@ -179,7 +181,7 @@ def _load_agent(config: ExperimentConfig) -> AgentHost | None:
     section = config.rollout.agent
     if section is None:
         return None
-    max_concurrent = section.max_concurrent or config.rollout.max_in_flight
+    max_concurrent = section.max_concurrent or config.rollout.most_in_flight
     agent: Agent
     if section.function is not None:
         agent = load_function_agent(section, max_concurrent=max_concurrent)

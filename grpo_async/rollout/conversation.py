@@ -224,7 +224,7 @@ class ConversationProducer:
         renderer: ChatRenderer,
         settings: SamplingSettings,
         *,
-        max_in_flight: int,
+        slots: asyncio.Semaphore,
         rollout_timeout_s: float,
         max_result_chars: int,
         errors: ErrorLog,
@@ -234,7 +234,7 @@ class ConversationProducer:
         self._client = client
         self._renderer = renderer
         self._settings = settings
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slots = slots
         self._rollout_timeout_s = rollout_timeout_s
         self._max_result_chars = max_result_chars
         self._errors = errors

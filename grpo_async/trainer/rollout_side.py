@@ -11,6 +11,7 @@ from typing import Any
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.sections import RolloutSection
 from grpo_async.data import LoadedData, PromptStream, Rows, load_data, make_prompt
 from grpo_async.data.look import look_at_rows
 from grpo_async.errors import Problems
@@ -21,6 +22,7 @@ from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, TrainerState, load_rewards
 from grpo_async.rollout.components import Components, load_components, token_counter
 from grpo_async.rollout.group import ErrorLog
+from grpo_async.rollout.pace import AdaptiveSlots
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
@@ -137,6 +139,9 @@ def build_rollout_side(
 
         scorer.teachers = Teachers(config.distillation, own=client.score, teacher_prompt_ids=teacher_prompt_ids)
     errors = ErrorLog(resume.failures if resume else None)
+    slots = None
+    if rollout.max_in_flight == "auto" and isinstance(fleet, Fleet):
+        slots = _follow_servers(rollout, fleet, every_s=config.inference.heartbeat_interval_s)
     worker = RolloutWorker(
         section=rollout,
         seed=config.run.seed,
@@ -148,6 +153,7 @@ def build_rollout_side(
             client=client,
             renderer=renderer,
             errors=errors,
+            slots=slots,
         ),
         errors=errors,
         scorer=scorer,
@@ -184,3 +190,16 @@ def build_rollout_side(
         tool_sets=components.tool_sets,
         next_seq=resume.next_seq if resume else None,
     )
+
+
+def _follow_servers(rollout: RolloutSection, fleet: Fleet, *, every_s: float) -> AdaptiveSlots:
+    """Begin with the rollouts of a step; several servers report within one interval."""
+    first = rollout.groups_per_step * rollout.group_size
+    slots = AdaptiveSlots(first=first, most=rollout.most_in_flight, every_s=0.75 * every_s)
+
+    def report() -> None:
+        infos = [fleet.current_info(server.index) for server in fleet.serving()]
+        slots.report_soon([info for info in infos if info is not None])
+
+    fleet.subscribe_info(report)
+    return slots

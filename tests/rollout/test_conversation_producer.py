@@ -60,7 +60,7 @@ class _Setup:
             client,
             renderer or self.renderer,
             SamplingSettings(temperature=1.0, max_completion_tokens=100, max_model_len=2000 if renderer else 200),
-            max_in_flight=max_in_flight,
+            slots=asyncio.Semaphore(max_in_flight),
             rollout_timeout_s=timeout_s,
             max_result_chars=100,
             errors=self.errors,

@@ -78,7 +78,7 @@ async def _converse(renderer: ChatRenderer, url: str, token: str | None, tempera
             client,
             renderer,
             settings,
-            max_in_flight=16,
+            slots=asyncio.Semaphore(16),
             rollout_timeout_s=120.0,
             max_result_chars=200,
             errors=errors,

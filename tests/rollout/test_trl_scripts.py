@@ -61,7 +61,7 @@ def play(
     client: Any = ScriptedClient(*[stop(5 + turn, EOS) for turn in range(len(calls) + 1)])
     settings = SamplingSettings(temperature=1.0, max_completion_tokens=500, max_model_len=2000, max_turns=9)
     producer = ConversationProducer(
-        client, renderer, settings, max_in_flight=8, rollout_timeout_s=120.0, max_result_chars=500,
+        client, renderer, settings, slots=asyncio.Semaphore(8), rollout_timeout_s=120.0, max_result_chars=500,
         errors=ErrorLog(), tools=made, environments=pools,
     )  # fmt: skip
     weights = components.reward_weights

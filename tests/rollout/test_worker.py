@@ -128,7 +128,7 @@ class _Setup:
                 client,
                 renderer,
                 SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=20),
-                max_in_flight=64,
+                slots=asyncio.Semaphore(64),
                 rollout_timeout_s=30.0,
                 max_result_chars=100,
                 errors=self.errors,
