@@ -399,7 +399,7 @@ def test_a_group_without_a_signal_says_why(
     scorer = Scorer([], advantage=AdvantageSection(rewards="normalize_each"), train_zero_variance=False, train_truncated=False,
                     environment_weights={"a": 1.0, "b": 1.0})  # fmt: skip
     rewards = combine_rewards(parts, scorer.weights)
-    assert scorer._samples(group, group.trainable, rewards, parts) == []
+    assert scorer._samples(group, group.trainable, rewards, parts, {}) == []
     assert why_no_signal(ScoredGroup(group=group, samples=[], rewards=rewards, reward_parts=parts)).startswith(reason)
 
 
