@@ -703,7 +703,7 @@ class ClippedLoss(BaseLoss):
 
 
 class GspoLoss(BaseLoss):
-    own_reduction = "grpo"
+    own_reduction: ClassVar[Reduction] = "grpo"
     has_sequence_ratio = True
     type: Literal["gspo"]
     """Clipped surrogate on the ratio of whole sequences, the geometric mean of their tokens' (arXiv 2507.18071); reduction grpo."""
