@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
-from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, joined
+from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, TopArray, joined
 
 
 class Segment(NamedTuple):
@@ -46,6 +46,8 @@ class MicroBatch:
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
+    top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, for `loss.score_centering`
+    top_logprobs: torch.Tensor | None = None  # (N, K) float32, the sampler's
 
     @property
     def num_trained_tokens(self) -> int:
@@ -55,6 +57,8 @@ class MicroBatch:
         """The same micro-batch with only these of its trained tokens."""
         names = ("source_index", "target_ids", "sample_index", "sampler_logprobs", "advantages", "weights", "staleness")
         parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        if self.top_ids is not None and self.top_logprobs is not None:
+            parts |= {"top_ids": self.top_ids[rows], "top_logprobs": self.top_logprobs[rows]}
         return replace(self, **parts)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -85,6 +89,7 @@ class RankSamples:
     policy_versions: IntArray  # (L,)
     trainer_version: int  # finished steps
     minibatch_tokens: int
+    top: TopArray | None = None  # (trained tokens, K)
 
     def pack(self) -> list[MicroBatch]:
         packed = []
@@ -112,6 +117,12 @@ class RankSamples:
 
         trained = np.flatnonzero(mask)  # (N,)
         owner = sample[trained]  # (N,)
+        top: dict[str, torch.Tensor] = {}
+        if self.top is not None:
+            before = np.count_nonzero(self.loss_mask[: tokens.start])
+            mine = self.top[before : before + len(trained)]
+            top["top_ids"] = torch.from_numpy(mine["id"].astype(np.int64))
+            top["top_logprobs"] = torch.from_numpy(mine["logprob"].astype(np.float32))
         is_trained = np.bincount(owner, minlength=len(lengths)) > 0  # (S,)
         return MicroBatch(
             input_ids=grid(ids.astype(np.int64), 0),
@@ -125,6 +136,7 @@ class RankSamples:
             weights=torch.from_numpy(self.weights[samples][owner]),
             staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
             minibatch_tokens=self.minibatch_tokens,
+            **top,
         )
 
 
@@ -138,6 +150,7 @@ def split_by_rank(
     parts = []
     for micro_batches, order in zip(plan.ranks, orders, strict=True):
         mine = [samples[index] for index in order]
+        top = [sample.top for sample in mine if sample.top is not None]
         parts.append(
             RankSamples(
                 micro_batches=micro_batches,
@@ -150,6 +163,7 @@ def split_by_rank(
                 policy_versions=joined(np.int32, (sample.policy_versions for sample in mine)),
                 trainer_version=trainer_version,
                 minibatch_tokens=sum(counts),
+                top=np.concatenate(top) if top else None,
             )
         )
     return parts

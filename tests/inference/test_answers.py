@@ -89,6 +89,7 @@ MUTATIONS: list[Callable[[list[Line], random.Random], Any]] = [
     _set("finish_reason", "eos", "", 1, True, ["stop"], {}),
     _set("stop_reason", "###", 5, ""),
     _set("request_id", "another", 5, None),
+    _set("top_logprobs", ["AAAAAAAAAAA="], 5, "5", None),
     _set("offset", -1, 99, "0", 0.5, True),
     _set("error", "out of memory", "", {"message": "x"}, 5),
     _set("prompt_token_ids", [1, 3]),
