@@ -116,6 +116,11 @@ def test_what_was_sampled_with_another_number_of_likeliest_tokens_is_sampled_aga
         other = state.with_top(num_top)
         assert [[each.group_id for each in groups] for groups in (other.queued, other.in_progress)] == [[7], []]
         assert other.outstanding == state.outstanding
+    begun = state.in_progress[0].rollouts[1]
+    assert isinstance(begun, PartialRollout)
+    open_only = GroupSnapshot(group_id=9, rollouts={1: replace(begun, turns=[])})
+    assert replace(state, in_progress=[open_only]).with_top(2).in_progress == [open_only]
+    assert replace(state, in_progress=[open_only]).with_top(3).in_progress == []
 
 
 def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:

@@ -95,7 +95,8 @@ def test_a_run_with_score_centering_trains_and_keeps_what_it_needs_in_the_queue_
         "training.max_steps=2",
         "checkpoint.every_steps=1",
     ]
-    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *settings, "rollout.max_completion_tokens=24"])
+    settings += ["rollout.max_completion_tokens=16", "rollout.groups_per_step=2"]
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *settings])
     summary, _ = run.complete()
     assert summary["steps"] == 2
     rows = [

@@ -84,10 +84,11 @@ def test_a_16_bit_head_is_summed_over_chunks_in_32_bits() -> None:
         torch.testing.assert_close(many, one, rtol=0.02, atol=0.1)  # bfloat16: 2 to 3 digits
 
 
+@pytest.mark.parametrize("entropy_bonus", [0.0, 0.1])
 @pytest.mark.parametrize("is_per_token", [True, False])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_other_tokens_in_the_place_of_a_target_have_their_logprobs_and_gradients(
-    transform: LogitTransform, is_per_token: bool
+    transform: LogitTransform, is_per_token: bool, entropy_bonus: float
 ) -> None:
     """The target among them, too, and one twice; with full logits as what is right."""
     head, hidden, targets = _case(torch.float64, bias=True)
@@ -97,7 +98,8 @@ def test_other_tokens_in_the_place_of_a_target_have_their_logprobs_and_gradients
     weights = torch.randn(N, 6, dtype=torch.float64)
 
     def objective(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, top: torch.Tensor) -> torch.Tensor:
-        return (logprobs + entropy.square()).sum() + (weights[rows] * top.exp()).sum()
+        found = logprobs.sum() + (weights[rows] * top.exp()).sum()
+        return found + entropy_bonus * entropy.square().sum() if entropy_bonus else found
 
     def right(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _full(hidden, ids, head, temperature=0.7, transform=transform)
