@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+TopArray = NDArray[np.void]
+"""The K tokens that a sampler finds likeliest at each position, of TOP. (n, K)"""
+TOP = np.dtype([("id", "<i4"), ("logprob", "<f4")])
 
 MAX_REWARD = 1e9
 """The largest size of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
@@ -197,6 +200,11 @@ def no_tokens() -> IntArray:
     return np.empty(0, np.int32)
 
 
+def top_array(rows: bytes, num_tokens: int) -> TopArray | None:
+    """The likeliest tokens at each of some positions, from their bytes; None if they were not asked for."""
+    return np.frombuffer(rows, TOP).reshape(num_tokens, -1) if rows else None
+
+
 def as_arrays(record: object, **dtypes: type[np.generic]) -> None:
     """Make arrays of these fields of a frozen record, for its `__post_init__`. What is one already is not copied."""
     for name, dtype in dtypes.items():
@@ -229,6 +237,7 @@ class TurnRecord:
     generation_duration_s: float = 0.0
     tool_execution_duration_s: float = 0.0
     started_at: float = 0.0  # of its generation, seconds since the epoch; 0.0: not known
+    output_top: TopArray | None = None  # (n, K), for `loss.score_centering`
 
     def __post_init__(self) -> None:
         as_arrays(self, output_ids=np.int32, output_logprobs=np.float32, policy_versions=np.int32)
@@ -292,6 +301,13 @@ class TokenPath:
     def policy_versions(self) -> IntArray:
         """Policy version per completion token; -1 where the mask is False."""
         return self._column(np.int32, lambda turn: turn.policy_versions, elsewhere=-1)
+
+    @property
+    def top(self) -> TopArray | None:
+        """The likeliest tokens where the mask is True. (n, K)"""
+        parts = [turn.output_top for turn in self.turns if turn.is_trained and len(turn.output_ids)]
+        known = [part for part in parts if part is not None]
+        return np.concatenate(known) if known and len(known) == len(parts) else None
 
     def _column(
         self, dtype: type[np.generic], sampled: Callable[[TurnRecord], NDArray[Any]], *, elsewhere: float
@@ -438,6 +454,8 @@ class RolloutSample:
     """With distillation: the sum over the teachers of weight x log-probability, 0.0 in the prompt. As long as the others."""
     teacher_weight: float = 0.0
     """The sum of these weights."""
+    top: TopArray | None = None
+    """The likeliest tokens at each trained token's position (num_trained_tokens, K), for `loss.score_centering`."""
 
     def __post_init__(self) -> None:
         as_arrays(self, token_ids=np.int32, loss_mask=np.bool_, sampler_logprobs=np.float32, policy_versions=np.int32)
@@ -446,6 +464,8 @@ class RolloutSample:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.sampler_logprobs), len(self.policy_versions))
         if len(set(lengths)) != 1:
             raise ValueError(f"a sample needs equal lengths, got ids/mask/logprobs/versions = {lengths}")
+        if self.top is not None and len(self.top) != self.num_trained_tokens:
+            raise ValueError(f"{self.num_trained_tokens} trained tokens, and {len(self.top)} rows of likeliest tokens")
 
     @property
     def root_id(self) -> str:

@@ -52,8 +52,10 @@ USED = {
     "vllm.outputs:RequestOutput": "outputs prompt_token_ids prompt_logprobs",
     "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason stop_reason",
     "vllm.logprobs:Logprob": "logprob",
+    "vllm.logprobs:FlatLogprobs": "start_indices end_indices token_ids logprobs",
     "vllm.sampling_params:SamplingParams": "max_tokens temperature top_p top_k min_p repetition_penalty stop stop_token_ids "
-    "ignore_eos structured_outputs logprobs include_stop_str_in_output detokenize output_kind prompt_logprobs logprob_token_ids",
+    "ignore_eos structured_outputs logprobs include_stop_str_in_output detokenize output_kind prompt_logprobs logprob_token_ids "
+    "flat_logprobs",
     "vllm.sampling_params:StructuredOutputsParams": "json regex choice grammar",
     "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
     "vllm.inputs:": "tokens_input(prompt_token_ids, cache_salt=)",

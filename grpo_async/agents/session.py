@@ -155,7 +155,7 @@ class AgentSession:
             if is_trained and not settings.corrects_sampling:
                 self._sessions.warn_once("constraint", _NOT_TRAINED)
         if not is_trained:
-            fields |= call.sampling
+            fields |= {**call.sampling, "top_logprobs": 0}
             fields["seed"] = seed if call.seed is None else call.seed
         try:
             asked = settings.request(request_id=f"{self.rollout_id}-t{number}", **fields)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
-from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, joined
+from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, TopArray, joined
 
 
 class Segment(NamedTuple):
@@ -50,6 +50,8 @@ class MicroBatch:
     )
     teacher_weights: torch.Tensor | None = None  # (N,) float32, the sum of these weights
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
+    top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, for `loss.score_centering`
+    top_logprobs: torch.Tensor | None = None  # (N, K) float32, the sampler's
 
     @property
     def num_trained_tokens(self) -> int:
@@ -61,6 +63,8 @@ class MicroBatch:
         if self.teacher_logprobs is not None:
             names += ["teacher_logprobs", "teacher_weights"]
         parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        if self.top_ids is not None and self.top_logprobs is not None:
+            parts |= {"top_ids": self.top_ids[rows], "top_logprobs": self.top_logprobs[rows]}
         return replace(self, **parts)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -93,6 +97,7 @@ class RankSamples:
     minibatch_tokens: int
     teacher_logprobs: FloatArray | None = None  # (L,)
     teacher_weights: FloatArray | None = None  # (S,)
+    top: TopArray | None = None  # (trained tokens, K)
 
     def pack(self) -> list[MicroBatch]:
         packed = []
@@ -120,6 +125,12 @@ class RankSamples:
 
         trained = np.flatnonzero(mask)  # (N,)
         owner = sample[trained]  # (N,)
+        top: dict[str, torch.Tensor] = {}
+        if self.top is not None:
+            before = np.count_nonzero(self.loss_mask[: tokens.start])
+            mine = self.top[before : before + len(trained)]
+            top["top_ids"] = torch.from_numpy(mine["id"].astype(np.int64))
+            top["top_logprobs"] = torch.from_numpy(mine["logprob"].astype(np.float32))
         is_trained = np.bincount(owner, minlength=len(lengths)) > 0  # (S,)
         return MicroBatch(
             input_ids=grid(ids.astype(np.int64), 0),
@@ -134,6 +145,7 @@ class RankSamples:
             staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
             minibatch_tokens=self.minibatch_tokens,
             **self._taught(tokens, trained, samples, owner),
+            **top,
         )
 
     def _taught(
@@ -158,6 +170,7 @@ def split_by_rank(
     parts = []
     for micro_batches, order in zip(plan.ranks, orders, strict=True):
         mine = [samples[index] for index in order]
+        top = [sample.top for sample in mine if sample.top is not None]
         parts.append(
             RankSamples(
                 micro_batches=micro_batches,
@@ -172,6 +185,7 @@ def split_by_rank(
                 minibatch_tokens=sum(counts),
                 teacher_logprobs=joined(np.float32, map(_teacher_logprobs, mine)) if is_taught else None,
                 teacher_weights=np.array([each.teacher_weight for each in mine], np.float32) if is_taught else None,
+                top=np.concatenate(top) if top else None,
             )
         )
     return parts

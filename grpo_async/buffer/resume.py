@@ -8,15 +8,17 @@ seeds. Prompts are not written: the stream issues them again."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from grpo_async.records import (
+    TOP,
     Branch,
     FinishReason,
     FloatArray,
@@ -31,10 +33,12 @@ from grpo_async.records import (
     TaggedMessage,
     TokenPath,
     ToolCallRecord,
+    TopArray,
     TurnRecord,
     as_arrays,
     no_tokens,
     oldest_of,
+    top_array,
 )
 from grpo_async.utils.safe_text import safe_repr
 
@@ -50,6 +54,7 @@ class PartialRollout(TokenPath):
     open_ids: IntArray = field(default_factory=no_tokens)
     open_logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
     open_versions: IntArray = field(default_factory=no_tokens)
+    open_top: TopArray | None = None
     open_finish: FinishReason | None = None
     open_stop_reason: str | None = None
 
@@ -101,6 +106,24 @@ class ResumeState:
     dropped: Sequence[ScoredGroup] = ()
     next_seq: int | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
+
+    def with_top(self, num_top: int) -> ResumeState:
+        """Without the groups that have another number of likeliest tokens for each of theirs, because `loss.score_centering` has
+        changed since: their prompts are issued again."""
+
+        def fits(top: TopArray | None, num_tokens: int) -> bool:
+            return num_tokens == 0 or (0 if top is None else top.shape[1]) == num_top
+
+        def is_kept(rollout: RolloutSnapshot) -> bool:
+            turns = rollout.all_turns if isinstance(rollout, RolloutCompletion) else rollout.turns
+            open_fits = isinstance(rollout, RolloutCompletion) or fits(rollout.open_top, len(rollout.open_ids))
+            return open_fits and all(fits(turn.output_top, len(turn.output_ids)) for turn in turns)
+
+        return replace(
+            self,
+            queued=[each for each in self.queued if all(fits(s.top, s.num_trained_tokens) for s in each.samples)],
+            in_progress=[each for each in self.in_progress if all(map(is_kept, each.rollouts.values()))],
+        )
 
     def small(self) -> dict[str, Any]:
         return {
@@ -195,6 +218,8 @@ def _plain(value: Any) -> Any:
                 name: [_or_repr(each) for each in column] for name, column in value.extra_columns.items()
             }
         return {_KIND: name, **content}
+    if getattr(value, "dtype", None) == TOP:
+        return {_KIND: "Top", "num_tokens": len(value), "rows": base64.b64encode(value.tobytes()).decode()}
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", 0) == 0:
         return item()
@@ -207,6 +232,8 @@ def _record_from(prompt_of: Callable[[int], Prompt], content: dict[str, Any]) ->
     name = content.pop(_KIND, "")
     if name == "Prompt":
         return prompt_of(content["prompt_id"])
+    if name == "Top":
+        return top_array(base64.b64decode(content["rows"]), content["num_tokens"])
     kind: Any = _RECORDS.get(name)
     if kind is None:
         return content

@@ -25,6 +25,8 @@ from grpo_async.utils.text import clipped
 from grpo_async.utils.validation import problems_of
 
 Settings = TypeVar("Settings", bound=BaseModel)
+MAX_TOP_LOGPROBS = 128
+"""The most tokens whose log-probabilities a server reports at each position."""
 
 
 class StrictModel(BaseModel):

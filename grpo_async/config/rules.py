@@ -96,6 +96,7 @@ def _distillation_rules(config: ExperimentConfig, *, has_reward: bool) -> Iterat
     by_token = "each token has an advantage of its own"
     yield _clash(loss.has_sequence_ratio, f"loss.type: {loss.type}", "distillation", by_token)
     yield _clash(loss.off_policy_mask is not None, "{loss.off_policy_mask}", "distillation", by_token)
+    yield _clash(loss.score_centering is not None, "{loss.score_centering}", "distillation", by_token)
     yield _clash(
         config.rollout.temperature != 1.0 or bool(config.rollout.non_neutral_sampling),
         "sampling that differs from rollout.temperature: 1.0",
@@ -153,7 +154,10 @@ def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "rollout.max_staleness: 0",
         "it goes by the age of tokens, and all are new",
     )
-    has_use = loss.correction is not None or config.training.num_updates > 1 or isinstance(loss, CustomLoss)
+    is_centered = loss.score_centering is not None
+    has_use = (
+        is_centered or loss.correction is not None or config.training.num_updates > 1 or isinstance(loss, CustomLoss)
+    )
     yield (
         loss.proximal == "recomputed" and not has_use,
         "loss.proximal: recomputed makes every ratio 1 while training.minibatches and training.num_iterations are 1: nothing would "
@@ -169,6 +173,39 @@ def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "{loss.proximal}",
         "loss.type: vespo",
         "its weights are those of policy and sampler, however old the sample is",
+    )
+    yield _clash(
+        is_centered and (loss.has_sequence_ratio or isinstance(loss, CustomLoss)),
+        "loss.score_centering",
+        "{loss.type}",
+        "it needs the loss that any other token would have had in the place of a sampled one, so a loss of single tokens",
+    )
+    yield _clash(
+        is_centered and loss.correction is not None and loss.correction.level == "sequence",
+        "loss.score_centering",
+        "{loss.correction.level}",
+        "the weight of a completion would be another one with any other token; set level: token",
+    )
+    yield _clash(
+        is_centered
+        and loss.correction is not None
+        and loss.correction.action == "none"
+        and loss.proximal == "recomputed",
+        "loss.score_centering",
+        "{loss.correction.action}",
+        "untruncated weights leave nothing to subtract",
+    )
+    yield _clash(
+        is_centered and loss.proximal == "recomputed" and config.training.num_updates > 1,
+        "loss.score_centering",
+        "loss.proximal: recomputed with several updates a step (training.minibatches, num_iterations)",
+        "the policy at the start of the step is known for sampled tokens only; set proximal: sampler or log_linear",
+    )
+    yield _clash(
+        is_centered and config.rollout_function is not None,
+        "loss.score_centering",
+        "rollout_function",
+        "it returns the log-probabilities of sampled tokens only",
     )
     yield _needs(not loss.needs_reference and loss.reference != "initial", "{loss.reference}", "loss.beta above 0")
     yield _needs(not loss.needs_reference and loss.sync_ref_model, "loss.sync_ref_model", "loss.beta above 0")
@@ -191,6 +228,10 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
     loss = config.loss
     values = {name: getattr(config.rollout, name) for name in config.rollout.non_neutral_sampling}
     if not values or isinstance(loss, CustomLoss):
+        return
+    if loss.score_centering is not None:
+        why = "it compares the policy with the whole distribution that tokens are sampled from; leave the setting to evaluation"
+        yield _clash(True, "loss.score_centering", ", ".join(f"rollout.{name}" for name in values), why)
         return
     what = ", ".join(
         f"rollout.{name}" + (f": {value}" if isinstance(value, int | float | str) else "")

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
 from grpo_async.config.base import (
+    MAX_TOP_LOGPROBS,
     AttentionName,
     ComputeDtype,
     Count,
@@ -626,6 +627,11 @@ class BaseLoss(StrictModel):
     geometric_mask: tuple[float, float] | None = None
     """Completions are left out when exp(mean(policy - sampler logprob)) over their tokens is outside these bounds: [0.99, 1.01]
     (SkyRL's geometric sequence mask)."""
+    score_centering: int | None = Field(default=None, ge=1, le=MAX_TOP_LOGPROBS)
+    """Subtract the gradient that the sampler's tokens have on average, whatever their rewards: where sampler and policy differ it
+    is not 0, and moves the policy for no reward (arXiv 2609.20807). Estimated from this many of the likeliest tokens at each
+    position, which servers report (8 bytes each). With `proximal: recomputed`, one update a step and no correction it is centered
+    REINFORCE. For losses of single tokens, sampled from the policy's whole distribution."""
     beta: float = Field(default=0.0, ge=0.0, le=1e6)
     """Weight of the KL divergence (k3) from `reference`; 0 = none, and no reference is loaded."""
     use_bias_correction_kl: bool = True
@@ -655,6 +661,8 @@ class BaseLoss(StrictModel):
         has_weights = self.correction is not None and self.correction.level == "token"
         is_weight = isinstance(self, CispoLoss) and self.proximal == "sampler"
         is_corrected = self.proximal == "recomputed" and has_weights and not self.has_sequence_ratio
+        if self.score_centering is not None:  # it compares whole distributions
+            return False
         return isinstance(self, CustomLoss) or is_weight or is_corrected
 
     @property

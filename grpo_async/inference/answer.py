@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError
 from grpo_async.inference.api import GenerateChunk, GenerateRequest
-from grpo_async.records import FinishReason
+from grpo_async.records import TOP, FinishReason
 from grpo_async.utils.text import clipped
 from grpo_async.utils.validation import problems_of
 
@@ -70,6 +71,14 @@ class Answer:
             yield f"token_ids: {wrong[0]} is outside the vocabulary of {self.vocab_size}"
         if wrong_logprobs := [value for value in logprobs if not _LOGPROBS[0] <= value <= _LOGPROBS[1]]:
             yield f"logprobs: {wrong_logprobs[0]:g} is not the logprob of a token that was sampled"
+        if len(chunk.top_logprobs) != (len(ids) if request.top_logprobs else 0) or any(
+            len(each) != request.top_logprobs * TOP.itemsize for each in chunk.top_logprobs
+        ):
+            yield f"top_logprobs: not {request.top_logprobs} for each of {len(ids)} tokens"
+        elif chunk.top_logprobs:
+            top = np.frombuffer(b"".join(chunk.top_logprobs), TOP)
+            if not ((top["id"] >= 0) & (top["id"] < self.vocab_size) & (top["logprob"] <= _LOGPROBS[1])).all():
+                yield "top_logprobs: a token outside the vocabulary, or a value that is no logprob"
         if total > request.max_tokens:
             yield f"token_ids: {total} tokens, and max_tokens is {request.max_tokens}"
         if ids and (self._has_stopped or not set(request.stop_token_ids).isdisjoint(ids[:-1])):

@@ -40,7 +40,16 @@ from pydantic import (
     model_validator,
 )
 
-from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPenalty, Seconds, TopP, TransportKind
+from grpo_async.config.base import (
+    MAX_TOP_LOGPROBS,
+    ComputeDtype,
+    EngineName,
+    MinP,
+    RepetitionPenalty,
+    Seconds,
+    TopP,
+    TransportKind,
+)
 from grpo_async.records import FinishReason
 
 PauseMode = Literal["keep", "drain", "abort"]
@@ -87,6 +96,8 @@ class GenerateRequest(ApiModel):
     """Generation ends with the token that completes one of these in the text that this request has sampled (without special
     tokens). All of its tokens are part of the output, including a last token with text beyond the string."""
     ignore_eos: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Also report this many of the likeliest tokens at each position; not more than the vocabulary has."""
     flush_interval_s: float = Field(default=4.0, ge=0.0)
     """The most that a broken connection loses; every chunk costs the client CPU time, whatever it contains. The client asks for
     less if a limit of silence is short."""
@@ -102,8 +113,13 @@ class GenerateChunk(ApiModel):
     that the settings leave.
     """
 
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
     token_ids: list[int] = Field(default_factory=list)
     logprobs: list[float] = Field(default_factory=list)
+    top_logprobs: list[bytes] = Field(default_factory=list)
+    """The likeliest tokens at the position of each token, in base64: that many pairs of id and logprob (records.TOP), in any
+    order. Those that the settings remove have -inf. Empty if the request asks for none."""
     policy_version: int = 0
     offset: int | None = None
     """Number of tokens in the lines before: a line that is repeated, lost or out of order shows."""

@@ -25,6 +25,7 @@ class SamplingSettings:
     max_turns: int = 1_000_000
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
+    top_logprobs: int = 0
     corrects_sampling: bool = False
     """The loss corrects for tokens that are sampled from a part of the policy's distribution; see BaseLoss."""
 

@@ -48,6 +48,7 @@ from grpo_async.records import (
     TokenPath,
     TurnRecord,
     no_tokens,
+    top_array,
 )
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.tools import Tool, ToolExecutor
@@ -104,6 +105,7 @@ class Rollout(TokenPath):
             open_ids=np.array(self.open_turn.token_ids, np.int32),
             open_logprobs=np.array(self.open_turn.logprobs, np.float32),
             open_versions=np.array(self.open_turn.policy_versions, np.int32),
+            open_top=top_array(bytes(self.open_turn.top), len(self.open_turn.token_ids)),
             open_finish=self.open_turn.finish_reason,
             open_stop_reason=self.open_turn.stop_reason,
         )
@@ -115,6 +117,7 @@ class Rollout(TokenPath):
             token_ids=array("i", partial.open_ids.tobytes()),
             logprobs=array("f", partial.open_logprobs.tobytes()),
             policy_versions=array("i", partial.open_versions.tobytes()),
+            top=bytearray() if partial.open_top is None else bytearray(partial.open_top.tobytes()),
             finish_reason=partial.open_finish,
             stop_reason=partial.open_stop_reason,
         )

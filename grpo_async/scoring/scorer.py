@@ -111,9 +111,10 @@ class Scorer:
         for outcome in outcomes.values():
             for metric, value in outcome.metrics.items():
                 logged.setdefault(metric, []).append(value)
+        samples = self._samples(group, trainable, rewards, parts, taught) if is_trained else []
         return ScoredGroup(
-            group=group,
-            samples=self._samples(group, trainable, rewards, parts, taught) if is_trained else [],
+            group=group if all(sample.top is None for sample in samples) else _without_top(group),
+            samples=samples,
             rewards=rewards,
             reward_parts=parts,
             metrics={"scoring/duration_s": took_s, **{metric: fmean(values) for metric, values in logged.items()}},
@@ -200,6 +201,19 @@ class Scorer:
         return {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
 
 
+def _without_top(group: RolloutGroup) -> RolloutGroup:
+    """The group without the likeliest tokens of its turns, which its samples have."""
+
+    def plain(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
+        return [replace(turn, output_top=None) for turn in turns]
+
+    completions = [
+        replace(each, turns=plain(each.turns), branches=[replace(b, turns=plain(b.turns)) for b in each.branches])
+        for each in group.completions
+    ]
+    return replace(group, completions=completions)
+
+
 def _as_in_trl(turn: TurnRecord) -> list[dict[str, Any]]:
     """The messages of a turn, where the content of a tool's message is the list that the tool returned, if it returned one."""
     lists = {call.tool_call_id: call.returned for call in turn.tool_calls if call.returned is not None}
@@ -267,4 +281,5 @@ def _sample(
         truncated=completion.truncated,
         teacher_logprobs=teacher_logprobs,
         teacher_weight=teacher_weight,
+        top=path.top,
     )

@@ -208,6 +208,8 @@ class RolloutApp:
             )
         self._check_tokens(wanted.token_ids, f"prompt tokens + max_tokens {wanted.max_tokens}", extra=wanted.max_tokens)
         self._check_tokens(wanted.stop_token_ids, "stop tokens")
+        if wanted.top_logprobs > (size := self._engine.description.vocab_size):
+            raise HTTPException(400, f"top_logprobs: {wanted.top_logprobs}, and the vocabulary has {size} tokens")
         if wanted.stop:
             await self._engine.prepare_stop_strings()
         await self._while_connected(self._stream(wanted, send), request)

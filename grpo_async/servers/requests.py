@@ -28,6 +28,7 @@ class EngineOutput:
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[bytes] = ()
     finish_reason: str | None = None
     stop_reason: str | None = None
     error: str | None = None
@@ -68,6 +69,7 @@ class TokenStream:
                 self._runs.append(GenerateChunk(policy_version=version))
             self._runs[-1].token_ids.extend(token_ids)
             self._runs[-1].logprobs.extend(logprobs)
+            self._runs[-1].top_logprobs.extend(output.top_logprobs)
             self._any.set()
         if error is not None:
             self._runs.append(GenerateChunk(policy_version=version, error=error))

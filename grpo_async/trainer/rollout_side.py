@@ -127,7 +127,7 @@ def build_rollout_side(
         num_prompts=config.training.num_prompts(len(data.train)),
         state=state.rollouts["data"] if state else None,
     )
-    resume = state.resume_state(stream.prompt) if state else None
+    resume = state.resume_state(stream.prompt).with_top(config.loss.score_centering or 0) if state else None
 
     client = make_client(config, fleet, vocab_size=vocab_size)
     if config.distillation is not None:

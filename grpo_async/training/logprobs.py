@@ -50,8 +50,9 @@ class LogitTransform:
 
 _IDENTITY = LogitTransform()
 
-TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
-"""Computes what the tokens in a slice add to the objective, (), with gradient, from their logprobs and entropies, (n,) each."""
+TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice, torch.Tensor], torch.Tensor]
+"""Computes what the tokens in a slice add to the objective, (), with gradient, from their logprobs and entropies, (n,) each, and
+the logprobs of other ids in their places, (n, K)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class PolicyOutput:
 
     logprobs: torch.Tensor  # (N,) float32
     entropy: torch.Tensor  # (N,) float32, nats
+    top_logprobs: torch.Tensor | None = None  # (N, K) float32, of `top_ids`, if an objective was given
     objective: torch.Tensor | None = None
     """() float32, the only one with a gradient; None if no objective was given. Without trained tokens, a zero that depends on
     every parameter."""
@@ -76,6 +78,7 @@ def chunked_logprobs(
     chunk_tokens: int,
     transform: LogitTransform = _IDENTITY,
     objective: TokenObjective | None = None,
+    top_ids: torch.Tensor | None = None,
     is_per_token: bool = True,
     in_float32: bool = False,
     loss_scale: float = 1.0,
@@ -89,6 +92,7 @@ def chunked_logprobs(
         target_ids: (N,)
         head: maps (n, H) to (n, vocab); see `is_plain_linear`.
         objective: computed, with the gradients of hidden states and head, in the forward pass; it allows one backward pass.
+        top_ids: other tokens in the places of the targets, whose logprobs the objective also gets. (N, K)
         is_per_token: the objective is a sum over tokens, called chunk after chunk; otherwise once for all tokens.
         in_float32: the products of a 16-bit head are summed in float32. Gradients are products in its own dtype.
         loss_scale: factor on the loss before its backward pass; a 16-bit head keeps its gradients scaled by it."""
@@ -100,13 +104,14 @@ def chunked_logprobs(
 
     if objective is None:
         with torch.no_grad():
-            logprobs, entropy, *_ = _first_pass(logits, target_ids, chunks)
-        return PolicyOutput(logprobs=logprobs, entropy=entropy)
+            logprobs, entropy, *_ = _first_pass(logits, target_ids[:, None], chunks)
+        return PolicyOutput(logprobs=logprobs[:, 0], entropy=entropy)
+    ids = target_ids[:, None] if top_ids is None else torch.cat([target_ids[:, None], top_ids], -1)
     groups = [[rows] for rows in chunks] if is_per_token else [chunks]
     logprobs, entropy, total = _Objective.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, target_ids, logits, transform, groups, objective, loss_scale
+        hidden, head.weight, head.bias, ids, logits, transform, groups, objective, loss_scale
     )
-    return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=total)
+    return PolicyOutput(logprobs=logprobs[:, 0], entropy=entropy, top_logprobs=logprobs[:, 1:], objective=total)
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
@@ -121,7 +126,7 @@ def _block_rows(x: torch.Tensor) -> int:
 
 
 def _statistics(x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logprob of each target, the entropy in nats, and logsumexp; (n,) each. `x` (n, vocab) is only read."""
+    """The logprobs of the targets (n, C), the entropy in nats and logsumexp (n,). `x` (n, vocab) is only read."""
     size = _block_rows(x)
     scratch = torch.empty_like(x[:size])
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -132,7 +137,7 @@ def _statistics(x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, t
         normalizer = largest + total.log()
         # H = logsumexp - sum p x: avoids the log of a probability that underflowed to 0
         expected = weights.mul_(block).sum(-1) / total
-        rows.append((block.gather(-1, ids[:, None])[:, 0] - normalizer, normalizer - expected, normalizer))
+        rows.append((block.gather(-1, ids) - normalizer[:, None], normalizer - expected, normalizer))
     logprobs, entropy, normalizers = (torch.cat(column) for column in zip(*rows, strict=True))
     return logprobs, entropy, normalizers
 
@@ -148,8 +153,8 @@ def _logit_gradient_(
 ) -> None:
     """Overwrites x (n, vocab) with the gradient with respect to the head's output z.
 
-    With p = softmax(x), g of the logprob at target t, e of the entropy H:
-        d/dx_v = g ([v = t] - p_v) - e p_v (log p_v + H)
+    With p = softmax(x), g_t of the logprob at target t (of C at each position), e of the entropy H:
+        d/dx_v = sum_t g_t ([v = t] - p_v) - e p_v (log p_v + H)
         d/dz_v = d/dx_v  scale  (1 - (x_v / softcap)^2)     the last factor only with a softcap
     """
     columns = [targets, normalizer, entropy, logprob_gradient * transform.scale]
@@ -163,11 +168,11 @@ def _logit_gradient_(
             derivative = (block / transform.softcap).square_().neg_().add_(1.0)
         block.sub_(norm[:, None])  # log p
         if e:
-            outer = (block + block_entropy[:, None]).mul_(-e[0][:, None]).sub_(g[:, None])
+            outer = (block + block_entropy[:, None]).mul_(-e[0][:, None]).sub_(g.sum(-1, keepdim=True))
             block.exp_().mul_(outer)
         else:
-            block.exp_().mul_(-g[:, None])
-        block.scatter_add_(-1, ids[:, None], g[:, None])
+            block.exp_().mul_(-g.sum(-1, keepdim=True))
+        block.scatter_add_(-1, ids, g)
         if derivative is not None:
             block.mul_(derivative)
 
@@ -193,7 +198,7 @@ def _differentiated(
     """The objective's value, and `scale` times its gradients with respect to both; None if it does not depend on the entropies."""
     with torch.enable_grad():
         logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
-        value = objective(logprobs, entropy, rows)
+        value = objective(logprobs[:, 0], entropy, rows, logprobs[:, 1:])
         of_logprobs, of_entropy = torch.autograd.grad(value * scale, (logprobs, entropy), allow_unused=True)
     return value.detach(), torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs, of_entropy
 

@@ -1,6 +1,7 @@
 """The loss of a training step. See `Objective` for the whole, the functions above it for its terms.
 
     policy loss of each token (`loss.type`, or your own)  x  importance weight, 0 where a mask excludes the token
+        + what `loss.score_centering` subtracts from it
         + beta x KL                                             weighted by the reduction (batching.minibatch), summed
         - entropy_bonus x mean entropy                          over the minibatch
 
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -35,6 +38,8 @@ from grpo_async.training.logprobs import PolicyOutput, TokenObjective
 from grpo_async.user_code.references import resolve_and_check
 
 _MAX_LOG_RATIO = 80.0
+_MIN_TAIL = 1e-6  # probability of all tokens but the likeliest, in `centering`
+_RARE = -40.0  # logprob of a token so rare that a loss looks at its ratio only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +308,34 @@ def importance_weights(
     return weights, None
 
 
+def centering(
+    slope: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], logprobs: torch.Tensor, sampler: torch.Tensor
+) -> torch.Tensor:
+    """Score centering (arXiv 2609.20807, equation 14): what makes the gradient of a loss 0 in expectation over the sampler's tokens
+    where the advantage is a constant, so that only differences between tokens teach. (N,), with gradient by `logprobs`.
+
+        p, q = exp(logprobs), exp(sampler), of the K likeliest tokens;   rho = (1 - sum q) / (1 - sum p), as q = rho p elsewhere
+        C = -sum_v sg(q_v s(p_v, q_v) - rho s(rare, rho rare) p_v) log p_v
+
+    s, `slope`: the derivative of the loss of a token by its logprob. Of a loss -A w(p / q) log p it is -A w, and this is the
+    paper's A sum_v sg(m_v - alpha p_v) log p_v with m = q w(p / q), alpha = rho w(1 / rho).
+
+        w = 1                       m = q                                   alpha = rho
+        w = clamp(p / q, low, cap)  m = clamp(p, low q, cap q)              alpha = clamp(1, low rho, cap rho)
+        w = p / q within low, cap   m = p where low <= p / q <= cap, or 0   alpha = 1 where low <= 1 / rho <= cap, or 0
+
+    Exact where K is the vocabulary. A = 2, w = 1, K = 1, p = 0.6, q = 0.5: rho = 0.5 / 0.4 = 1.25, the factor of log p is
+    2 (0.5 - 1.25 x 0.6) = -0.5. Trained alike, the sampler's tokens would make this one rarer; that is undone."""
+    with torch.no_grad():
+        p, q = logprobs.detach().exp(), sampler.exp()
+        log_rho = (1.0 - q.sum(-1, keepdim=True)).clamp(min=_MIN_TAIL).log()
+        log_rho -= (1.0 - p.sum(-1, keepdim=True)).clamp(min=_MIN_TAIL).log()
+        rare = torch.full_like(log_rho, _RARE)
+        slopes = slope(torch.cat([logprobs.detach(), rare], -1), torch.cat([sampler, rare + log_rho], -1))
+        factor = q * slopes[:, :-1] - log_rho.exp() * slopes[:, -1:] * p
+    return -(factor * logprobs).sum(-1)
+
+
 def is_on_policy(
     inputs: LossInputs, *, threshold: float | None, bounds: tuple[float, float] | None = None
 ) -> torch.Tensor:
@@ -387,9 +420,11 @@ class Objective:
     ) -> TokenObjective:
         """The objective of some of the trained tokens of `batch`; of all of them unless `is_per_token`. For `Policy.forward`."""
 
-        def of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+        def of(
+            logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, top: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return self(
-                PolicyOutput(logprobs=logprobs, entropy=entropy),
+                PolicyOutput(logprobs=logprobs, entropy=entropy, top_logprobs=top),
                 batch.of_tokens(rows),
                 ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
                 old=None if old is None else old[rows],
@@ -419,12 +454,12 @@ class Objective:
             sample_index=batch.sample_index,
             staleness=batch.staleness,
         )
-        token_loss = self._policy_loss(inputs)
-        loss, weights = token_loss.loss, token_loss.ratio
-        is_importance_masked = is_off_policy = None
-        if section.correction is not None:
-            weights, is_importance_masked = importance_weights(inputs, section.correction)
-            loss = (loss * weights).masked_fill(weights == 0.0, 0.0)  # an overflowed loss times 0 is NaN
+        token_loss, loss, weights, is_importance_masked = self._weighted_loss(inputs)
+        is_off_policy = None
+        if section.score_centering is not None:
+            assert output.top_logprobs is not None
+            assert batch.top_logprobs is not None
+            loss = loss + centering(partial(self._slope, batch), output.top_logprobs, batch.top_logprobs)
         if section.masks_samples:
             is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask, bounds=section.geometric_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)
@@ -450,6 +485,37 @@ class Objective:
             is_off_policy=is_off_policy,
             router_aux=output.router_aux,
         )
+
+    def _weighted_loss(self, inputs: LossInputs) -> tuple[TokenLoss, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The policy loss, its loss with the correction's weights, the weights, and which tokens their mask leaves out."""
+        token_loss = self._policy_loss(inputs)
+        if self.section.correction is None:
+            return token_loss, token_loss.loss, token_loss.ratio, None
+        weights, is_masked = importance_weights(inputs, self.section.correction)
+        # an overflowed loss times 0 is NaN
+        return token_loss, (token_loss.loss * weights).masked_fill(weights == 0.0, 0.0), weights, is_masked
+
+    def _slope(self, batch: MicroBatch, logprobs: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+        """The derivative of the weighted policy loss by the logprob of tokens in the places of those of `batch`. (N, any number)"""
+
+        def spread(column: torch.Tensor) -> torch.Tensor:
+            return column.repeat_interleave(logprobs.shape[-1])
+
+        names = ("advantages", "weights", "sample_index", "staleness")
+        columns: dict[str, Any] = {name: spread(getattr(batch, name)) for name in names}
+        with torch.enable_grad():
+            flat = logprobs.flatten().requires_grad_()
+            batch = replace(batch, sampler_logprobs=sampler.flatten(), **columns)
+            inputs = LossInputs(
+                logprobs=flat,
+                proximal_logprobs=self._proximal_logprobs(flat, batch, None),
+                sampler_logprobs=batch.sampler_logprobs,
+                ref_logprobs=None,
+                entropy=torch.zeros_like(flat),
+                **columns,
+            )
+            (slope,) = torch.autograd.grad(self._weighted_loss(inputs)[1].sum(), flat)
+        return slope.view_as(logprobs)
 
     def _ratio(self, inputs: LossInputs) -> torch.Tensor:
         """The ratio of policy and proximal policy, by token or, for gspo, by sample; with gradient. (N,)"""

@@ -119,6 +119,7 @@ class Policy(nn.Module):
             chunk_tokens=self._chunk_tokens,
             transform=self._transform,
             objective=objective,
+            top_ids=batch.top_ids,
             is_per_token=is_per_token,
             in_float32=self._head_in_float32,
             loss_scale=loss_scale,

@@ -14,7 +14,16 @@ from grpo_async.buffer.resume import (
     ResumeState,
     read_resume_state,
 )
-from grpo_async.records import FinishReason, Origin, RolloutStatus, TaggedMessage, ToolCallRecord, TurnRecord
+from grpo_async.records import (
+    TOP,
+    FinishReason,
+    Origin,
+    RolloutStatus,
+    ScoredGroup,
+    TaggedMessage,
+    ToolCallRecord,
+    TurnRecord,
+)
 from tests.support.records import make_completion, make_prompt, make_scored
 
 
@@ -34,12 +43,17 @@ def _turn() -> TurnRecord:
         tool_response_ids=[9],
         parse_error="no",
         generation_duration_s=0.25,
+        output_top=np.array([[(5, -0.1), (7, -2.5)], [(8, -0.3), (6, -1e-30)]], TOP),
     )
+
+
+def _with_top(scored: ScoredGroup) -> ScoredGroup:
+    return replace(scored, samples=[replace(sample, top=_turn().output_top) for sample in scored.samples])
 
 
 def _state() -> ResumeState:
     scored = replace(
-        make_scored(8, version=3),
+        _with_top(make_scored(8, version=3)),
         metrics={"mine": math.nan},
         extra_columns={"note": ["a", None]},
         reward_parts=[{"f": None}, {"f": 1.0}],
@@ -52,6 +66,7 @@ def _state() -> ResumeState:
         open_logprobs=[-0.3],
         open_versions=[4],
         open_finish=FinishReason.LENGTH,
+        open_top=np.array([[(7, -0.3), (5, -np.inf)]], TOP),
     )
     over = replace(make_completion("g9-r0"), turns=[_turn()], prompt_messages=[_turn().messages[0]])
     return ResumeState(
@@ -81,11 +96,31 @@ def test_a_state_is_read_back_as_it_was() -> None:
     turn = read.in_progress[0].rollouts[0].turns[0]
     assert turn.output_logprobs.tolist() == _turn().output_logprobs.tolist()  # to the last bit
     assert turn.policy_versions.tolist() == [3, 4]
+    assert turn.output_top.dtype == TOP
+    assert turn.output_top.tolist() == _turn().output_top.tolist()
+    assert read.queued[0].samples[0].top.tolist() == _turn().output_top.tolist()
+    assert read.in_progress[0].rollouts[1].open_top.tolist() == [[(7, np.float32(-0.3)), (5, -np.inf)]]
     assert turn.tool_calls == _turn().tool_calls
     assert turn.messages == _turn().messages
     begun = read.in_progress[0].rollouts
     assert isinstance(begun[0].turns[0].finish_reason, FinishReason)
     assert begun[0].status is RolloutStatus.FINISHED  # type: ignore[union-attr]
+
+
+def test_what_was_sampled_with_another_number_of_likeliest_tokens_is_sampled_again() -> None:
+    """`loss.score_centering` may be changed at a resume; a turn cannot have some rows of one length and some of another."""
+    state = _state()
+    kept = state.with_top(2)
+    assert [[each.group_id for each in groups] for groups in (kept.queued, kept.in_progress)] == [[8, 7], [9]]
+    for num_top in (0, 3):
+        other = state.with_top(num_top)
+        assert [[each.group_id for each in groups] for groups in (other.queued, other.in_progress)] == [[7], []]
+        assert other.outstanding == state.outstanding
+    begun = state.in_progress[0].rollouts[1]
+    assert isinstance(begun, PartialRollout)
+    open_only = GroupSnapshot(group_id=9, rollouts={1: replace(begun, turns=[])})
+    assert replace(state, in_progress=[open_only]).with_top(2).in_progress == [open_only]
+    assert replace(state, in_progress=[open_only]).with_top(3).in_progress == []
 
 
 def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:

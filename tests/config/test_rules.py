@@ -11,6 +11,7 @@ from grpo_async.config import ExperimentConfig
 from tests.support.configs import small_config
 
 JSONL = {"type": "jsonl", "path": "t"}
+CENTERED = {"proximal": "recomputed", "score_centering": 8}
 TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
 
 
@@ -41,6 +42,13 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"model": {"path": "m", "lora": {"push": "adapter_swap", "rank": 600}}},
             "vLLM takes ranks up to 512, not model.lora.rank: 600",
         ),
+        ({"loss": {"type": "gspo", "score_centering": 8}}, "loss.score_centering does not go with loss.type: gspo: it needs"),
+        ({"loss": {**CENTERED, "correction": {"level": "sequence"}}}, "loss.correction.level: sequence: the weight"),
+        ({"loss": {**CENTERED, "correction": {"level": "token", "action": "none"}}}, "untruncated weights leave nothing"),
+        ({"loss": CENTERED, "training": {"num_iterations": 2}}, "known for sampled tokens only"),
+        ({"loss": CENTERED, "rollout_function": {"function": "a:b"}}, "loss.score_centering does not go with rollout_function"),
+        ({"loss": CENTERED, "rollout": {"top_p": 0.9}}, "loss.score_centering does not go with rollout.top_p: it compares"),
+        ({"loss": {"score_centering": 129}}, "less than or equal to 128"),
         ({"loss": {"reference": "models/base"}}, "loss.reference: models/base needs loss.beta"),
         ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),
         ({"loss": {"type": "grpo", "reduction": "dapo"}}, "is what `type: dapo` means; set that, without reduction"),

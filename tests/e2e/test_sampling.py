@@ -3,7 +3,9 @@ with settings of its own."""
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from grpo_async.inference.sampling import find_stop
-from grpo_async.records import GroupStatus
+from grpo_async.records import GroupStatus, top_array
 from grpo_async.store.rows import RolloutRow
 from tests.e2e.support import REPOSITORY, SMALL, make_run, rewards
 from tests.support.stored import read_groups
@@ -83,3 +85,28 @@ def _check_ends(rollout: RolloutRow, tokenizer: Any, stop: Sequence[str]) -> Non
     assert rollout.truncated == (found is None and ids[-1] != tokenizer.eos_token_id)
     assert len(rollout.logprobs) == len(rollout.mask) == len(ids)
     assert set(rollout.mask) == {1}
+
+
+def test_a_run_with_score_centering_trains_and_keeps_what_it_needs_in_the_queue_of_a_checkpoint(tmp_path: Path) -> None:
+    settings = [
+        "evaluation=null",
+        "loss.score_centering=5",
+        "loss.proximal=recomputed",
+        "training.max_steps=2",
+        "checkpoint.every_steps=1",
+    ]
+    settings += ["rollout.max_completion_tokens=16", "rollout.groups_per_step=2"]
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *settings])
+    summary, _ = run.complete()
+    assert summary["steps"] == 2
+    rows = [
+        row
+        for path in run.folder.glob("checkpoints/*/rollouts*")
+        for row in re.findall(r'"num_tokens": (\d+), "rows": "([^"]+)"', path.read_text())
+    ]
+    assert rows
+    for num_tokens, encoded in rows:
+        top = top_array(base64.b64decode(encoded), int(num_tokens))
+        assert top is not None
+        assert top.shape[1] == 5
+        assert 0.05 < np.exp(top["logprob"]).sum(-1).min() <= np.exp(top["logprob"]).sum(-1).max() <= 1.001

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.api import GenerateRequest
+from grpo_async.inference.answer import Answer
+from grpo_async.inference.api import GenerateChunk, GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.records import TOP
 from grpo_async.utils.retry import RetryPolicy
 from tests.inference.scripted_servers import ScriptedServers
 from tests.support.local_server import BreakOff, LocalServer, Refusal, Request, local_server
@@ -89,6 +91,7 @@ MUTATIONS: list[Callable[[list[Line], random.Random], Any]] = [
     _set("finish_reason", "eos", "", 1, True, ["stop"], {}),
     _set("stop_reason", "###", 5, ""),
     _set("request_id", "another", 5, None),
+    _set("top_logprobs", ["AAAAAAAAAAA="], 5, "5", None),
     _set("offset", -1, 99, "0", 0.5, True),
     _set("error", "out of memory", "", {"message": "x"}, 5),
     _set("prompt_token_ids", [1, 3]),
@@ -170,6 +173,22 @@ def _client(servers: ScriptedServers, **settings: Any) -> InferenceClient:
 
 def _request(name: str = "r", max_tokens: int = 8, **more: Any) -> GenerateRequest:
     return GenerateRequest(request_id=name, token_ids=PROMPT, max_tokens=max_tokens, temperature=1.0, **more)
+
+
+@pytest.mark.parametrize(
+    "pairs", [[], [(5, -0.1)], [(5, -0.1), (VOCAB, -2.0)], [(5, NAN), (6, -2.0)], [(5, 0.5), (6, -2.0)]]
+)
+def test_likeliest_tokens_that_cannot_be_are_refused(pairs: list[tuple[int, float]]) -> None:
+    answer = Answer(server="s", request=_request(top_logprobs=2), vocab_size=VOCAB, oldest_version=0)
+    rows = [
+        np.array([(5, -0.1), (6, -INF)], TOP),
+        np.array(pairs, TOP),
+    ]  # the first is right: a filter removed all but one
+    chunk = GenerateChunk(token_ids=[5, 5], logprobs=[-0.1] * 2, top_logprobs=[row.tobytes() for row in rows])
+    with pytest.raises(BadResponseError, match="top_logprobs: "):
+        answer.read(chunk.model_dump_json().encode(), newest_version=0)
+    right = chunk.model_copy(update={"top_logprobs": [rows[0].tobytes()] * 2})
+    assert answer.read(right.model_dump_json().encode(), newest_version=0) == right
 
 
 def _servers(server: LocalServer) -> ScriptedServers:

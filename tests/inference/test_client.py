@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_async.errors import RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.router import FixedServers, Servers
-from grpo_async.records import FinishReason
+from grpo_async.records import TOP, FinishReason
 from grpo_async.utils.retry import RetryPolicy
 from tests.inference.scripted_servers import ScriptedServers, address
 from tests.support.local_server import BreakOff, LocalServer, Refusal, Request, Script, line, local_server
@@ -152,6 +154,25 @@ def test_what_ends_in_the_middle_goes_on_from_the_tokens_received(end: bytes | E
     assert generation.finish_reason is FinishReason.STOP
     assert server.requests[1]["token_ids"] == [1, 2, 5, 6]
     assert server.requests[1]["max_tokens"] == 6  # 8 - 2
+
+
+def test_the_likeliest_tokens_stay_those_of_their_positions_through_an_interruption() -> None:
+    rows = [np.array([(n, -0.5), (n + 1, -1.5)], TOP) for n in (5, 6, 7)]
+    sent = [base64.urlsafe_b64encode(row.tobytes()).decode() for row in rows]
+    first = line([5, 6], finish=None, top_logprobs=sent[:2])
+    with local_server(_scripted([first, BreakOff()], [line([7], top_logprobs=sent[2:])])) as server:
+        request = _request().model_copy(update={"top_logprobs": 2})
+
+        async def run() -> Generation:
+            async with _client(FixedServers([server.url])) as client:
+                return await client.generate(request)
+
+        turn = _run(run()).turn([])
+        assert [each["top_logprobs"] for each in server.requests] == [2, 2]
+        assert turn.output_top is not None
+        assert turn.output_top.tolist() == np.stack(rows).tolist()
+    with local_server(_scripted([line([5, 6], top_logprobs=[])])) as server:
+        assert _generate(server.url).turn([]).output_top is None
 
 
 def test_aborts_with_tokens_are_no_attempts_and_those_without_are_bounded() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
+from grpo_async.records import TOP, FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
 from grpo_async.rollout.conversation import Rollout
 from tests.rollout.fakes import CALL, EOS, Answer, FakeEnvironment, FakeRenderer, FakeTools, ScriptedClient, cut, stop
 
@@ -196,6 +197,7 @@ class _ResumingClient(ScriptedClient):
         assert rest.token_ids[: len(partial.token_ids)] == partial.token_ids
         partial.token_ids[:], partial.logprobs[:] = rest.token_ids, rest.logprobs
         partial.policy_versions[:] = rest.policy_versions
+        partial.top[:] = np.array([[(token, -0.1)] for token in rest.token_ids], TOP).tobytes()
         assert self.rollout is not None
         self.seen.append(self.rollout.snapshot())
         partial.finish_reason = rest.finish_reason
@@ -224,6 +226,8 @@ def test_a_snapshot_of_each_moment_leads_to_the_same_end() -> None:
     assert (list(first.turns), list(first.open_ids)) == ([], [5, CALL, EOS])
     assert [list(turn.output_ids) for turn in second.turns] == [[5, CALL, EOS]]
     assert (list(second.open_ids), list(second.open_versions)) == ([6, 7, EOS], [1, 1, 1])
+    assert second.open_top is not None
+    assert second.open_top["id"].tolist() == [[6], [7], [EOS]]
     for moment in (first, second):
         tools, again = FakeTools(), _ResumingClient(*TURNS)
         resumed = _resume(again, tools, moment)
@@ -237,7 +241,7 @@ def test_a_snapshot_of_each_moment_leads_to_the_same_end() -> None:
 def test_a_turn_that_was_whole_is_not_generated_again_but_its_tools_are_called() -> None:
     partial = PartialRollout(
         rollout_id="r", prompt_ids=[10, 11], open_ids=[5, CALL, EOS], open_logprobs=[-0.1] * 3, open_versions=[0] * 3,
-        open_finish=FinishReason.STOP,
+        open_finish=FinishReason.STOP, open_top=np.array([[(n, -0.1)] for n in (5, CALL, EOS)], TOP),
     )  # fmt: skip
     client, tools = _ResumingClient(*TURNS), FakeTools()
     completion = _resume(client, tools, partial)
@@ -245,3 +249,5 @@ def test_a_turn_that_was_whole_is_not_generated_again_but_its_tools_are_called()
     assert [request.request_id for request in client.requests] == ["r-t1"]
     assert client.requests[0].token_ids == [10, 11, 5, CALL, EOS, 70, 79]
     assert completion.completion_ids.tolist() == [5, CALL, EOS, 70, 79, 6, 7, EOS]
+    assert completion.top is not None
+    assert completion.top["id"].tolist() == [[5], [CALL], [EOS], [6], [7], [EOS]]

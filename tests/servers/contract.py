@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
 from grpo_async.inference.api import GenerateRequest
+from grpo_async.records import TOP
 from grpo_async.training.reference import score_sequences
 from tests.servers.embedded_support import (
     Output,
@@ -152,6 +154,42 @@ class Contract:
         assert (after.active_requests, after.running_requests, after.waiting_requests) == (0, 0, 0)
         assert (after.kv_usage, after.max_running_requests) == (0.0, NUM_SLOTS)
         assert (after.max_model_len, after.num_workers) == (MAX_MODEL_LEN, 1)
+
+    def test_the_likeliest_tokens_of_each_position_come_with_their_logprobs_to_those_that_ask_for_them(
+        self, server: Served, model_a: Any, version: int
+    ) -> None:
+        """Before a pause that aborts and in the continuation, beside requests that ask for none or for fewer."""
+        asking = make_request(PROMPT, max_tokens=600, temperature=0.7, top_logprobs=6, flush_interval_s=0.01)
+        others = [make_request([*PROMPT, n], seed=n, max_tokens=20, top_logprobs=n) for n in (0, 1)]
+        [ahead, *beside] = server.ask(asking, *others)
+        server.wait_until(lambda info: info.running_requests == 1)
+        server.post("/pause", mode="abort")
+        first = ahead.result(30.0)
+        server.post("/resume")
+        context = [*PROMPT, *first.token_ids]
+        rest = server.generate(asking.model_copy(update={"token_ids": context, "max_tokens": 5}))
+        assert (first.finish_reason, rest.finish_reason) == ("abort", "length")
+        assert first.token_ids
+        cases = [(asking, first), (asking.model_copy(update={"token_ids": context}), rest)]
+        cases += [(request, answer.result(30.0)) for request, answer in zip(others, beside, strict=True)]
+        for request, output in cases:
+            count = request.top_logprobs
+            assert len(output.top) == (len(output.token_ids) if count else 0)
+            tokens = [*request.token_ids, *output.token_ids]
+            logits = model_a(torch.tensor([tokens])).logits[0, len(request.token_ids) - 1 : -1]
+            wanted = (logits / request.temperature).log_softmax(-1)
+            for row, logprobs in zip(output.top, wanted, strict=bool(count)):
+                top = np.frombuffer(row, TOP)
+                assert len({*top["id"]}) == count
+                mine = torch.from_numpy(top["logprob"].copy())
+                torch.testing.assert_close(mine, logprobs[top["id"].tolist()], rtol=0.0, atol=server.tolerance)
+                likeliest = logprobs.topk(count).values
+                torch.testing.assert_close(
+                    mine.sort(descending=True).values, likeliest, rtol=0.0, atol=server.tolerance
+                )
+            assert_exact(model_a, request, output, version, server.tolerance)
+        too_many = asking.model_dump() | {"top_logprobs": 129}
+        assert server.post("/rollout/generate", too_many).status_code == 400
 
     def test_a_stop_string_ends_generation_after_the_token_that_completes_it(
         self, server: Served, version: int, tiny_model: Path

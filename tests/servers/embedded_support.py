@@ -51,6 +51,7 @@ class Output:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[bytes] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
@@ -62,6 +63,7 @@ class Output:
         assert self.error is None, "a chunk after the last"
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.top += chunk.top_logprobs
         self.versions += [version] * len(chunk.token_ids)
         self.finish_reason, self.stop_reason, self.error = chunk.finish_reason, chunk.stop_reason, chunk.error
 

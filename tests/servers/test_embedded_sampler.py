@@ -39,7 +39,7 @@ def test_tokens_follow_the_tempered_distribution_over_seeds_and_over_positions(v
     seeds = range(num_draws) if vary == "seed" else [7] * num_draws
     batch = _batch(*[{"seed": seed, "temperature": 0.7} for seed in seeds], vocab_size=8)
     positions = np.arange(num_draws, dtype=np.uint64) if vary == "position" else np.full(num_draws, 5, dtype=np.uint64)
-    tokens, logprobs = sample(logits.expand(num_draws, -1), batch, positions)
+    tokens, logprobs, _ = sample(logits.expand(num_draws, -1), batch, positions)
     expected = (logits / 0.7).softmax(-1)
     assert _chi_squared(tokens, expected) < 29.9  # 7 degrees of freedom, one in 10 000 draws lies above
     assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
@@ -56,9 +56,9 @@ def test_a_row_draws_the_same_beside_rows_with_other_settings() -> None:
         {"seed": 2**70, "temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.5},
     ]
     positions = np.array([4, 5, 6, 7, 8], dtype=np.uint64)
-    tokens, logprobs = sample(logits, _batch(*settings, vocab_size=50), positions)
+    tokens, logprobs, _ = sample(logits, _batch(*settings, vocab_size=50), positions)
     for row, fields in enumerate(settings):
-        alone, logprob = sample(logits[row : row + 1], _batch(fields, vocab_size=50), positions[row : row + 1])
+        alone, logprob, _ = sample(logits[row : row + 1], _batch(fields, vocab_size=50), positions[row : row + 1])
         assert alone.item() == tokens[row].item()
         assert logprob.item() == pytest.approx(logprobs[row].item(), abs=1e-6)
 

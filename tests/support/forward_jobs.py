@@ -40,7 +40,7 @@ def _one(
     shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
     mine = rows[dist.get_rank()]
     batch = pack_rows(samples_of(LENGTHS), mine, ROW_TOKENS)
-    loss = policy(batch, objective=lambda logprobs, entropy, _: (logprobs + entropy).sum()).objective
+    loss = policy(batch, objective=lambda logprobs, entropy, *_: (logprobs + entropy).sum()).objective
     (loss * dist.get_world_size()).backward()  # FSDP averages
     total = loss.detach().clone()
     dist.all_reduce(total)

@@ -30,6 +30,14 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"type": "dr_grpo", **_COMMON, "correction": _SEQUENCES},
     "dapo": {"type": "dapo", "delta": 1.4, **_COMMON, "correction": _MASKED},
     "log_linear": {"type": "dapo", **_COMMON, "proximal": "log_linear", "correction": _SEQUENCES},
+    "centered": {
+        "type": "dapo",
+        "epsilon": 0.05,
+        **_SUM,
+        "proximal": "log_linear",
+        "correction": _TOKENS,
+        "score_centering": 5,
+    },
     "luspo": {"type": "luspo", **_COMMON, "correction": _SEQUENCES},
     "dppo": {"type": "dppo", "epsilon": 0.02, **_COMMON, "geometric_mask": (0.9, 1.3), "correction": _MASKED},
     "cispo": {"type": "cispo", "epsilon_high": 1.1, **_SUM, "correction": _TOKENS},
@@ -84,7 +92,7 @@ def test_every_loss_is_the_same_however_a_step_is_cut(
     models: dict[str, Path], tmp_path: Path, plain: dict[str, Any], world_size: int, settings: dict[str, Any]
 ) -> None:
     """Two updates, by the loop of rank 0 and its followers; and every rollout has the same statistics of its tokens."""
-    losses = LOSSES if world_size < 4 else {name: LOSSES[name] for name in ("grpo", "luspo")}
+    losses = LOSSES if world_size < 4 else {name: LOSSES[name] for name in ("grpo", "centered", "luspo")}
     results = run_on_ranks(
         "train", world_size, tmp_path, module=MODULE, **models, losses=losses, minibatches=2, **settings
     )

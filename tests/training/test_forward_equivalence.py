@@ -36,7 +36,7 @@ def _backward(policy: Policy, batch: MicroBatch) -> PolicyOutput:
     policy.zero_grad()
     weights = torch.linspace(-1.0, 1.0, batch.num_trained_tokens)
     output: PolicyOutput = policy(
-        batch, objective=lambda logprobs, entropy, at: (logprobs * weights[at] + entropy).sum()
+        batch, objective=lambda logprobs, entropy, at, _: (logprobs * weights[at] + entropy).sum()
     )
     torch.autograd.backward(output.objective)
     return output

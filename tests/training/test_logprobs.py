@@ -43,7 +43,7 @@ def _case(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[nn
 def _weighted(dtype: torch.dtype = torch.float32) -> TokenObjective:
     """A sum over tokens that depends on both, differently on each."""
     weights = torch.randn(N, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return lambda logprobs, entropy, rows: (weights[rows] * (torch.exp(logprobs) + entropy.square())).sum()
+    return lambda logprobs, entropy, rows, _: (weights[rows] * (torch.exp(logprobs) + entropy.square())).sum()
 
 
 def test_certain_and_uniform_distributions() -> None:
@@ -63,7 +63,7 @@ def test_certain_and_uniform_distributions() -> None:
     assert torch.isfinite(head.weight.grad).all()
 
 
-def _sum_of_both(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+def _sum_of_both(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, others: torch.Tensor) -> torch.Tensor:
     return (logprobs + entropy).sum()
 
 
@@ -82,6 +82,41 @@ def test_a_16_bit_head_is_summed_over_chunks_in_32_bits() -> None:
     for one, many in zip(found[2048], found[4], strict=True):
         assert many.dtype == torch.bfloat16
         torch.testing.assert_close(many, one, rtol=0.02, atol=0.1)  # bfloat16: 2 to 3 digits
+
+
+@pytest.mark.parametrize("entropy_bonus", [0.0, 0.1])
+@pytest.mark.parametrize("is_per_token", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_other_tokens_in_the_place_of_a_target_have_their_logprobs_and_gradients(
+    transform: LogitTransform, is_per_token: bool, entropy_bonus: float
+) -> None:
+    """The target among them, too, and one twice; with full logits as what is right."""
+    head, hidden, targets = _case(torch.float64, bias=True)
+    others = torch.cat(
+        [targets[:, None], torch.randint(0, VOCAB, (N, 3)), targets[:, None] // 2, targets[:, None] // 2], -1
+    )
+    weights = torch.randn(N, 6, dtype=torch.float64)
+
+    def objective(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, top: torch.Tensor) -> torch.Tensor:
+        found = logprobs.sum() + (weights[rows] * top.exp()).sum()
+        return found + entropy_bonus * entropy.square().sum() if entropy_bonus else found
+
+    def right(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _full(hidden, ids, head, temperature=0.7, transform=transform)
+
+    top = torch.stack([right(column)[0] for column in others.T], -1)
+    settings: dict[str, Any] = {"chunk_tokens": 3, "top_ids": others, "is_per_token": is_per_token}
+    found = chunked_logprobs(
+        hidden, targets, head, temperature=0.7, transform=transform, objective=objective, **settings
+    )
+    assert found.objective is not None
+    assert found.top_logprobs is not None
+    torch.testing.assert_close(found.top_logprobs, top)
+    wanted = objective(*right(targets), slice(None), top)
+    trained = [hidden, *head.parameters()]
+    gradients = [torch.autograd.grad(total, trained) for total in (found.objective, wanted)]
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
 
 
 class _Shapes(TorchDispatchMode):
@@ -114,7 +149,7 @@ def test_values_and_gradients_are_those_of_full_logits(
     settings: dict[str, Any] = {"temperature": 0.7, "transform": transform}
     if dtype == torch.float64:
         right = _full(hidden, targets, head, **settings)
-        wanted = objective(*right, slice(None))
+        wanted = objective(*right, slice(None), hidden[:, :0])
     else:  # full logits of 16 bits are rounded elsewhere: what one chunk gives
         whole = chunked_logprobs(hidden, targets, head, chunk_tokens=N, objective=objective, **settings)
         right, wanted = (whole.logprobs, whole.entropy), whole.objective
@@ -207,7 +242,7 @@ def test_small_gradients_of_a_float16_head_do_not_vanish_with_a_loss_scale() -> 
     head, hidden, targets = _case(torch.float16)
     exact_head, exact_hidden, _ = _case(torch.float64)
 
-    def total_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+    def total_of(logprobs: torch.Tensor, entropy: torch.Tensor, *_: Any) -> torch.Tensor:
         return 1e-8 * (logprobs + 0.1 * entropy).sum()
 
     def gradients(scale: float) -> list[torch.Tensor]:
@@ -219,9 +254,7 @@ def test_small_gradients_of_a_float16_head_do_not_vanish_with_a_loss_scale() -> 
     with torch.no_grad():
         exact_hidden.copy_(hidden)
         exact_head.weight.copy_(head.weight)
-    wanted = total_of(
-        *_full(exact_hidden, targets, exact_head, temperature=1.0, transform=LogitTransform()), slice(None)
-    )
+    wanted = total_of(*_full(exact_hidden, targets, exact_head, temperature=1.0, transform=LogitTransform()))
     right = torch.autograd.grad(wanted, [exact_hidden, exact_head.weight])
     for gradient, of_scaled, exact in zip(gradients(1.0), gradients(65536.0), right, strict=True):
         torch.testing.assert_close(of_scaled, exact, rtol=0.02, atol=2e-11)

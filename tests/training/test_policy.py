@@ -105,7 +105,7 @@ def _assert_as_alone(model: Any, order: Sequence[RolloutSample], batch: MicroBat
     policy = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)
     expected = _alone(model, order, temperature=0.7)
     weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(2))
-    packed = policy(batch, objective=lambda logprobs, _, rows: (logprobs * weights[rows]).sum())
+    packed = policy(batch, objective=lambda logprobs, _, rows, __: (logprobs * weights[rows]).sum())
     torch.testing.assert_close(packed.logprobs, expected.detach(), atol=2e-5, rtol=1e-5)
     packed.objective.backward()
     model.zero_grad()

@@ -24,7 +24,7 @@ from grpo_async.chat.renderer import eos_ids
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.sampling import find_stop
-from grpo_async.records import FinishReason
+from grpo_async.records import FinishReason, TopArray
 from grpo_async.servers.embedded.grammar import mask_logits
 from grpo_async.servers.embedded.kv_slots import SlotCache
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
@@ -68,11 +68,13 @@ class RunningSequence:
         """Sequences with equal keys that the same weights fill have equal keys and values for tokens[:-1]."""
         return self.prompt_key if len(self.tokens) == self.prompt_len else tuple(self.tokens[:-1])
 
-    def append(self, token: int, logprob: float) -> EngineOutput:
+    def append(self, token: int, logprob: float, top: TopArray | None = None) -> EngineOutput:
         self.tokens.append(token)
         if self.matcher is not None:
             self.matcher.accept_token(token)
         output = EngineOutput(token_ids=(token,), logprobs=(logprob,))
+        if top is not None and self.request.top_logprobs:
+            output.top_logprobs = (top[: self.request.top_logprobs].tobytes(),)
         if token in self.stop_ids:
             output.finish_reason = FinishReason.STOP
         elif len(self.tokens) == self.limit:
@@ -276,17 +278,18 @@ class SlotEngine:
         ).logits[:, -1]
         assert self._sampling is not None
         logits = mask_logits(logits[: len(rows)], [sequence.matcher for sequence in rows])
-        tokens, logprobs = sample(logits, self._sampling, self._next_positions)
+        tokens, logprobs, top = sample(logits, self._sampling, self._next_positions)
         self._sampling.note(tokens)
         self._tokens[: len(rows)] = tokens
         self._positions[: len(rows)] += 1
         self._next_positions += np.uint64(1)
-        self._append_tokens(tokens.tolist(), logprobs.tolist())
+        self._append_tokens(tokens.tolist(), logprobs.tolist(), top)
 
-    def _append_tokens(self, tokens: list[int], logprobs: list[float]) -> None:
+    def _append_tokens(self, tokens: list[int], logprobs: list[float], top: TopArray | None) -> None:
         ended = []
-        for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            output = sequence.append(token, logprob) if math.isfinite(logprob) else EngineOutput(error=NOT_FINITE)
+        rows = [None] * len(tokens) if top is None else top
+        for sequence, token, logprob, row in zip(self._running, tokens, logprobs, rows, strict=True):
+            output = sequence.append(token, logprob, row) if math.isfinite(logprob) else EngineOutput(error=NOT_FINITE)
             self._outbox.append((sequence, output))
             if output.is_last:
                 ended.append(sequence.slot)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from grpo_async.inference.api import GenerateRequest
+from grpo_async.records import TOP, TopArray
 
 Uint64s = npt.NDArray[np.uint64]
 
@@ -53,6 +54,7 @@ class SamplingBatch:
     top_k: torch.Tensor | None  # [n, 1]; vocabulary size where off
     top_p: torch.Tensor | None  # [n, 1] double, like the sums that it is compared with
     min_p: torch.Tensor | None  # [n, 1]
+    top_logprobs: int = 0  # the most that a row asks for
     penalty: torch.Tensor | None = None  # [n, 1]; 1 in rows without one
     seen: torch.Tensor | None = None  # [n, vocab] bool, tokens of prompt and output in rows with a penalty
 
@@ -93,6 +95,7 @@ class SamplingBatch:
             ),
             top_p=column([request.top_p for request in requests], 1.0, torch.float64),
             min_p=column([request.min_p for request in requests], 0.0, torch.float32),
+            top_logprobs=max(request.top_logprobs for request in requests),
             penalty=penalty,
             seen=seen,
         )
@@ -102,9 +105,12 @@ class SamplingBatch:
             self.seen.scatter_(1, tokens.unsqueeze(1), True)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s
+) -> tuple[torch.Tensor, torch.Tensor, TopArray | None]:
     """Next token and its logprob per row, from logits [n, vocab]; `positions` [n] are those of the tokens within their sequences.
-    Logits that are not finite give a logprob that is not finite."""
+    Logits that are not finite give a logprob that is not finite. And the likeliest tokens, [n, batch.top_logprobs], if a row
+    asks for them."""
     logits = logits.float()
     if batch.penalty is not None:
         assert batch.seen is not None
@@ -126,7 +132,12 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tu
         best = logits.argmax(-1)
         tokens = best if tokens is None else torch.where(batch.greedy, best, tokens)
     assert tokens is not None
-    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    top = None
+    if batch.top_logprobs:
+        values, ids = logprobs.topk(batch.top_logprobs)
+        top = np.empty(values.shape, TOP)
+        top["id"], top["logprob"] = ids.cpu().numpy(), values.cpu().numpy()
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1), top
 
 
 def filter_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.base import MAX_TOP_LOGPROBS
 from grpo_async.config.sections import MAX_SWAPPED_RANK
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE, require_token
@@ -162,6 +163,7 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         *("--pipeline-parallel-size", str(inference.vllm.pipeline_parallel_size)),
         *("--data-parallel-size", str(inference.vllm.data_parallel_size)),
         *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from, as the loss needs them
+        *("--max-logprobs", str(MAX_TOP_LOGPROBS)),
         "--enable-prefix-caching",
         *("--worker-extension-cls", "grpo_async.servers.vllm.compat.WorkerExtension"),
         *("--middleware", "grpo_async.servers.vllm.middleware.RolloutMiddleware"),

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.exceptions import VLLMClientError
@@ -37,6 +38,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from grpo_async.config.sections import SAMPLING
 from grpo_async.errors import GrpoAsyncError, message_of
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
+from grpo_async.records import TOP
 from grpo_async.servers.requests import EngineOutput
 from grpo_async.utils.text import dtype_name
 from grpo_async.weights.adapters import LORA_A, BaseWeights
@@ -223,7 +225,8 @@ Abort = Callable[[], Awaitable[None]]
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
     """Start generating. The engine's output task calls `deliver` once per batch of tokens, in order, until the last."""
     prompt, params = tokens_input(list(request.token_ids)), _sampling_params(request)
-    return await _submit(engine, request.request_id, prompt, params, deliver, _generated)
+    read = partial(_generated, num_top=request.top_logprobs)
+    return await _submit(engine, request.request_id, prompt, params, deliver, read)
 
 
 async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> Abort:
@@ -286,20 +289,31 @@ def _sampling_params(request: GenerateRequest) -> Any:
         stop=list(request.stop),
         include_stop_str_in_output=True,
         detokenize=bool(request.stop),
-        logprobs=0,  # only for the sampled token
+        logprobs=request.top_logprobs,  # 0: only for the sampled token
+        flat_logprobs=request.top_logprobs > 0,  # in lists of numbers, without an object for each
         output_kind=RequestOutputKind.DELTA,
     )
 
 
-def _generated(output: Any) -> EngineOutput:
+def _generated(output: Any, num_top: int) -> EngineOutput:
     if not isinstance(output, RequestOutput):
         return _failed(output)
     (completion,) = output.outputs
     token_ids = list(completion.token_ids)
-    entries = (completion.logprobs or [])[: len(token_ids)]  # a last output without tokens repeats older logprobs
+    entries: Any = (completion.logprobs or [])[: len(token_ids)]  # a last output without tokens repeats older logprobs
+    top: list[bytes] = []
+    if num_top and token_ids:
+        # of each position the sampled token and the likeliest, as which it may be there again
+        pairs = np.empty(len(entries.token_ids), TOP)
+        pairs["id"], pairs["logprob"] = entries.token_ids, entries.logprobs
+        top = [pairs[end - num_top : end].tobytes() for end in entries.end_indices]
+        logprobs = [entries.logprobs[start] for start in entries.start_indices]
+    else:
+        logprobs = [entry[token].logprob for token, entry in zip(token_ids, entries, strict=False) if token in entry]
     return EngineOutput(
         token_ids=token_ids,
-        logprobs=[entry[token].logprob for token, entry in zip(token_ids, entries, strict=False) if token in entry],
+        logprobs=logprobs,
+        top_logprobs=top,
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason if isinstance(completion.stop_reason, str) else None,  # else a stop token
     )
