@@ -252,6 +252,8 @@ class Prompt:
     messages: Sequence[TaggedMessage]
     columns: Mapping[str, Any] = field(default_factory=dict)
     is_conversational: bool = True  # False: the data gave plain text, and reward functions get plain text back
+    source: str | None = None  # the label of its source, where there are several
+    rewards: Sequence[str] | None = None  # names of the reward functions that score it; None: all
 
     def as_given(self, messages: Sequence[TaggedMessage] | None = None) -> Any:
         """The prompt as reward functions, environments and rollout functions get it: a list of message dicts, or plain text

@@ -55,6 +55,15 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
             yield _clash(is_set, f"rollout.agent.{agent.kind}", name, "an agent makes whole rollouts")
         elif config.rollout_function is not None and name != "rollout_function":
             yield _clash(is_set, "rollout_function.function", name, "it makes whole rollouts")
+    for key, source in config.sources.items():
+        yield (
+            source.environment not in (None, *config.environments),
+            f"{key}.environment: {source.environment} is not one of the environments {list(config.environments)}",
+        )
+        yield (
+            key.startswith("evaluation.") and source.weight != 1.0,
+            f"{key}.weight: every prompt is evaluated, so weights have no effect; leave it out",
+        )
     samples = max(rollout.group_size, config.evaluation.samples_per_prompt if config.evaluation is not None else 0)
     for name, environment in config.environments.items():
         yield (

@@ -28,6 +28,8 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics.update({f"reward_p{percent}": value for percent, value in _quantiles(rewards).items()})
         scored = [group.rewards for group in groups if scored_rewards(group.rewards)]
         metrics["frac_reward_zero_std"] = fmean(map(has_zero_variance, scored))
+    for source in sorted({group.group.prompt.source for group in groups if group.group.prompt.source is not None}):
+        metrics.update(_source_metrics(source, [group for group in groups if group.group.prompt.source == source]))
     parts = [part for group in groups for part in group.reward_parts]
     for name, values in sorted(rewards_by_name(parts).items()):
         metrics[f"rewards/{name}/mean"] = fmean(values)
@@ -43,6 +45,19 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.group.trainable]
     if completions:
         metrics.update(_completion_metrics(completions))
+    return metrics
+
+
+def _source_metrics(source: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Of one of several sources of prompts."""
+    metrics = {f"source/{source}/num_groups": float(len(groups))}
+    scored = [rewards for group in groups if (rewards := scored_rewards(group.rewards))]
+    if scored:
+        metrics[f"source/{source}/reward"] = fmean(reward for rewards in scored for reward in rewards)
+        metrics[f"source/{source}/frac_reward_zero_std"] = fmean(map(has_zero_variance, scored))
+    lengths = [completion.num_sampled_tokens for group in groups for completion in group.group.trainable]
+    if lengths:
+        metrics[f"source/{source}/mean_length"] = fmean(lengths)
     return metrics
 
 

@@ -321,7 +321,8 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
             "all completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
         )
     completions = scored.group.trainable
-    names = backticked(dict.fromkeys(name for parts in scored.reward_parts for name in parts))
+    parts = [part.items() for part in scored.reward_parts]
+    names = backticked(dict.fromkeys(name for part in parts for name, value in part if value is not None))
     texts = {tuple(token for turn in each.all_turns for token in turn.output_ids.tolist()) for each in completions}
     if all(completion.truncated for completion in completions):
         why = "all completions were cut off (rollout.max_completion_tokens)"

@@ -39,6 +39,8 @@ from grpo_async.store.schema import SCHEMA
 from grpo_async.utils.safe_text import escape_surrogates, safe_repr
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+SOURCE_COLUMN = "source_label"
+"""The stored column that says which of several sources the prompt is of."""
 _MAX_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, becomes its repr
 
 
@@ -86,7 +88,7 @@ def line_of(entry: Entry) -> bytes:
         "written_at": entry.written_at,
         "prompt_hash": prompt_hash(group.prompt),
         "messages": group.prompt.messages,
-        "columns": group.prompt.columns,
+        "columns": group.prompt.columns | ({} if group.prompt.source is None else {SOURCE_COLUMN: group.prompt.source}),
         "prompt_ids": shared_ids,
     }
     # joined by hand: what is a JSON object already would be copied once more

@@ -19,7 +19,8 @@ from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.config.sections import AdvantageSection, RolloutSection
-from grpo_async.data.stream import PromptStream
+from grpo_async.data.rows import Rows
+from grpo_async.data.stream import PromptStream, SourceRows
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRejectedError, RunError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
@@ -107,7 +108,7 @@ class _Setup:
         self.folder = folder
         self.store = LineStore(folder)
         self.stream = PromptStream(
-            [{"prompt": text} for text in texts],
+            [SourceRows(rows=Rows([{"prompt": text} for text in texts], locations=texts))],
             seed=0,
             shuffle=False,
             state=resume.data if resume else None,
