@@ -103,6 +103,12 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
         f"{{rollout.max_staleness}} with {{training.weight_sync_steps}} would drop every sample as stale; the server is up to "
         f"{count(behind, 'step')} behind, so set max_staleness >= {behind}",
     )
+    yield _clash(
+        training.epochs is not None and not config.data.sampling.is_fixed,
+        "{training.epochs}",
+        "data.sampling",
+        "rows are not used equally often, so max_steps has to end the run",
+    )
     yield (
         training.micro_batch_tokens < config.inference.max_model_len,
         "{training.micro_batch_tokens} is less than {inference.max_model_len}; the longest possible sample would not fit into a "

@@ -259,11 +259,40 @@ def _check_sources(sources: Sources) -> Sources:
     return sources
 
 
+class SamplingSection(StrictModel):
+    """How the prompts of a source are chosen; of several sources, of each."""
+
+    type: Literal["uniform", "target_rate", "easy_to_hard"] = "uniform"
+    """By the solve rate of a row: the fraction of the completions of its last group with a reward of at least `pass_threshold`.
+    uniform: every row once, then every row again, whatever its rate. target_rate: at random; the further the rate is from `target`,
+    the less likely, down to a twentieth; rows that were not drawn yet count as if they were at it. easy_to_hard: every row once,
+    then every row again, from the highest rate to the lowest, and so on."""
+    target: float = Field(default=0.5, ge=0.0, le=1.0)
+    """With target_rate: the solve rate to look for."""
+    retire_solved: int | None = Field(default=None, ge=1)
+    """A row whose last N groups were solved by every completion is not drawn again until there is no other; null = it is."""
+    pass_threshold: float = 1.0
+    """A completion solves its prompt when its reward is at least this."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the order of the prompts is known from the start."""
+        return self.type == "uniform" and self.retire_solved is None
+
+    @model_validator(mode="after")
+    def _target_has_a_use(self) -> Self:
+        if self.type != "target_rate" and self.target != type(self).model_fields["target"].default:
+            raise ValueError(f"target: {self.target:g} has no effect with type: {self.type}; set type: target_rate")
+        return self
+
+
 class DataSection(StrictModel):
     train: Annotated[Sources, AfterValidator(_check_sources)]
     """Prompts to train on: one source, or a list of sources that are mixed by their `weight`."""
     shuffle: bool = True
     """Reshuffle every epoch, seeded by `run.seed`."""
+    sampling: SamplingSection = SamplingSection()
+    """Which prompts come how often."""
     held_out: float | None = Field(default=None, gt=0.0)
     """Rows of `train` that are kept for evaluation and not trained on: below 1 a fraction (0.05), else a number of rows (200), of
     each source.

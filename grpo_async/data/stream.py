@@ -6,6 +6,8 @@ pure function of (seed, epoch). Worked example, 3 rows, shuffled: epoch 0 = rows
 
 Of several sources, each is such a stream, and the next prompt is of the one that is furthest behind its share: at no time is a
 source a whole prompt ahead. Weights 3 and 1: sources 0 0 1 0, and so on; prompt 3 is the third of source 0.
+
+With `data.sampling` the row of a prompt is chosen when the prompt is issued (`pools`), and the checkpoint has it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import hashlib
 import json
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_async.config.sections import SamplingSection
+from grpo_async.data.pools import Pool
 from grpo_async.data.rows import Rows
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, Prompt, TaggedMessage
@@ -66,6 +71,7 @@ class PromptStream:
     Args:
         sources: at least one.
         num_prompts: after which the stream is at its end; None: never.
+        sampling: how rows are chosen by what their groups scored (`observe`); None: in the order of epochs.
         seed: together with the epoch, decides the order.
         shuffle: False: every epoch goes through the rows in their order.
         state: what `state()` returned; the stream continues there.
@@ -81,6 +87,7 @@ class PromptStream:
         seed: int,
         shuffle: bool,
         num_prompts: int | None = None,
+        sampling: SamplingSection | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self._sources = sources
@@ -94,6 +101,10 @@ class PromptStream:
         # of several sources, by prompt id: the source, and how many earlier prompts are of it
         self._source_of, self._rank_of = array("H"), array("Q")
         self._drawn = [0] * len(sources)  # of each source, in these
+        self._pools: list[Pool] = []  # of each source, unless the order is known from the start
+        self._chosen = array("q")  # with pools, by prompt id: the row; -1: no longer known
+        if sampling is not None and not sampling.is_fixed:
+            self._pools = [Pool(len(source.rows), sampling, seed=seed, shuffle=shuffle) for source in sources]
         if state is not None:
             self._restore(state)
 
@@ -109,20 +120,28 @@ class PromptStream:
 
     def next(self) -> Prompt:
         """The next prompt of the stream; not at its end."""
+        if self._pools:
+            number, _ = self._place(self._next_prompt_id)
+            self._chosen.append(self._pools[number].draw(self._next_prompt_id))
         prompt = self.prompt(self._next_prompt_id)
         self._next_prompt_id += 1
         return prompt
 
     def prompt(self, prompt_id: int) -> Prompt:
-        """Any prompt of the stream, past or future, without moving it; how unfinished prompts are issued again.
+        """Any prompt of the stream, past or future, without moving it; how unfinished prompts are issued again. With `sampling`,
+        one that was issued and, if before a resume, was given to `state`.
 
         Raises:
-            ValueError: `prompt_id` is negative.
+            ValueError: there is no such prompt.
         """
         if prompt_id < 0:
             raise ValueError(f"prompt_id must not be negative, got {prompt_id}")
         number, rank = self._place(prompt_id)
         source = self._sources[number]
+        if self._pools:
+            if prompt_id >= len(self._chosen) or self._chosen[prompt_id] < 0:
+                raise ValueError(f"the row of prompt {prompt_id} is not known")
+            return source.prompt(self._chosen[prompt_id], prompt_id)
         epoch, position = divmod(rank, len(source.rows))
         return source.prompt(self._order(number, epoch)[position], prompt_id)
 
@@ -140,9 +159,25 @@ class PromptStream:
             self._drawn[number] += 1
         return self._source_of[prompt_id], self._rank_of[prompt_id]
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, ready for JSON."""
+    def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None:
+        """The group of a prompt was scored."""
+        scored = [reward for reward in rewards if reward is not None]
+        if self._pools and scored:
+            self._pools[self._place(prompt_id)[0]].observe(self._chosen[prompt_id], scored)
+
+    def metrics(self) -> dict[str, float]:
+        """With `sampling`: fractions of the rows. Thread-safe."""
+        total = sum((Counter(pool.counts()) for pool in self._pools), Counter[str]())
+        return {f"data/{name}": total[name] / self._num_rows for name in ("seen", "solved", "retired") if self._pools}
+
+    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
+        """What a checkpoint needs, ready for JSON. `unfinished`: the prompts that a resume will ask for again."""
+        pools = {
+            "pools": [pool.state() for pool in self._pools],
+            "chosen": {str(prompt_id): self._chosen[prompt_id] for prompt_id in unfinished if self._pools},
+        }
         return {
+            **(pools if self._pools else {}),
             "next_prompt_id": self._next_prompt_id,
             "num_rows": self._num_rows,
             "fingerprint": self._fingerprint,
@@ -166,6 +201,12 @@ class PromptStream:
                     f"set it back to {state[name]}, or start a new run"
                 )
         self._next_prompt_id = state["next_prompt_id"]
+        if self._pools:
+            self._chosen = array("q", [-1]) * self._next_prompt_id
+            for prompt_id, row in state["chosen"].items():
+                self._chosen[int(prompt_id)] = row
+            for pool, saved in zip(self._pools, state["pools"], strict=True):
+                pool.restore(saved)
 
     def _order(self, source: int, epoch: int) -> Sequence[int]:
         num_rows = len(self._sources[source].rows)

@@ -113,6 +113,11 @@ class RolloutWorker:
         """Prompts that are closed, in epochs. Thread-safe."""
         return self._stream.epoch(len(self._outstanding))
 
+    @property
+    def data_metrics(self) -> dict[str, float]:
+        """How far the data is used, by difficulty. Thread-safe."""
+        return self._stream.metrics()
+
     async def run(self) -> None:
         """Start groups while there are prompts.
 
@@ -175,6 +180,8 @@ class RolloutWorker:
                 raise _TooStaleError
             scored = await self._make(group)
             self._failures_in_a_row = 0
+            if scored is not None:
+                self._stream.observe(group_id, scored.rewards)
             if scored is None:
                 self._drop_unscored(group, GroupStatus.FILTERED)
             elif not scored.samples and self._section.zero_variance == "resample":
@@ -283,13 +290,14 @@ class RolloutWorker:
             group.snapshot() for group in self.table.started() if group.task is not None and not group.is_too_stale
         ]
         in_progress += [group for group in self._again.values() if group is not None]  # not begun again yet
+        outstanding, dropped = self._outstanding, self.buffer.dropped()
         return ResumeState(
-            data=self._stream.state(),
-            outstanding=self._outstanding,
+            data=self._stream.state({*outstanding, *(scored.group_id for scored in dropped)}),
+            outstanding=outstanding,
             ledger=totals_for_resume(self.table.ledger()),
             queued=self.table.queued(),
             in_progress=sorted((group for group in in_progress if group.rollouts), key=lambda group: group.group_id),
-            dropped=self.buffer.dropped(),
+            dropped=dropped,
             next_seq=self._store.position(),
             failures=self.errors.counts,
         )

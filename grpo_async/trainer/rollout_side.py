@@ -131,6 +131,7 @@ def build_rollout_side(
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         num_prompts=config.training.num_prompts(data.num_rows),
+        sampling=config.data.sampling,
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt) if state else None

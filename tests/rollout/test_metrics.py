@@ -140,10 +140,12 @@ def test_each_of_several_sources_has_its_own_metrics() -> None:
     assert {name: value for name, value in metrics.items() if name.startswith("source/")} == {
         "source/math/num_groups": 2.0,
         "source/math/reward": 0.75,
+        "source/math/solved": 0.75,
         "source/math/frac_reward_zero_std": 0.5,
         "source/math/mean_length": 5.0,
         "source/code/num_groups": 1.0,
         "source/code/reward": 0.0,
+        "source/code/solved": 0.0,
         "source/code/frac_reward_zero_std": 1.0,
         "source/code/mean_length": 1.0,
     }

@@ -18,7 +18,7 @@ from grpo_async.buffer.group import OpenGroup
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import Watch
-from grpo_async.config.sections import AdvantageSection, RolloutSection
+from grpo_async.config.sections import AdvantageSection, RolloutSection, SamplingSection
 from grpo_async.data.rows import Rows
 from grpo_async.data.stream import PromptStream, SourceRows
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRejectedError, RunError
@@ -102,6 +102,7 @@ class _Setup:
         resume: ResumeState | None = None,
         version: int = 0,
         max_staleness: int = 1,
+        sampling: SamplingSection | None = None,
     ) -> None:
         self.client = _Client(script)
         self.errors = ErrorLog()
@@ -111,6 +112,7 @@ class _Setup:
             [SourceRows(rows=Rows([{"prompt": text} for text in texts], locations=texts))],
             seed=0,
             shuffle=False,
+            sampling=sampling,
             state=resume.data if resume else None,
         )
         client: Any = self.client
