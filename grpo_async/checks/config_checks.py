@@ -310,8 +310,10 @@ class _InputChecks:
         agent = self.config.rollout.agent
         if agent is not None and (fault := binding_error(agent.host, agent.port)):
             self.problems.append(f"rollout.agent.host: {agent.host} cannot be bound on this machine ({fault})")
-        if components.environments is not None:
-            for key, found in rows.items():
+        for key, found in rows.items():
+            with self.problems.collecting(f"{key}: "):
+                components.check_tools(found)
+            if components.environments is not None:
                 self.problems.extend(f"{key}, {problem}" for problem in components.environments.check_rows(found))
         return components
 

@@ -87,6 +87,8 @@ def load_rollout_inputs(config: ExperimentConfig, renderer: ChatRenderer) -> Rol
     # all rows: the launcher may have seen the first ones only
     evaluated = (("the data to evaluate on", source) for source in data.evaluation.values())
     for key, source in (*data.train.items(), *evaluated):
+        with problems.collecting():
+            components.check_tools(source.rows)
         for note in look_at_rows(key, source.rows, config, problems):
             logger.info("%s", note)
     problems.raise_if_any()
@@ -172,14 +174,17 @@ def build_rollout_side(
         for source in data.train.values()
         if number < len(source.rows)
     ][:_NUM_FIRST_PROMPTS]
-    tools = components.tool_sets[0] if len(components.tool_sets) == 1 else ()
     return RolloutSide(
         config=config,
         source=source,
         evaluator=build_evaluator(config, data, components, scorer, client=client, renderer=renderer),
         first_prompts=first,
         first_prompt_ids=[
-            renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)
+            renderer.prompt_ids(
+                prompt.messages,
+                is_conversational=prompt.is_conversational,
+                tools=components.schemas_for(prompt.columns),
+            )
             for prompt in first
             # prompts of an environment may begin empty
             if prompt.messages and not config.has_own_rollouts

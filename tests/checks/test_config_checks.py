@@ -26,6 +26,7 @@ from tests.support.local_server import local_server, taking_turns
 GAME = {"game": {"factory": "examples.game.guessing_game:GuessingGame"}}
 MATCH = "grpo_async.rewards.text:exact_match"
 AGENT = {"function": "examples.agent.agent:run", "max_concurrent": 3}
+CALCULATOR = "grpo_async.tools.calculator:calculator"
 FORMAT = {"rewards": [{"function": "grpo_async.rewards.format:think_format"}]}
 
 
@@ -67,6 +68,8 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
         (TRAIN, [{"prompt": "9 + 9 ="}], {"data": {"train": TWO}}, "rename with `data.train.1.columns`"),
         (TRAIN, TRAIN, {"data": {"train": [{**each, "rewards": ["typo"]} for each in TWO]}},
          "data.train.0.rewards: there is no reward `typo`"),
+        ([_row(1, tools=["calculator"]), _row(2, tools=["add"])], [], {"tools": [{"function": CALCULATOR}]},
+         "train.jsonl:2: the column `tools` lists names of the run's tools that the row may use, ['calculator']"),
         ([_row(1, completions=1)], [], {}, "remove_columns: [completions]"),
         ([_row(1, trainer_state=1)], [], {}, "data.train: the column `trainer_state` "),
         (TRAIN, [], {"environments": GAME, "rewards": [{"function": MATCH, "name": "GuessingGame"}]},
