@@ -20,7 +20,7 @@ from grpo_async.chat.turn import ChatError
 from grpo_async.checks.memory import ModelSize, check_run_dir_writable, disk_room
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import EnvironmentSource, HubSource, Source, Sources
+from grpo_async.config.sections import EnvironmentSource, HubSource, Source
 from grpo_async.data import Rows, first_rows, load_data, make_prompt
 from grpo_async.data.look import look_at_rows
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError, Problems
@@ -279,15 +279,12 @@ class _InputChecks:
 
     def _load_all(self) -> dict[str, Rows]:
         """Load and filter the rows as a run does, except by tokens, for which the tokenizer would be needed."""
-        data, evaluation, training = self.config.data, self.config.evaluation, self.config.training
-        data = data.model_copy(update={"train": _without_filters(data.train)})
-        if evaluation is not None and evaluation.data is not None:
-            evaluation = evaluation.model_copy(update={"data": _without_filters(evaluation.data)})
-        loaded = load_data(data, evaluation, needs_prompt=not self.config.environments)
+        data, training = self.config.data, self.config.training
+        loaded = load_data(data, self.config.evaluation, needs_prompt=not self.config.environments)
         self.notes.extend(loaded.notes)
         num_rows = loaded.num_rows
         groups, counted = training.num_prompts(num_rows), self.config.with_rows(num_rows)
-        is_filtered = any(source.max_prompt_tokens is not None for source in self.config.data.sources.values())
+        is_filtered = any(source.max_prompt_tokens is not None for source in data.sources.values())
         if groups is not None and not is_filtered:
             cut = "" if self.config.warmup_steps == counted.warmup_steps else ", and so is optimizer.warmup_steps"
             self.notes.append(
@@ -501,12 +498,6 @@ def _sample(rows: Rows) -> Rows:
             first.setdefault(tuple(message["role"] for message in row["prompt"]), index)
     even = range(0, len(rows), max(1, math.ceil(len(rows) / _NUM_MEASURED)))
     return rows.take(sorted({*even, *list(first.values())[:_NUM_MEASURED]}))
-
-
-def _without_filters(sources: Sources) -> Sources:
-    if isinstance(sources, list):
-        return [source.without_filters() for source in sources]
-    return sources.without_filters()
 
 
 def _is_small(source: Source) -> bool:

@@ -249,13 +249,15 @@ def sources_at(key: str, sources: Sources) -> dict[str, Source]:
 
 
 def _check_sources(sources: Sources) -> Sources:
-    """Raises ValueError for what only a list of sources may have, and for labels that are not unique."""
+    """Raises ValueError for what only a list of sources may have, and for labels and weights that cannot be used."""
     if not isinstance(sources, list):
         names = [name for name in _OF_A_LIST if getattr(sources, name) != DataSource.model_fields[name].default]
         if names:
             raise ValueError(f"{names[0]}: for a list of sources only; make it one ([{{...}}]), or leave this out")
     elif twice := duplicates([source.resolved_label for source in sources]):
         raise ValueError(f"the labels {twice} are used more than once; give each source a `label` of its own")
+    elif not any(source.weight for source in sources):
+        raise ValueError("the weight of every source is 0; give at least one more")
     return sources
 
 
@@ -304,13 +306,6 @@ class DataSection(StrictModel):
         if held_out is not None and held_out >= 1 and held_out != int(held_out):
             raise ValueError(f"{held_out:g} is neither a fraction (below 1) nor a whole number of rows")
         return held_out
-
-    @field_validator("train")
-    @classmethod
-    def _some_source_has_weight(cls, train: Sources) -> Sources:
-        if isinstance(train, list) and not any(source.weight for source in train):
-            raise ValueError("the weight of every source is 0; give at least one more")
-        return train
 
     @property
     def sources(self) -> dict[str, Source]:

@@ -40,7 +40,7 @@ def load_data(
     Args:
         data: where prompts come from.
         evaluation: what is evaluated on, if anything.
-        count_tokens: number of prompt tokens of a Prompt, chat template included; needed for `max_prompt_tokens`.
+        count_tokens: number of prompt tokens of a Prompt, chat template included; without it `max_prompt_tokens` has no effect.
         needs_prompt: see `load_rows`.
 
     Raises:
@@ -49,6 +49,8 @@ def load_data(
     notes: list[str] = []
 
     def load(sources: Mapping[str, Source]) -> dict[str, SourceRows]:
+        if count_tokens is None:
+            sources = {key: source.without_filters() for key, source in sources.items()}
         loaded = {key: _load(key, source, count_tokens, needs_prompt) for key, source in sources.items()}
         notes.extend(f"{key}: {note}" for key, source in loaded.items() for note in source.rows.notes)
         return loaded

@@ -77,7 +77,7 @@ class PromptStream:
         state: what `state()` returned; the stream continues there.
 
     Raises:
-        ConfigError: the rows, seed or shuffling are not those of `state`.
+        ConfigError: the rows are not those of `state`. (launch.prepare refuses another seed or shuffling.)
     """
 
     def __init__(
@@ -181,8 +181,6 @@ class PromptStream:
             "next_prompt_id": self._next_prompt_id,
             "num_rows": self._num_rows,
             "fingerprint": self._fingerprint,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -194,12 +192,6 @@ class PromptStream:
                 "continue where it stopped; restore the file and the `data` section (filters and `held_out` too), or start a new "
                 "run. A generator that goes through a set makes other rows in another process: sort there"
             )
-        for name, setting in (("seed", "run.seed"), ("shuffle", "data.shuffle")):
-            if state[name] != here[name]:
-                raise ConfigError(
-                    f"{setting}: {here[name]} now, but {state[name]} at the checkpoint, so the order of the prompts would change; "
-                    f"set it back to {state[name]}, or start a new run"
-                )
         self._next_prompt_id = state["next_prompt_id"]
         if self._pools:
             self._chosen = array("q", [-1]) * self._next_prompt_id

@@ -176,7 +176,7 @@ class RolloutSource:
         )
 
     def gauges(self) -> dict[str, float]:
-        gauges = {"epoch": self._worker.epoch, **self._worker.data_metrics}
+        gauges = {"epoch": self._worker.epoch, **self._worker.stream.metrics()}
         for kind, counts in self._table.ledger().items():
             gauges.update({f"ledger/{kind}/{status}": float(number) for status, number in counts.items()})
         num_groups, num_tokens = self._table.take_stale()

@@ -64,7 +64,7 @@ class RolloutWorker:
         # consecutive failures of groups after which the run stops; an error that fails several groups at once counts once
         self._max_failures = max(_MIN_FAILED_GROUPS, 2 * section.groups_per_step)
         self._max_without_signal = section.max_rounds_without_signal * section.groups_per_step
-        self._stream = stream
+        self.stream = stream
         self._producer = producer
         self.errors = errors
         self.scorer = scorer
@@ -111,12 +111,7 @@ class RolloutWorker:
     @property
     def epoch(self) -> float:
         """Prompts that are closed, in epochs. Thread-safe."""
-        return self._stream.epoch(len(self._outstanding))
-
-    @property
-    def data_metrics(self) -> dict[str, float]:
-        """How far the data is used, by difficulty. Thread-safe."""
-        return self._stream.metrics()
+        return self.stream.epoch(len(self._outstanding))
 
     async def run(self) -> None:
         """Start groups while there are prompts.
@@ -126,7 +121,7 @@ class RolloutWorker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                while self._again or not self._stream.is_at_end:
+                while self._again or not self.stream.is_at_end:
                     began = time.time()
                     await self.table.admit()
                     waited_until = time.time()
@@ -154,9 +149,9 @@ class RolloutWorker:
         snapshot = None
         if self._again:
             group_id = next(iter(self._again))
-            prompt, snapshot = self._stream.prompt(group_id), self._again[group_id]
+            prompt, snapshot = self.stream.prompt(group_id), self._again[group_id]
         else:
-            prompt = self._stream.next()
+            prompt = self.stream.next()
             group_id = prompt.prompt_id
         group = OpenGroup(
             name=f"g{group_id}",
@@ -181,7 +176,7 @@ class RolloutWorker:
             scored = await self._make(group)
             self._failures_in_a_row = 0
             if scored is not None:
-                self._stream.observe(group_id, scored.rewards)
+                self.stream.observe(group_id, scored.rewards)
             if scored is None:
                 self._drop_unscored(group, GroupStatus.FILTERED)
             elif not scored.samples and self._section.zero_variance == "resample":
@@ -292,7 +287,7 @@ class RolloutWorker:
         in_progress += [group for group in self._again.values() if group is not None]  # not begun again yet
         outstanding, dropped = self._outstanding, self.buffer.dropped()
         return ResumeState(
-            data=self._stream.state({*outstanding, *(scored.group_id for scored in dropped)}),
+            data=self.stream.state({*outstanding, *(scored.group_id for scored in dropped)}),
             outstanding=outstanding,
             ledger=totals_for_resume(self.table.ledger()),
             queued=self.table.queued(),

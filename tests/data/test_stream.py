@@ -110,14 +110,6 @@ def test_changed_data_is_refused_after_a_checkpoint(changed: list[dict[str, Any]
         _stream(changed, seed=0, shuffle=True, state=state)
 
 
-def test_another_seed_or_shuffling_is_refused_after_a_checkpoint() -> None:
-    state = _stream(_rows(5), seed=0, shuffle=True).state()
-    with pytest.raises(ConfigError, match=r"run\.seed: 1 now, but 0 at the checkpoint"):
-        _stream(_rows(5), seed=1, shuffle=True, state=state)
-    with pytest.raises(ConfigError, match=r"data\.shuffle: False now"):
-        _stream(_rows(5), seed=0, shuffle=False, state=state)
-
-
 def test_a_stream_of_some_prompts_ends_and_says_how_far_it_is() -> None:
     stream = _stream(_rows(4), seed=0, shuffle=True, num_prompts=6)
     seen = []
