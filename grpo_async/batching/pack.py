@@ -46,6 +46,7 @@ class MicroBatch:
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
+    temperatures: torch.Tensor | None = None  # (N,) float32, NaN for that of the run; None: all are
 
     @property
     def num_trained_tokens(self) -> int:
@@ -85,6 +86,7 @@ class RankSamples:
     policy_versions: IntArray  # (L,)
     trainer_version: int  # finished steps
     minibatch_tokens: int
+    temperatures: FloatArray  # (S,), see MicroBatch
 
     def pack(self) -> list[MicroBatch]:
         packed = []
@@ -112,6 +114,7 @@ class RankSamples:
 
         trained = np.flatnonzero(mask)  # (N,)
         owner = sample[trained]  # (N,)
+        temperatures = self.temperatures[samples][owner]  # (N,)
         is_trained = np.bincount(owner, minlength=len(lengths)) > 0  # (S,)
         return MicroBatch(
             input_ids=grid(ids.astype(np.int64), 0),
@@ -125,6 +128,7 @@ class RankSamples:
             weights=torch.from_numpy(self.weights[samples][owner]),
             staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
             minibatch_tokens=self.minibatch_tokens,
+            temperatures=None if np.isnan(temperatures).all() else torch.from_numpy(temperatures),
         )
 
 
@@ -144,6 +148,7 @@ def split_by_rank(
                 lengths=np.array([len(sample.token_ids) for sample in mine], np.int64),
                 advantages=np.array([sample.advantage for sample in mine], np.float32),
                 weights=np.array([weights[index] for index in order], np.float32),
+                temperatures=np.array([sample.temperature for sample in mine], np.float32),  # None becomes NaN
                 token_ids=joined(np.int32, (sample.token_ids for sample in mine)),
                 loss_mask=joined(np.bool_, (sample.loss_mask for sample in mine)),
                 sampler_logprobs=joined(np.float32, (sample.sampler_logprobs for sample in mine)),

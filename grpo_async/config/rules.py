@@ -61,9 +61,11 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
             f"{key}.environment: {source.environment} is not one of the environments {list(config.environments)}",
         )
         yield (
-            key.startswith("evaluation.") and source.weight != 1.0,
-            f"{key}.weight: every prompt is evaluated, so weights have no effect; leave it out",
+            key.startswith("evaluation.") and (source.weight != 1.0 or source.temperature is not None),
+            f"{key}: weight and temperature are for training: every prompt is evaluated, at evaluation.temperature; leave them out",
         )
+        own = source.temperature is not None and config.has_own_rollouts
+        yield _clash(own, f"{key}.temperature", "rollout.agent or rollout_function", "they may ask for any")
     samples = max(rollout.group_size, config.evaluation.samples_per_prompt if config.evaluation is not None else 0)
     for name, environment in config.environments.items():
         yield (

@@ -156,6 +156,8 @@ class DataSource(StrictModel):
     """In a list of sources to train on: its share of the prompts is this / the sum over all sources, however many rows it has."""
     rewards: Annotated[list[str], Field(min_length=1)] | None = None
     """In a list of sources: names of the functions of `rewards` that score its rows; the others give None. null = all."""
+    temperature: float | None = Field(default=None, ge=0.01, le=100.0)
+    """In a list of sources to train on: in place of `rollout.temperature`, in sampling and in the trainer's log-probabilities."""
     environment: str | None = None
     """In a list of sources: the environment (of `environments`) of all of its rows, as if they had the column `environment`."""
 
@@ -238,7 +240,7 @@ Sources = Annotated[
     Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
 ]
 """One source, or a list of them (a mixture)."""
-_OF_A_LIST = ("label", "weight", "rewards", "environment")
+_OF_A_LIST = ("label", "weight", "rewards", "temperature", "environment")
 
 
 def sources_at(key: str, sources: Sources) -> dict[str, Source]:

@@ -74,7 +74,7 @@ def load_data(
         assert evaluated  # config.rules refuses an evaluation without data
         for key, source in evaluated.items():
             first = source.rows.take(range(min(evaluation.num_prompts, len(source.rows))))
-            evaluated[key] = replace(source, rows=first)
+            evaluated[key] = replace(source, rows=first, temperature=None)
         leaks = find_leaks(_joined(train.values()), _joined(evaluated.values()), columns)
         notes += _check_leaks(leaks, evaluation)
     return LoadedData(train=train, evaluation=evaluated, notes=tuple(notes))
@@ -91,6 +91,7 @@ def _load(key: str, source: Source, count_tokens: CountTokens | None, needs_prom
         label=source.resolved_label if key.rpartition(".")[2].isdecimal() else None,
         weight=source.weight,
         rewards=source.rewards,
+        temperature=source.temperature,
     )
 
 

@@ -58,11 +58,12 @@ class SourceRows:
     label: str | None = None
     weight: float = 1.0
     rewards: Sequence[str] | None = None
+    temperature: float | None = None
 
     def prompt(self, number: int, prompt_id: int) -> Prompt:
         """Row `number` as the prompt `prompt_id`."""
         prompt = make_prompt(self.rows[number], prompt_id, self.system_prompt)
-        return replace(prompt, source=self.label, rewards=self.rewards)
+        return replace(prompt, source=self.label, rewards=self.rewards, temperature=self.temperature)
 
 
 class PromptStream:

@@ -269,7 +269,7 @@ class ConversationProducer:
         rollout = Rollout(
             client=self._client,
             renderer=self._renderer,
-            settings=self._settings,
+            settings=replace(self._settings, temperature=group.prompt.temperature or self._settings.temperature),
             on_tokens=partial(group.received, index),
             rollout_id=group.rollout_id(index),
             seed=seed_of(group.seed, index),

@@ -231,4 +231,5 @@ def _sample(
         rewards=rewards,
         reward=reward,
         truncated=completion.truncated,
+        temperature=group.prompt.temperature,
     )

@@ -95,6 +95,12 @@ def test_tools_are_offered_in_the_prompt_and_called() -> None:
     assert produced.environments is None
 
 
+def test_prompts_of_a_source_with_a_temperature_are_sampled_at_it() -> None:
+    setup = _Setup(stop(6, EOS))
+    setup.make(make_prompt(), replace(make_prompt(1), temperature=0.5))
+    assert sorted(request.temperature for request in setup.client.requests) == [0.5, 0.5, 1.0, 1.0]
+
+
 def test_a_row_names_the_tools_that_it_may_use() -> None:
     """A call of another one fails."""
 
