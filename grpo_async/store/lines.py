@@ -76,6 +76,7 @@ def line_of(entry: Entry) -> bytes:
     """
     group = entry.group
     outcomes = _outcomes(entry.scored)
+    source = group.prompt.source
     shared_ids = group.completions[0].prompt_ids if group.completions else None
     rollouts = [_dumps(_rollout(each, outcomes, entry.stats, shared_ids)) for each in group.completions]
     head = {
@@ -88,7 +89,7 @@ def line_of(entry: Entry) -> bytes:
         "written_at": entry.written_at,
         "prompt_hash": prompt_hash(group.prompt),
         "messages": group.prompt.messages,
-        "columns": group.prompt.columns | ({} if group.prompt.source is None else {SOURCE_COLUMN: group.prompt.source}),
+        "columns": {**group.prompt.columns, **({} if source is None else {SOURCE_COLUMN: source})},
         "prompt_ids": shared_ids,
     }
     # joined by hand: what is a JSON object already would be copied once more
