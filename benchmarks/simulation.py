@@ -39,7 +39,8 @@ from grpo_async.batching.plan import plan_batch
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.config.sections import RolloutSection
-from grpo_async.data.stream import PromptStream
+from grpo_async.data.rows import Rows
+from grpo_async.data.stream import PromptStream, SourceRows
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.worker import RolloutWorker
@@ -194,7 +195,9 @@ def simulate(setup: Setup) -> dict[str, float]:
             max_rounds_without_signal=1000,
         ),
         seed=setup.seed,
-        stream=PromptStream([{"prompt": "simulated"}], seed=setup.seed, shuffle=False),
+        stream=PromptStream(
+            [SourceRows(rows=Rows([{"prompt": "simulated"}], locations=[""]))], seed=setup.seed, shuffle=False
+        ),
         producer=SimulatedProducer(servers, setup.lengths),
         errors=ErrorLog(),
         scorer=scorer,

@@ -261,6 +261,9 @@ class Prompt:
     messages: Sequence[TaggedMessage]
     columns: Mapping[str, Any] = field(default_factory=dict)
     is_conversational: bool = True  # False: the data gave plain text, and reward functions get plain text back
+    source: str | None = None  # the label of its source, where there are several
+    rewards: Sequence[str] | None = None  # names of the reward functions that score it; None: all
+    temperature: float | None = None  # None: that of the run
 
     def as_given(self, messages: Sequence[TaggedMessage] | None = None) -> Any:
         """The prompt as reward functions, environments and rollout functions get it: a list of message dicts, or plain text
@@ -456,6 +459,7 @@ class RolloutSample:
     """The sum of these weights."""
     top: TopArray | None = None
     """The likeliest tokens at each trained token's position (num_trained_tokens, K), for `loss.score_centering`."""
+    temperature: float | None = None  # None: that of the run
 
     def __post_init__(self) -> None:
         as_arrays(self, token_ids=np.int32, loss_mask=np.bool_, sampler_logprobs=np.float32, policy_versions=np.int32)

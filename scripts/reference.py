@@ -44,7 +44,7 @@ def _config() -> str:
     ]
     section = None
     for key in all_keys():
-        if key.path.startswith("evaluation.data."):
+        if key.path.startswith(("evaluation.data.", "evaluation.data[].", "data.train[].")):
             continue  # they are those of data.train
         if (top := key.path.partition(".")[0].removesuffix("[]")) != section:
             section = top

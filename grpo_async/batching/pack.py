@@ -52,6 +52,7 @@ class MicroBatch:
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
     top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, for `loss.score_centering`
     top_logprobs: torch.Tensor | None = None  # (N, K) float32, the sampler's
+    temperatures: torch.Tensor | None = None  # (N,) float32, NaN for that of the run; None: all are
 
     @property
     def num_trained_tokens(self) -> int:
@@ -98,6 +99,7 @@ class RankSamples:
     teacher_logprobs: FloatArray | None = None  # (L,)
     teacher_weights: FloatArray | None = None  # (S,)
     top: TopArray | None = None  # (trained tokens, K)
+    temperatures: FloatArray  # (S,), see MicroBatch
 
     def pack(self) -> list[MicroBatch]:
         packed = []
@@ -131,6 +133,7 @@ class RankSamples:
             mine = self.top[before : before + len(trained)]
             top["top_ids"] = torch.from_numpy(mine["id"].astype(np.int64))
             top["top_logprobs"] = torch.from_numpy(mine["logprob"].astype(np.float32))
+        temperatures = self.temperatures[samples][owner]  # (N,)
         is_trained = np.bincount(owner, minlength=len(lengths)) > 0  # (S,)
         return MicroBatch(
             input_ids=grid(ids.astype(np.int64), 0),
@@ -146,6 +149,7 @@ class RankSamples:
             minibatch_tokens=self.minibatch_tokens,
             **self._taught(tokens, trained, samples, owner),
             **top,
+            temperatures=None if np.isnan(temperatures).all() else torch.from_numpy(temperatures),
         )
 
     def _taught(
@@ -177,6 +181,7 @@ def split_by_rank(
                 lengths=np.array([len(sample.token_ids) for sample in mine], np.int64),
                 advantages=np.array([sample.advantage for sample in mine], np.float32),
                 weights=np.array([weights[index] for index in order], np.float32),
+                temperatures=np.array([sample.temperature for sample in mine], np.float32),  # None becomes NaN
                 token_ids=joined(np.int32, (sample.token_ids for sample in mine)),
                 loss_mask=joined(np.bool_, (sample.loss_mask for sample in mine)),
                 sampler_logprobs=joined(np.float32, (sample.sampler_logprobs for sample in mine)),

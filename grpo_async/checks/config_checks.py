@@ -42,7 +42,7 @@ from grpo_async.utils.extras import needs
 from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.network import binding_error
 from grpo_async.utils.processes import open_files_limit
-from grpo_async.utils.text import count
+from grpo_async.utils.text import backticked, count
 
 _NUM_ROWS = 3
 _NUM_FIRST = 10_000  # of a file that is too large to be read here
@@ -119,9 +119,7 @@ class _InputChecks:
     @property
     def sources(self) -> dict[str, Source]:
         """The data sources, by dotted path."""
-        evaluation = self.config.evaluation
-        of_evaluation = {} if evaluation is None or evaluation.data is None else {"evaluation.data": evaluation.data}
-        return {"data.train": self.config.data.train, **of_evaluation}
+        return self.config.sources
 
     @property
     def sees_all(self) -> bool:
@@ -263,38 +261,38 @@ class _InputChecks:
         elif not self.sees_all:
             seen = (f"{key}: {count(len(some), 'row')} looked at here; {_LATER}" for key, some in rows.items())
             self.notes.extend(seen)
-        config, train = self.config, rows.get("data.train")
-        held_out = rows.get("evaluation.data" if "evaluation.data" in self.sources else "data.train")
-        is_text = train and isinstance(train[0]["prompt"], str)
-        if is_text and not config.templates_text:
-            self.notes.append(
-                "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
-                "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"
-            )
+        config = self.config
+        for key, train in rows.items():
+            is_text = train and key in config.data.sources and isinstance(train[0]["prompt"], str)
+            if is_text and not config.templates_text(self.sources[key]):
+                self.notes.append(
+                    f"{key}: the prompts are plain text, so they reach the model without the chat template and completions "
+                    f"reach the rewards as text; with {key}.system_prompt, or with messages as prompts, the template is used"
+                )
+        evaluated = self.sources.keys() - config.data.sources.keys() or config.data.sources.keys()
         for name in ("baseline_column", "group_by"):
             column = getattr(config.evaluation, name, None)
-            if held_out and column is not None and column not in held_out[0]:
-                self.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(held_out[0])}")
+            for held_out in (rows[key] for key in sorted(evaluated & rows.keys()) if column is not None):
+                if held_out and column not in held_out[0]:
+                    self.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(held_out[0])}")
         return rows
 
     def _load_all(self) -> dict[str, Rows]:
         """Load and filter the rows as a run does, except by tokens, for which the tokenizer would be needed."""
-        data, evaluation, training = self.config.data, self.config.evaluation, self.config.training
-        data = data.model_copy(update={"train": data.train.without_filters()})
-        if evaluation is not None and evaluation.data is not None:
-            evaluation = evaluation.model_copy(update={"data": evaluation.data.without_filters()})
-        loaded = load_data(data, evaluation, needs_prompt=not self.config.environments)
+        data, training = self.config.data, self.config.training
+        loaded = load_data(data, self.config.evaluation, needs_prompt=not self.config.environments)
         self.notes.extend(loaded.notes)
-        num_rows = len(loaded.train)
+        num_rows = loaded.num_rows
         groups, counted = training.num_prompts(num_rows), self.config.with_rows(num_rows)
-        if groups is not None and self.config.data.train.max_prompt_tokens is None:
+        is_filtered = any(source.max_prompt_tokens is not None for source in data.sources.values())
+        if groups is not None and not is_filtered:
             cut = "" if self.config.warmup_steps == counted.warmup_steps else ", and so is optimizer.warmup_steps"
             self.notes.append(
                 f"training.epochs: {training.epochs:g} x {count(num_rows, 'row')} = {count(groups, 'group')}, at most "
                 f"{count(counted.num_steps, 'step')}{cut}"
             )
-        rows = {"data.train": loaded.train, "evaluation.data": loaded.evaluation}
-        return {key: found for key, found in rows.items() if found is not None and key in self.sources}
+        found = {**loaded.evaluation, **loaded.train}
+        return {key: found[key].rows for key in self.sources}
 
     # ---- tools, environments, the rollout function, the agent, prompts ----
 
@@ -309,8 +307,10 @@ class _InputChecks:
         agent = self.config.rollout.agent
         if agent is not None and (fault := binding_error(agent.host, agent.port)):
             self.problems.append(f"rollout.agent.host: {agent.host} cannot be bound on this machine ({fault})")
-        if components.environments is not None:
-            for key, found in rows.items():
+        for key, found in rows.items():
+            with self.problems.collecting(f"{key}: "):
+                components.check_tools(found)
+            if components.environments is not None:
                 self.problems.extend(f"{key}, {problem}" for problem in components.environments.check_rows(found))
         return components
 
@@ -394,7 +394,9 @@ class _InputChecks:
             with self.problems.collecting(f"reward {reward.name!r}: "):
                 self.notes.extend(startup_notes(resolve(section.reference), section.keywords))
                 if section.reference.partition(":")[0] in _READ_GOLDS and not config.has_own_rollouts:
-                    self._check_golds(reward, rows, is_alone=len(rewards) == 1)
+                    chosen = {key: self.sources[key].rewards or names for key in rows}
+                    scored = {key: found for key, found in rows.items() if reward.name in chosen[key]}
+                    self._check_golds(reward, scored, is_alone=all(len(chosen[key]) == 1 for key in scored))
             reward.close()
 
     def _check_golds(self, reward: RewardFunction, rows: Mapping[str, Rows], *, is_alone: bool) -> None:
@@ -517,6 +519,11 @@ def reward_problems(
 ) -> list[str]:
     """One sentence for each reward function that lacks something it needs, and would fail every group, and for each column that no
     function would get. `source`: whose columns they are."""
+    chosen = config.sources[source].rewards
+    unknown = sorted(set(chosen or ()) - {reward.name for reward in rewards})
+    if unknown:
+        known = [reward.name for reward in rewards]
+        return [f"{source}.rewards: there is no reward {backticked(unknown)}; the rewards are {known}"]
     if config.has_own_rollouts:
         return []
     given = sorted(set(columns) - {"prompt"})
@@ -528,6 +535,7 @@ def reward_problems(
     return hidden + [
         f"reward {reward.name!r} {problem}"
         for reward in rewards
-        if (problem := reward.missing_inputs(given, has_environments=bool(config.environments), source=source))
+        if (chosen is None or reward.name in chosen)
+        and (problem := reward.missing_inputs(given, has_environments=bool(config.environments), source=source))
         is not None
     ]

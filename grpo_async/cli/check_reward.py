@@ -11,7 +11,7 @@ import contextlib
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,18 +67,19 @@ def check_reward(
     from grpo_async.rewards.function import load_reward
 
     resolved = load_config(config, overrides or ())
-    source = resolved.data.train
-    given = first_rows(source, rows, needs_prompt=not resolved.environments)
-    prompts = [make_prompt(row, number, source.system_prompt) for number, row in enumerate(given)]
+    prompts = {}
+    for key, source in resolved.data.sources.items():
+        given = first_rows(source, rows, needs_prompt=not resolved.environments)
+        prompts[key] = [make_prompt(row, number, source.system_prompt) for number, row in enumerate(given)]
     functions = load_rewards(resolved.rewards)
     for function in functions:
         function.close()
     chosen, notes = _what_to_check(functions, resolved, prompts, gold_column)
     reports = []
-    for index in chosen:
+    for index, tried in chosen.items():
         section = resolved.rewards[index].model_copy(update={"run_in": "process"})
         with contextlib.closing(load_reward(section, f"rewards.{index}")) as reward:
-            reports.append(asyncio.run(_try(reward, prompts, gold_column)))
+            reports.append(asyncio.run(_try(reward, tried, gold_column)))
     if as_json:
         typer.echo(json.dumps({"rewards": reports, "notes": notes}, indent=2))
     else:
@@ -88,27 +89,37 @@ def check_reward(
 
 
 def _what_to_check(
-    functions: Sequence[RewardFunction], config: ExperimentConfig, prompts: Sequence[Prompt], gold_column: str | None
-) -> tuple[list[int], list[str]]:
-    """Return the indices of the functions that can be called with what the data has, and notes on what is not tried."""
+    functions: Sequence[RewardFunction],
+    config: ExperimentConfig,
+    prompts: Mapping[str, Sequence[Prompt]],
+    gold_column: str | None,
+) -> tuple[dict[int, list[Prompt]], list[str]]:
+    """Return the prompts to try each function on, by its index, where it can be called with what the data has, and notes on what
+    is not tried."""
     from grpo_async.errors import Problems
 
-    columns = prompts[0].columns
-    problems, notes, chosen = Problems(), [], []
-    if gold_column is not None and gold_column not in columns:
-        problems.append(f"--gold-column {gold_column}: the data has no such column; it has {sorted(columns)}")
-    elif not any(_gold_of(prompt, gold_column) for prompt in prompts):
+    problems, notes = Problems(), []
+    chosen: dict[int, list[Prompt]] = {}
+    every = [prompt for some in prompts.values() for prompt in some]
+    names = sorted({name for prompt in every for name in prompt.columns})
+    if gold_column is not None and gold_column not in names:
+        problems.append(f"--gold-column {gold_column}: the data has no such column; it has {names}")
+    elif not any(_gold_of(prompt, gold_column) for prompt in every):
         notes.append(
             f"No column is one of {', '.join(_GOLD_COLUMNS)}, so right answers are not tried; name it with --gold-column."
         )
     if config.environments or config.rollout.agent is not None:
         notes.append("The rewards that environments (`get_reward`) and agents give are not tried here.")
-    for index, function in enumerate(functions):
-        missing = function.missing_inputs(columns, has_environments=bool(config.environments))
+    pairs = [(index, function, key) for index, function in enumerate(functions) for key in prompts]
+    for index, function, key in pairs:
+        if function.name not in (config.sources[key].rewards or [function.name]):
+            continue
+        columns = prompts[key][0].columns
+        missing = function.missing_inputs(columns, has_environments=bool(config.environments), source=key)
         if function.needs_environments and config.environments:
             notes.append(f"{function.name} is skipped: it needs `environments`, which only a rollout has.")
         elif missing is None:
-            chosen.append(index)
+            chosen.setdefault(index, []).extend(prompts[key])
         elif config.has_own_rollouts:
             notes.append(f"{function.name} is skipped: it {missing}; your rollouts may bring it.")
         else:

@@ -92,6 +92,12 @@ class ExperimentConfig(StrictModel):
         return self
 
     @property
+    def sources(self) -> dict[str, sections.Source]:
+        """The sources to train and evaluate on, by dotted path."""
+        evaluated = None if self.evaluation is None else self.evaluation.data
+        return self.data.sources | ({} if evaluated is None else sections.sources_at("evaluation.data", evaluated))
+
+    @property
     def num_steps(self) -> int:
         """The most steps of the run; 0 until the rows that `training.epochs` goes by are counted (`with_rows`)."""
         return self.training.max_steps or 0
@@ -149,11 +155,10 @@ class ExperimentConfig(StrictModel):
         """Whether a rollout function or an agent makes whole rollouts, which may bring columns that the data lacks."""
         return self.rollout_function is not None or self.rollout.agent is not None
 
-    @property
-    def templates_text(self) -> bool:
-        """Whether prompts of plain text go through the chat template, as messages always do."""
+    def templates_text(self, source: sections.Source) -> bool:
+        """Whether prompts of plain text of this source go through the chat template, as messages always do."""
         has_tools = bool(self.tools or self.environments or self.rollout.agent is not None)
-        return has_tools or self.data.train.system_prompt is not None
+        return has_tools or source.system_prompt is not None
 
     @property
     def run_path(self) -> Path:

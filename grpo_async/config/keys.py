@@ -114,7 +114,9 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
             is_section=bool(sections),
             meaning=" ".join((field.description or "").split()),
         )
-        yield from _merged([(_tags(below), list(_keys(below, f"{path}{suffix}."))) for suffix, below in sections])
+        for place in dict.fromkeys(suffix for suffix, _ in sections):
+            below = [section for suffix, section in sections if suffix == place]
+            yield from _merged([(_tags(section), list(_keys(section, f"{path}{place}."))) for section in below])
 
 
 def _sections(annotation: Any) -> list[tuple[str, type[BaseModel]]]:

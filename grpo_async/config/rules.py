@@ -60,6 +60,17 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
             yield _clash(is_set, f"rollout.agent.{agent.kind}", name, "an agent makes whole rollouts")
         elif config.rollout_function is not None and name != "rollout_function":
             yield _clash(is_set, "rollout_function.function", name, "it makes whole rollouts")
+    for key, source in config.sources.items():
+        yield (
+            source.environment not in (None, *config.environments),
+            f"{key}.environment: {source.environment} is not one of the environments {list(config.environments)}",
+        )
+        yield (
+            key.startswith("evaluation.") and (source.weight != 1.0 or source.temperature is not None),
+            f"{key}: weight and temperature are for training: every prompt is evaluated, at evaluation.temperature; leave them out",
+        )
+        own = source.temperature is not None and config.has_own_rollouts
+        yield _clash(own, f"{key}.temperature", "rollout.agent or rollout_function", "they may ask for any")
     samples = max(rollout.group_size, config.evaluation.samples_per_prompt if config.evaluation is not None else 0)
     for name, environment in config.environments.items():
         yield (
@@ -98,7 +109,8 @@ def _distillation_rules(config: ExperimentConfig, *, has_reward: bool) -> Iterat
     yield _clash(loss.off_policy_mask is not None, "{loss.off_policy_mask}", "distillation", by_token)
     yield _clash(loss.score_centering is not None, "{loss.score_centering}", "distillation", by_token)
     yield _clash(
-        config.rollout.temperature != 1.0 or bool(config.rollout.non_neutral_sampling),
+        any(each.temperature not in (None, 1.0) for each in (config.rollout, *config.data.sources.values()))
+        or bool(config.rollout.non_neutral_sampling),
         "sampling that differs from rollout.temperature: 1.0",
         "distillation",
         "teachers' log-probabilities are those of temperature 1",
@@ -122,6 +134,12 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
         behind > rollout.max_staleness,
         f"{{rollout.max_staleness}} with {{training.weight_sync_steps}} would drop every sample as stale; the server is up to "
         f"{count(behind, 'step')} behind, so set max_staleness >= {behind}",
+    )
+    yield _clash(
+        training.epochs is not None and not config.data.sampling.is_fixed,
+        "{training.epochs}",
+        "data.sampling",
+        "rows are not used equally often, so max_steps has to end the run",
     )
     yield (
         training.micro_batch_tokens < config.inference.max_model_len,

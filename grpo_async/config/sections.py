@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+import re
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
 from grpo_async.config.base import (
     MAX_TOP_LOGPROBS,
@@ -150,6 +151,25 @@ class DataSource(StrictModel):
     task_columns: list[str] = Field(default_factory=list)
     """Columns that make a row another task although its prompt is the same, such as `seed`: the search for duplicates, the
     held-out split and the leak check compare them too. A row with an empty prompt is compared by all of its columns."""
+    label: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+    """In a list of sources: what metrics, the summary and rollouts call this one; null = the last part of its file, hub name or
+    function."""
+    weight: float = Field(default=1.0, ge=0.0, le=1e6)
+    """In a list of sources to train on: its share of the prompts is this / the sum over all sources, however many rows it has."""
+    rewards: Annotated[list[str], Field(min_length=1)] | None = None
+    """In a list of sources: names of the functions of `rewards` that score its rows; the others give None. null = all."""
+    temperature: float | None = Field(default=None, ge=0.01, le=100.0)
+    """In a list of sources to train on: in place of `rollout.temperature`, in sampling and in the trainer's log-probabilities."""
+    environment: str | None = None
+    """In a list of sources: the environment (of `environments`) of all of its rows, as if they had the column `environment`."""
+
+    @property
+    def resolved_label(self) -> str:
+        """`label`, or gsm8k of openai/gsm8k, data/gsm8k.jsonl and tasks:gsm8k."""
+        fields = ("label", "path", "name", "function", "environment", "type")
+        found = next(value for field in fields if (value := getattr(self, field, None)) is not None)
+        last = re.split("[/:]", str(found).rstrip("/"))[-1]
+        return re.sub(r"[^\w.-]+", "-", re.sub(r"\.(jsonl|json|csv|parquet)$", "", last))
 
     def without_filters(self) -> Self:
         """All rows, which can be read without the tokenizer."""
@@ -217,15 +237,71 @@ Source = Annotated[
     Field(discriminator="type"),
     default_type("jsonl"),
 ]
+Sources = Annotated[
+    Annotated[Source, Tag("one")] | Annotated[Annotated[list[Source], Field(min_length=1)], Tag("several")],
+    Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
+]
+"""One source, or a list of them (a mixture)."""
+_OF_A_LIST = ("label", "weight", "rewards", "temperature", "environment")
+
+
+def sources_at(key: str, sources: Sources) -> dict[str, Source]:
+    """Each source by its dotted path: {"data.train": ...}, or {"data.train.0": ..., "data.train.1": ...}."""
+    if isinstance(sources, list):
+        return {f"{key}.{number}": source for number, source in enumerate(sources)}
+    return {key: sources}
+
+
+def _check_sources(sources: Sources) -> Sources:
+    """Raises ValueError for what only a list of sources may have, and for labels and weights that cannot be used."""
+    if not isinstance(sources, list):
+        names = [name for name in _OF_A_LIST if getattr(sources, name) != DataSource.model_fields[name].default]
+        if names:
+            raise ValueError(f"{names[0]}: for a list of sources only; make it one ([{{...}}]), or leave this out")
+    elif twice := duplicates([source.resolved_label for source in sources]):
+        raise ValueError(f"the labels {twice} are used more than once; give each source a `label` of its own")
+    elif not any(source.weight for source in sources):
+        raise ValueError("the weight of every source is 0; give at least one more")
+    return sources
+
+
+class SamplingSection(StrictModel):
+    """How the prompts of a source are chosen; of several sources, of each."""
+
+    type: Literal["uniform", "target_rate", "easy_to_hard"] = "uniform"
+    """By the solve rate of a row: the fraction of the completions of its last group with a reward of at least `pass_threshold`.
+    uniform: every row once, then every row again, whatever its rate. target_rate: at random; the further the rate is from `target`,
+    the less likely, down to a twentieth; rows that were not drawn yet count as if they were at it. easy_to_hard: every row once,
+    then every row again, from the highest rate to the lowest, and so on."""
+    target: float = Field(default=0.5, ge=0.0, le=1.0)
+    """With target_rate: the solve rate to look for."""
+    retire_solved: int | None = Field(default=None, ge=1)
+    """A row whose last N groups were solved by every completion is not drawn again until there is no other; null = it is."""
+    pass_threshold: float = 1.0
+    """A completion solves its prompt when its reward is at least this."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the order of the prompts is known from the start."""
+        return self.type == "uniform" and self.retire_solved is None
+
+    @model_validator(mode="after")
+    def _target_has_a_use(self) -> Self:
+        if self.type != "target_rate" and self.target != type(self).model_fields["target"].default:
+            raise ValueError(f"target: {self.target:g} has no effect with type: {self.type}; set type: target_rate")
+        return self
 
 
 class DataSection(StrictModel):
-    train: Source
-    """Prompts to train on."""
+    train: Annotated[Sources, AfterValidator(_check_sources)]
+    """Prompts to train on: one source, or a list of sources that are mixed by their `weight`."""
     shuffle: bool = True
     """Reshuffle every epoch, seeded by `run.seed`."""
+    sampling: SamplingSection = SamplingSection()
+    """Which prompts come how often."""
     held_out: float | None = Field(default=None, gt=0.0)
-    """Rows of `train` that are kept for evaluation and not trained on: below 1 a fraction (0.05), else a number of rows (200).
+    """Rows of `train` that are kept for evaluation and not trained on: below 1 a fraction (0.05), else a number of rows (200), of
+    each source.
     A row's own prompt decides (not `run.seed`), so that rows added later never move one from training to evaluation."""
 
     @field_validator("held_out")
@@ -235,6 +311,11 @@ class DataSection(StrictModel):
             raise ValueError(f"{held_out:g} is neither a fraction (below 1) nor a whole number of rows")
         return held_out
 
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The sources to train on, by dotted path."""
+        return sources_at("data.train", self.train)
+
 
 def powers_up_to(limit: int) -> list[int]:
     """The k that an evaluation reports for `limit` completions of a prompt: 1 -> [1]; 4 -> [1, 2, 4]; 6 -> [1, 2, 4, 6]."""
@@ -243,10 +324,11 @@ def powers_up_to(limit: int) -> list[int]:
 
 
 class EvaluationSection(StrictModel):
-    data: Source | None = None
-    """Prompts to evaluate on, with the keys of `data.train`; null = those that `data.held_out` keeps back."""
+    data: Annotated[Sources, AfterValidator(_check_sources)] | None = None
+    """Prompts to evaluate on, with the keys of `data.train`; null = those that `data.held_out` keeps back. Of a list of sources
+    (without `weight`), results are also reported for each."""
     num_prompts: Count = 200
-    """Only the first N of them."""
+    """Only the first N of them; of a list, of each source."""
     every_steps: int | None = Field(default=None, ge=1)
     """Evaluate every N steps while training and generation continue; null = only at the start and the end. An evaluation
     that is due while the one before it is still running is skipped."""
@@ -272,7 +354,7 @@ class EvaluationSection(StrictModel):
     pass_threshold: float = 1.0
     """A completion passes (pass@k) when its reward is at least this."""
     group_by: str | None = None
-    """A column of the data, such as its source: results are also reported for each of its values."""
+    """A column of the data: results are also reported for each of its values; null = for each source, if there are several."""
     max_in_flight: Count | None = None
     """Maximum number of evaluation rollouts in progress at once, in addition to those of training (but never fewer than one
     prompt's); null = a quarter of `rollout.max_in_flight` during training, all of it before and after."""
@@ -842,9 +924,9 @@ class TrainingSection(StrictModel):
     """Steps of the run; null = 100, or with `epochs` as many as they take."""
     epochs: float | None = Field(default=None, gt=0.0, le=1e6)
     """The run ends when every row of data.train has been used this many times (or at max_steps, if that comes first): ceil(epochs x
-    rows) prompts are started, each once. A group that is filtered, stale or failed is not replaced; the ledger counts it. What
-    is left for the last step may be fewer than rollout.groups_per_step groups. Schedules end with the steps that this takes when
-    nothing is dropped."""
+    rows) prompts are started, each once; of a list of sources, as many prompts, by their weights. A group that is filtered, stale
+    or failed is not replaced; the ledger counts it. What is left for the last step may be fewer than rollout.groups_per_step
+    groups. Schedules end with the steps that this takes when nothing is dropped."""
     minibatches: Count = 1
     """Optimizer updates that the samples of one step are divided into. The version still counts steps."""
     num_iterations: Count = 1

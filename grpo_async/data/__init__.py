@@ -10,6 +10,16 @@
 from grpo_async.data.load import LoadedData, load_data
 from grpo_async.data.rows import Row, Rows
 from grpo_async.data.sources import first_rows, load_rows
-from grpo_async.data.stream import PromptStream, make_prompt
+from grpo_async.data.stream import PromptStream, SourceRows, make_prompt
 
-__all__ = ["LoadedData", "PromptStream", "Row", "Rows", "first_rows", "load_data", "load_rows", "make_prompt"]
+__all__ = [
+    "LoadedData",
+    "PromptStream",
+    "Row",
+    "Rows",
+    "SourceRows",
+    "first_rows",
+    "load_data",
+    "load_rows",
+    "make_prompt",
+]

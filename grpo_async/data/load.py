@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from grpo_async.config.sections import DataSection, EvaluationSection, Source
+from grpo_async.config.sections import DataSection, EvaluationSection, Source, sources_at
 from grpo_async.data.identity import find_leaks, split_held_out, task_columns
 from grpo_async.data.rows import Rows
 from grpo_async.data.sources import CountTokens, load_rows
+from grpo_async.data.stream import SourceRows
 from grpo_async.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedData:
-    """`evaluation` is None without an `evaluation` section. `notes` are sentences for the plan, each with its setting."""
+    """The rows of each source by its dotted path; `evaluation` is empty without an `evaluation` section. `notes` are sentences for
+    the plan, each with its setting."""
 
-    train: Rows
-    evaluation: Rows | None
-    train_system_prompt: str | None
-    evaluation_system_prompt: str | None
+    train: Mapping[str, SourceRows]
+    evaluation: Mapping[str, SourceRows]
     notes: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to train on."""
+        return sum(len(source.rows) for source in self.train.values())
 
 
 def load_data(
@@ -34,52 +40,69 @@ def load_data(
     Args:
         data: where prompts come from.
         evaluation: what is evaluated on, if anything.
-        count_tokens: number of prompt tokens of a Prompt, chat template included; needed for `max_prompt_tokens`.
+        count_tokens: number of prompt tokens of a Prompt, chat template included; without it `max_prompt_tokens` has no effect.
         needs_prompt: see `load_rows`.
 
     Raises:
         ConfigError: data cannot be used, or rows to evaluate on are trained on and `evaluation.leak_check` is `error`.
     """
-    train = _load("data.train", data.train, count_tokens, needs_prompt)
-    notes = [f"data.train: {note}" for note in train.notes]
-    held_out: Rows | None = None
+    notes: list[str] = []
+
+    def load(sources: Mapping[str, Source]) -> dict[str, SourceRows]:
+        if count_tokens is None:
+            sources = {key: source.without_filters() for key, source in sources.items()}
+        loaded = {key: _load(key, source, count_tokens, needs_prompt) for key, source in sources.items()}
+        notes.extend(f"{key}: {note}" for key, source in loaded.items() for note in source.rows.notes)
+        return loaded
+
+    train = load(data.sources)
+    evaluated: dict[str, SourceRows] = {}
+    columns = {column for source in data.sources.values() for column in task_columns(source)}
     if data.held_out is not None:
-        train, held_out = split_held_out(train, data.held_out, columns=task_columns(data.train))
-        notes.append(f"data.held_out: {len(held_out)} rows are held out, {len(train)} are left to train on")
-    evaluated, evaluated_source = held_out, data.train
+        for key, source in train.items():
+            kept, held_out = split_held_out(source.rows, data.held_out, columns=task_columns(data.sources[key]))
+            train[key], evaluated[key] = replace(source, rows=kept), replace(source, rows=held_out)
+        num_held_out, num_kept = (len(_joined(part.values())) for part in (evaluated, train))
+        notes.append(f"data.held_out: {num_held_out} rows are held out, {num_kept} are left to train on")
     if evaluation is not None and evaluation.data is not None:
-        evaluated_source = evaluation.data
-        evaluated = _load("evaluation.data", evaluated_source, count_tokens, needs_prompt)
-        notes += [f"evaluation.data: {note}" for note in evaluated.notes]
+        sources = sources_at("evaluation.data", evaluation.data)
+        columns.update(column for source in sources.values() for column in task_columns(source))
+        evaluated = load(sources)
     if evaluation is None:
-        evaluated = None
+        evaluated = {}
     else:
-        assert evaluated is not None  # config.rules refuses an evaluation without data
-        evaluated = evaluated.take(range(min(evaluation.num_prompts, len(evaluated))))
-        notes += _check_leaks(train, data.train, evaluated, evaluated_source, evaluation)
-    return LoadedData(
-        train=train,
-        evaluation=evaluated,
-        train_system_prompt=data.train.system_prompt,
-        evaluation_system_prompt=evaluated_source.system_prompt if evaluated is not None else None,
-        notes=tuple(notes),
+        assert evaluated  # config.rules refuses an evaluation without data
+        for key, source in evaluated.items():
+            first = source.rows.take(range(min(evaluation.num_prompts, len(source.rows))))
+            evaluated[key] = replace(source, rows=first, temperature=None)
+        leaks = find_leaks(_joined(train.values()), _joined(evaluated.values()), columns)
+        notes += _check_leaks(leaks, evaluation)
+    return LoadedData(train=train, evaluation=evaluated, notes=tuple(notes))
+
+
+def _load(key: str, source: Source, count_tokens: CountTokens | None, needs_prompt: bool) -> SourceRows:
+    try:
+        rows = load_rows(source, count_tokens=count_tokens, needs_prompt=needs_prompt)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return SourceRows(
+        rows=rows,
+        system_prompt=source.system_prompt,
+        label=source.resolved_label if key.rpartition(".")[2].isdecimal() else None,
+        weight=source.weight,
+        rewards=source.rewards,
+        temperature=source.temperature,
     )
 
 
-def _load(setting: str, source: Source, count_tokens: CountTokens | None, needs_prompt: bool) -> Rows:
-    try:
-        return load_rows(source, count_tokens=count_tokens, needs_prompt=needs_prompt)
-    except ConfigError as error:
-        raise ConfigError(f"{setting}: {error}") from error
+def _joined(sources: Iterable[SourceRows]) -> Rows:
+    """The rows of all sources, one after the other."""
+    every = [source.rows for source in sources]
+    return Rows((row for rows in every for row in rows), locations=(each for rows in every for each in rows.locations))
 
 
-def _check_leaks(
-    train: Rows, train_source: Source, evaluated: Rows, evaluated_source: Source, evaluation: EvaluationSection
-) -> list[str]:
-    if evaluation.leak_check == "off":
-        return []
-    leaks = find_leaks(train, evaluated, task_columns(train_source) | task_columns(evaluated_source))
-    if leaks is None:
+def _check_leaks(leaks: str | None, evaluation: EvaluationSection) -> list[str]:
+    if leaks is None or evaluation.leak_check == "off":
         return []
     message = f"evaluation.data: {leaks}"
     if evaluation.leak_check == "error":

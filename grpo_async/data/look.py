@@ -14,7 +14,7 @@ from grpo_async.utils.text import backticked
 
 _GOLDS = ("answer", "solution")
 _IGNORED = {
-    "tools": "it is offered the `tools` of the configuration",
+    "tools": "the configuration has no `tools`",
     "chat_template_kwargs": "the template gets `model.chat_template_kwargs`",
     "messages": "it gets `prompt`",
     "system": "it gets `prompt`, where a system message belongs, or into `system_prompt` of the data",
@@ -40,7 +40,7 @@ _IMAGE = (
 def look_at_rows(key: str, rows: Rows, config: ExperimentConfig, problems: Problems) -> list[str]:
     """Notes on the rows of the source `key`, each with how many rows, the first of them, and what to do; what no run can use is
     added to `problems`. Environments add to prompts and read columns; a rollout function or an agent reads rows in its own way."""
-    if config.distillation is not None and key == "data.train":
+    if config.distillation is not None and key in config.data.sources:
         _check_teachers(config.distillation, rows, problems)
     if config.has_own_rollouts:
         return []
@@ -69,7 +69,8 @@ def look_at_rows(key: str, rows: Rows, config: ExperimentConfig, problems: Probl
         notes += found(lambda row: _last(row).get("role", "user") not in ("user", "assistant", "tool"), _UNASKED)
         notes += found(lambda row: not _text(row), "prompts have no text; fill them in or remove the rows")
         for name, why in _IGNORED.items():
-            notes += found(_has(name), _COLUMN.format(name, why))
+            if name != "tools" or not config.tools:
+                notes += found(_has(name), _COLUMN.format(name, why))
         for name in ("images", "image"):
             problems.extend(found(_has(name), _IMAGE.format(name)))
     calls = "prompts end in tool calls without results; add the results, or leave the last message out"

@@ -41,7 +41,7 @@ from grpo_async.data.readers import (
     read_jsonl,
     read_parquet,
 )
-from grpo_async.data.rows import LocatedRows, Row, Rows, check_values
+from grpo_async.data.rows import ENVIRONMENT_COLUMN, LocatedRows, Row, Rows, check_values
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
@@ -98,6 +98,12 @@ def _read(source: Source, needs_prompt: bool) -> Rows:
     unused: set[str] = set()  # keys of messages
     for location, given in islice(_READERS[type(source)](source), source.limit):
         row = rename(remove_columns(given, source.remove_columns, location), source.columns, location)
+        if source.environment is not None:
+            if ENVIRONMENT_COLUMN in row:
+                raise ConfigError(
+                    f"{location}: the row has a column `environment`, and so has the source; leave one out"
+                )
+            row[ENVIRONMENT_COLUMN] = source.environment
         if not needs_prompt:
             row.setdefault("prompt", [{"role": "user", "content": ""}])
         row["prompt"] = check_prompt(row, location, unused)

@@ -3,6 +3,11 @@
 Position p of epoch e has the prompt_id `e * len(rows) + p`, so the id alone says which row it is: the order of an epoch is a
 pure function of (seed, epoch). Worked example, 3 rows, shuffled: epoch 0 = rows 2, 0, 1 has ids 0, 1, 2; epoch 1 = rows
 0, 2, 1 has ids 3, 4, 5; prompt 4 is row 2.
+
+Of several sources, each is such a stream, and the next prompt is of the one that is furthest behind its share: at no time is a
+source a whole prompt ahead. Weights 3 and 1: sources 0 0 1 0, and so on; prompt 3 is the third of source 0.
+
+With `data.sampling` the row of a prompt is chosen when the prompt is issued (`pools`), and the checkpoint has it.
 """
 
 from __future__ import annotations
@@ -10,11 +15,18 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_async.config.sections import SamplingSection
+from grpo_async.data.pools import Pool
+from grpo_async.data.rows import Rows
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, Prompt, TaggedMessage
+from grpo_async.utils.seeds import seed_of
 
 
 def make_prompt(row: Mapping[str, Any], prompt_id: int, system_prompt: str | None) -> Prompt:
@@ -36,41 +48,64 @@ def make_prompt(row: Mapping[str, Any], prompt_id: int, system_prompt: str | Non
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRows:
+    """The checked rows of one source, at least one, as `load_rows` returns them, and what all of its prompts have in common.
+    `label`: None if there is one source only."""
+
+    rows: Rows
+    system_prompt: str | None = None
+    label: str | None = None
+    weight: float = 1.0
+    rewards: Sequence[str] | None = None
+    temperature: float | None = None
+
+    def prompt(self, number: int, prompt_id: int) -> Prompt:
+        """Row `number` as the prompt `prompt_id`."""
+        prompt = make_prompt(self.rows[number], prompt_id, self.system_prompt)
+        return replace(prompt, source=self.label, rewards=self.rewards, temperature=self.temperature)
+
+
 class PromptStream:
     """Prompts in epoch after epoch.
 
     Args:
-        rows: checked rows, as `load_rows` returns them; at least one.
+        sources: at least one.
         num_prompts: after which the stream is at its end; None: never.
+        sampling: how rows are chosen by what their groups scored (`observe`); None: in the order of epochs.
         seed: together with the epoch, decides the order.
         shuffle: False: every epoch goes through the rows in their order.
-        system_prompt: put before every prompt as a system message.
         state: what `state()` returned; the stream continues there.
 
     Raises:
-        ConfigError: there are no rows, or the rows, seed or shuffling are not those of `state`.
+        ConfigError: the rows are not those of `state`. (launch.prepare refuses another seed or shuffling.)
     """
 
     def __init__(
         self,
-        rows: Sequence[Mapping[str, Any]],
+        sources: Sequence[SourceRows],
         *,
         seed: int,
         shuffle: bool,
-        system_prompt: str | None = None,
         num_prompts: int | None = None,
+        sampling: SamplingSection | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        if not rows:
-            raise ConfigError("data.train has no rows; there is nothing to train on")
-        self._rows = rows
+        self._sources = sources
+        self._num_rows = sum(len(source.rows) for source in sources)
         self._seed = seed
         self._shuffle = shuffle
-        self._system_prompt = system_prompt
         self._num_prompts = num_prompts
-        self._fingerprint = _fingerprint(rows, system_prompt)
+        self._fingerprint = _fingerprint(sources)
         self._next_prompt_id = 0
-        self._orders: dict[int, Sequence[int]] = {}  # epoch -> row numbers
+        self._orders: dict[tuple[int, int], Sequence[int]] = {}  # (source, epoch) -> row numbers
+        # of several sources, by prompt id: the source, and how many earlier prompts are of it
+        self._source_of, self._rank_of = array("H"), array("Q")
+        self._drawn = [0] * len(sources)  # of each source, in these
+        self._pools: list[Pool] = []  # of each source, unless the order is known from the start
+        self._chosen = array("q")  # with pools, by prompt id: the row; -1: no longer known
+        if sampling is not None and not sampling.is_fixed:
+            self._pools = [Pool(len(source.rows), sampling, seed=seed, shuffle=shuffle) for source in sources]
         if state is not None:
             self._restore(state)
 
@@ -82,33 +117,71 @@ class PromptStream:
     def epoch(self, num_open: int) -> float:
         """How often the data has been used by now, when `num_open` of the prompts that were given are not closed yet. 12 prompts
         given of 5 rows, 2 open: 2.0."""
-        return (self._next_prompt_id - num_open) / len(self._rows)
+        return (self._next_prompt_id - num_open) / self._num_rows
 
     def next(self) -> Prompt:
         """The next prompt of the stream; not at its end."""
+        if self._pools:
+            number, _ = self._place(self._next_prompt_id)
+            self._chosen.append(self._pools[number].draw(self._next_prompt_id))
         prompt = self.prompt(self._next_prompt_id)
         self._next_prompt_id += 1
         return prompt
 
     def prompt(self, prompt_id: int) -> Prompt:
-        """Any prompt of the stream, past or future, without moving it; how unfinished prompts are issued again.
+        """Any prompt of the stream, past or future, without moving it; how unfinished prompts are issued again. With `sampling`,
+        one that was issued and, if before a resume, was given to `state`.
 
         Raises:
-            ValueError: `prompt_id` is negative.
+            ValueError: there is no such prompt.
         """
         if prompt_id < 0:
             raise ValueError(f"prompt_id must not be negative, got {prompt_id}")
-        epoch, position = divmod(prompt_id, len(self._rows))
-        return make_prompt(self._rows[self._order(epoch)[position]], prompt_id, self._system_prompt)
+        number, rank = self._place(prompt_id)
+        source = self._sources[number]
+        if self._pools:
+            if prompt_id >= len(self._chosen) or self._chosen[prompt_id] < 0:
+                raise ValueError(f"the row of prompt {prompt_id} is not known")
+            return source.prompt(self._chosen[prompt_id], prompt_id)
+        epoch, position = divmod(rank, len(source.rows))
+        return source.prompt(self._order(number, epoch)[position], prompt_id)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, ready for JSON."""
+    def _place(self, prompt_id: int) -> tuple[int, int]:
+        """The source of a prompt, and how many earlier prompts are of that source."""
+        if len(self._sources) == 1:
+            return 0, prompt_id
+        weights = [source.weight for source in self._sources]
+        while len(self._source_of) <= prompt_id:
+            share = (len(self._source_of) + 1) / sum(weights)
+            behind = [weight * share - drawn for weight, drawn in zip(weights, self._drawn, strict=True)]
+            number = max(range(len(weights)), key=behind.__getitem__)
+            self._source_of.append(number)
+            self._rank_of.append(self._drawn[number])
+            self._drawn[number] += 1
+        return self._source_of[prompt_id], self._rank_of[prompt_id]
+
+    def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None:
+        """The group of a prompt was scored."""
+        scored = [reward for reward in rewards if reward is not None]
+        if self._pools and scored:
+            self._pools[self._place(prompt_id)[0]].observe(self._chosen[prompt_id], scored)
+
+    def metrics(self) -> dict[str, float]:
+        """With `sampling`: fractions of the rows. Thread-safe."""
+        total = sum((Counter(pool.counts()) for pool in self._pools), Counter[str]())
+        return {f"data/{name}": total[name] / self._num_rows for name in ("seen", "solved", "retired") if self._pools}
+
+    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
+        """What a checkpoint needs, ready for JSON. `unfinished`: the prompts that a resume will ask for again."""
+        pools = {
+            "pools": [pool.state() for pool in self._pools],
+            "chosen": {str(prompt_id): self._chosen[prompt_id] for prompt_id in unfinished if self._pools},
+        }
         return {
+            **(pools if self._pools else {}),
             "next_prompt_id": self._next_prompt_id,
-            "num_rows": len(self._rows),
+            "num_rows": self._num_rows,
             "fingerprint": self._fingerprint,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -120,22 +193,26 @@ class PromptStream:
                 "continue where it stopped; restore the file and the `data` section (filters and `held_out` too), or start a new "
                 "run. A generator that goes through a set makes other rows in another process: sort there"
             )
-        for name, setting in (("seed", "run.seed"), ("shuffle", "data.shuffle")):
-            if state[name] != here[name]:
-                raise ConfigError(
-                    f"{setting}: {here[name]} now, but {state[name]} at the checkpoint, so the order of the prompts would change; "
-                    f"set it back to {state[name]}, or start a new run"
-                )
         self._next_prompt_id = state["next_prompt_id"]
+        if self._pools:
+            self._chosen = array("q", [-1]) * self._next_prompt_id
+            for prompt_id, row in state["chosen"].items():
+                self._chosen[int(prompt_id)] = row
+            for pool, saved in zip(self._pools, state["pools"], strict=True):
+                pool.restore(saved)
 
-    def _order(self, epoch: int) -> Sequence[int]:
+    def _order(self, source: int, epoch: int) -> Sequence[int]:
+        num_rows = len(self._sources[source].rows)
         if not self._shuffle:
-            return range(len(self._rows))
-        if epoch not in self._orders:
-            while len(self._orders) >= 2:  # this epoch and the one before: prompts in flight straddle the boundary
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = shuffled_order(len(self._rows), seed=self._seed, epoch=epoch)
-        return self._orders[epoch]
+            return range(num_rows)
+        if (source, epoch) not in self._orders:
+            kept = [place for place in self._orders if place[0] == source]
+            if len(kept) >= 2:  # this epoch and the one before: prompts in flight straddle the boundary
+                del self._orders[min(kept)]
+            # each source has an order of its own: two with the same questions must not give them side by side
+            seed = self._seed if len(self._sources) == 1 else seed_of(self._seed, self._sources[source].label)
+            self._orders[source, epoch] = shuffled_order(num_rows, seed=seed, epoch=epoch)
+        return self._orders[source, epoch]
 
 
 def shuffled_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
@@ -150,10 +227,12 @@ def shuffled_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
     return sorted(range(num_rows), key=keys.__getitem__)
 
 
-def _fingerprint(rows: Sequence[Mapping[str, Any]], system_prompt: str | None) -> str:
-    """16 hex digits over the content of all rows, in order, and the system prompt."""
-    digest = hashlib.sha256(json.dumps(system_prompt).encode())
-    for row in rows:
-        # default=repr: dates, decimals and bytes, the values other than JSON's that `rows.check_values` lets through
-        digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+def _fingerprint(sources: Sequence[SourceRows]) -> str:
+    """16 hex digits over the content of all rows, in order, and the system prompts."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(json.dumps(source.system_prompt).encode())
+        for row in source.rows:
+            # default=repr: dates, decimals and bytes, the values other than JSON's that `rows.check_values` lets through
+            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()[:16]

@@ -61,6 +61,10 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     first, last = finite(summary.get("reward_first")), finite(summary.get("reward_last"))
     if first is not None and last is not None:
         yield "reward", f"{first:.3f} -> {last:.3f} (all groups of the first and last 3 steps, {last - first:+.3f})"
+    for name in summary:
+        if name.startswith("source/") and name.endswith("/reward_first"):
+            source = name.removesuffix("_first")
+            yield source.split("/")[1], text("reward {:.3f} -> {:.3f}", name, f"{source}_last") or ""
     yield "held out", _held_out(summary.get("evaluation") or {})
     tokens = text("{:.0f} generated, {:.0f} trained", "generated_tokens_per_s", "trained_tokens_per_s")
     yield "tokens/s", f"{tokens} ({summary.get('engine', '?')} engine)" if tokens else ""

@@ -62,10 +62,6 @@ class Environments:
             "(if the column means something else, rename it with `data.train.columns`)"
         )
 
-    def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Tools that the model may call in this row's rollouts: those of every rollout, and the environment's."""
-        return self.for_row(columns).schemas
-
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Problems of these rows (columns and `prompt`): one sentence for each kind of problem, with its first row."""
         first: dict[str, int] = {}

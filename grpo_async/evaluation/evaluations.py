@@ -190,7 +190,7 @@ class RunEvaluations:
             "before": last["before"].metrics if "before" in last else None,
             "during": [{"step": record.step, **record.metrics} for record in found if record.when == "during"],
             "after": last["after"].metrics if "after" in last else None,
-            "group_by": self._section.group_by,
+            "group_by": self._section.group_by or ("source" if any(record.by_group for record in found) else None),
             "by_group": {when: record.by_group for when, record in last.items()},
         }
 

@@ -17,7 +17,7 @@ from grpo_async.buffer.group import OpenGroup
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EvaluationSection
-from grpo_async.data import LoadedData, make_prompt
+from grpo_async.data import LoadedData
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError, message_of
 from grpo_async.evaluation.metrics import EvaluationResult, evaluation_result
 from grpo_async.inference.client import InferenceClient
@@ -217,11 +217,12 @@ def build_evaluator(
 ) -> Evaluator | None:
     """Build the evaluator; None without `evaluation` in the configuration."""
     section = config.evaluation
-    if section is None or data.evaluation is None:
+    if section is None:
         return None
     column = section.baseline_column
+    rows = [(source, number) for source in data.evaluation.values() for number in range(len(source.rows))]
     return Evaluator(
-        [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
+        [source.prompt(number, prompt_id) for prompt_id, (source, number) in enumerate(rows)],
         components.producer(
             config,
             section,
@@ -232,5 +233,7 @@ def build_evaluator(
         ),
         scorer,
         section,
-        majority_baseline=None if column is None else majority_fraction(data.evaluation, column),
+        majority_baseline=None
+        if column is None
+        else majority_fraction([source.rows[number] for source, number in rows], column),
     )

@@ -17,7 +17,8 @@ from grpo_async.scoring.advantages import rewards_by_name, sample_std, scored_re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """`metrics` are over all prompts; `by_group` has those of each value of `evaluation.group_by`, and is empty without it.
+    """`metrics` are over all prompts; `by_group` has those of each value of `evaluation.group_by`, without it of each source;
+    empty if there is one.
     `prompt_rewards`: the mean reward of each prompt, in the order of the data, None if none of its completions has one. Two
     evaluations of the same prompts are compared by them. `completions`: rows of a table for people, one for each of the first
     prompts: step, prompt, completion, reward, rewards/NAME."""
@@ -50,9 +51,11 @@ def evaluation_result(
         metrics |= {"version_min": oldest, "version_max": newest, "mixed": float(oldest != newest)}
     metrics["duration_s"] = duration_s
     parts: dict[str, list[ScoredGroup]] = {}
-    if group_by is not None:
-        for prompt in prompts:
-            parts.setdefault(str(prompt.group.prompt.columns[group_by]), []).append(prompt)
+    for prompt in prompts:
+        given = prompt.group.prompt
+        value = given.source if group_by is None else str(given.columns[group_by])
+        if value is not None:
+            parts.setdefault(value, []).append(prompt)
     by_group = {
         value: prompt_metrics(parts[value], samples=samples, pass_threshold=pass_threshold) for value in sorted(parts)
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -229,7 +230,8 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
 
 
 def _rule_of(key: str) -> str:
-    """What `_AT_RESUME` says of a setting: that of itself, or of the nearest section above it."""
+    """What `_AT_RESUME` says of a setting: that of itself, or of the nearest section above it. Entries of lists are alike."""
+    key = re.sub(r"\.\d+\b", "", key)
     while key not in _AT_RESUME and "." in key:
         key = key.rpartition(".")[0]
     return _AT_RESUME.get(key, "noted")

@@ -15,8 +15,9 @@ from grpo_async.agents.function import load_function_agent
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import SAMPLING, EvaluationSection, RolloutSection
+from grpo_async.data import Rows
 from grpo_async.envs import Environments, load_environments
-from grpo_async.errors import Problems
+from grpo_async.errors import ConfigError, Problems
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import AGENT_REWARD, Prompt
@@ -25,7 +26,7 @@ from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionSetup
 from grpo_async.rollout.group import ErrorLog, GroupProducer
-from grpo_async.tools import Tool, load_tools
+from grpo_async.tools import Tool, load_tools, tools_of_row
 from grpo_async.user_code.calls import partials_of, unwrap_partial
 from grpo_async.user_code.references import resolve_and_check
 
@@ -40,9 +41,18 @@ class Components:
     agent: AgentHost | None = None
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        schemas = [tool.schema for tool in tools_of_row(self.tools, columns)]
         if self.environments is not None:
-            return self.environments.schemas_for(columns)
-        return [tool.schema for tool in self.tools]
+            schemas += self.environments.for_row(columns).schemas[len(self.tools) :]  # its own
+        return schemas
+
+    def check_tools(self, rows: Rows) -> None:
+        """Raise a ConfigError for the first row that names an unknown tool."""
+        for row, location in zip(rows, rows.locations, strict=True):
+            try:
+                tools_of_row(self.tools, row)
+            except ConfigError as error:
+                raise ConfigError(f"{location}: {error}") from error
 
     @property
     def tool_sets(self) -> list[list[Mapping[str, Any]]]:

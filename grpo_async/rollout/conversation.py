@@ -51,7 +51,7 @@ from grpo_async.records import (
     top_array,
 )
 from grpo_async.rollout.group import ErrorLog
-from grpo_async.tools import Tool, ToolExecutor
+from grpo_async.tools import Tool, ToolExecutor, tools_of_row
 from grpo_async.tracking.timeline import span
 from grpo_async.utils.seeds import seed_of
 
@@ -265,11 +265,14 @@ class ConversationProducer:
         self, group: OpenGroup, index: int, environment: Environment | None, rendered: Rendered
     ) -> RolloutCompletion:
         """Make one completion. Raises nothing but cancellation."""
-        tools = [*self._tools, *(environment.tools if environment is not None else ())]
+        tools = [
+            *tools_of_row(self._tools, group.prompt.columns),
+            *(environment.tools if environment is not None else ()),
+        ]
         rollout = Rollout(
             client=self._client,
             renderer=self._renderer,
-            settings=self._settings,
+            settings=replace(self._settings, temperature=group.prompt.temperature or self._settings.temperature),
             on_tokens=partial(group.received, index),
             rollout_id=group.rollout_id(index),
             seed=seed_of(group.seed, index),
@@ -340,7 +343,7 @@ class ConversationProducer:
         key = tuple((message.origin, message.content) for message in messages)  # a reset changes nothing else
         if key not in rendered:
             schemas = [tool.schema for tool in tools]
-            is_conversational = group.prompt.is_conversational
+            is_conversational = group.prompt.is_conversational or bool(self._tools)  # text too, where a row has none
             ids = self._renderer.prompt_ids(messages, is_conversational=is_conversational, tools=schemas)
             rendered[key] = np.array(ids, np.int32)
         return rendered[key]

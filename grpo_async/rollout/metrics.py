@@ -17,7 +17,7 @@ from grpo_async.scoring.advantages import has_zero_variance, rewards_by_name, sa
 _PERCENTS = (10, 50, 90)
 
 
-def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def group_metrics(groups: Sequence[ScoredGroup], *, pass_threshold: float = 1.0) -> dict[str, float]:
     """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale, as in the rollout store."""
     metrics: dict[str, float] = {}
     rewards = [reward for group in groups for reward in scored_rewards(group.rewards)]
@@ -28,6 +28,9 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics.update({f"reward_p{percent}": value for percent, value in _quantiles(rewards).items()})
         scored = [group.rewards for group in groups if scored_rewards(group.rewards)]
         metrics["frac_reward_zero_std"] = fmean(map(has_zero_variance, scored))
+    for source in sorted({group.group.prompt.source for group in groups if group.group.prompt.source is not None}):
+        mine = [group for group in groups if group.group.prompt.source == source]
+        metrics.update(_source_metrics(source, mine, pass_threshold))
     parts = [part for group in groups for part in group.reward_parts]
     for name, values in sorted(rewards_by_name(parts).items()):
         metrics[f"rewards/{name}/mean"] = fmean(values)
@@ -43,6 +46,21 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.group.trainable]
     if completions:
         metrics.update(_completion_metrics(completions))
+    return metrics
+
+
+def _source_metrics(source: str, groups: Sequence[ScoredGroup], pass_threshold: float) -> dict[str, float]:
+    """Of one of several sources of prompts."""
+    metrics = {f"source/{source}/num_groups": float(len(groups))}
+    scored = [rewards for group in groups if (rewards := scored_rewards(group.rewards))]
+    if scored:
+        every = [reward for rewards in scored for reward in rewards]
+        metrics[f"source/{source}/reward"] = fmean(every)
+        metrics[f"source/{source}/solved"] = fmean(reward >= pass_threshold for reward in every)
+        metrics[f"source/{source}/frac_reward_zero_std"] = fmean(map(has_zero_variance, scored))
+    lengths = [completion.num_sampled_tokens for group in groups for completion in group.group.trainable]
+    if lengths:
+        metrics[f"source/{source}/mean_length"] = fmean(lengths)
     return metrics
 
 

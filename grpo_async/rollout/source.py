@@ -146,7 +146,8 @@ class RolloutSource:
 
     def take_group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Of the groups taken, and those that became filtered or stale since the step before: call it once for each step."""
-        return group_metrics([*groups, *self._buffer.take_dropped()])
+        pass_threshold = self._config.data.sampling.pass_threshold
+        return group_metrics([*groups, *self._buffer.take_dropped()], pass_threshold=pass_threshold)
 
     def advance(self, version: int) -> None:
         self._thread.post(lambda: self._worker.on_version(version))
@@ -175,7 +176,7 @@ class RolloutSource:
         )
 
     def gauges(self) -> dict[str, float]:
-        gauges = {"epoch": self._worker.epoch}
+        gauges = {"epoch": self._worker.epoch, **self._worker.stream.metrics()}
         for kind, counts in self._table.ledger().items():
             gauges.update({f"ledger/{kind}/{status}": float(number) for status, number in counts.items()})
         num_groups, num_tokens = self._table.take_stale()

@@ -64,7 +64,7 @@ class RolloutWorker:
         # consecutive failures of groups after which the run stops; an error that fails several groups at once counts once
         self._max_failures = max(_MIN_FAILED_GROUPS, 2 * section.groups_per_step)
         self._max_without_signal = section.max_rounds_without_signal * section.groups_per_step
-        self._stream = stream
+        self.stream = stream
         self._producer = producer
         self.errors = errors
         self.scorer = scorer
@@ -111,7 +111,7 @@ class RolloutWorker:
     @property
     def epoch(self) -> float:
         """Prompts that are closed, in epochs. Thread-safe."""
-        return self._stream.epoch(len(self._outstanding))
+        return self.stream.epoch(len(self._outstanding))
 
     async def run(self) -> None:
         """Start groups while there are prompts.
@@ -121,7 +121,7 @@ class RolloutWorker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                while self._again or not self._stream.is_at_end:
+                while self._again or not self.stream.is_at_end:
                     began = time.time()
                     await self.table.admit()
                     waited_until = time.time()
@@ -149,9 +149,9 @@ class RolloutWorker:
         snapshot = None
         if self._again:
             group_id = next(iter(self._again))
-            prompt, snapshot = self._stream.prompt(group_id), self._again[group_id]
+            prompt, snapshot = self.stream.prompt(group_id), self._again[group_id]
         else:
-            prompt = self._stream.next()
+            prompt = self.stream.next()
             group_id = prompt.prompt_id
         group = OpenGroup(
             name=f"g{group_id}",
@@ -175,6 +175,8 @@ class RolloutWorker:
                 raise _TooStaleError
             scored = await self._make(group)
             self._failures_in_a_row = 0
+            if scored is not None:
+                self.stream.observe(group_id, scored.rewards)
             if scored is None:
                 self._drop_unscored(group, GroupStatus.FILTERED)
             elif not scored.samples and self._section.zero_variance == "resample":
@@ -283,13 +285,14 @@ class RolloutWorker:
             group.snapshot() for group in self.table.started() if group.task is not None and not group.is_too_stale
         ]
         in_progress += [group for group in self._again.values() if group is not None]  # not begun again yet
+        outstanding, dropped = self._outstanding, self.buffer.dropped()
         return ResumeState(
-            data=self._stream.state(),
-            outstanding=self._outstanding,
+            data=self.stream.state({*outstanding, *(scored.group_id for scored in dropped)}),
+            outstanding=outstanding,
             ledger=totals_for_resume(self.table.ledger()),
             queued=self.table.queued(),
             in_progress=sorted((group for group in in_progress if group.rollouts), key=lambda group: group.group_id),
-            dropped=self.buffer.dropped(),
+            dropped=dropped,
             next_seq=self._store.position(),
             failures=self.errors.counts,
         )
@@ -321,7 +324,8 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
             "all completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
         )
     completions = scored.group.trainable
-    names = backticked(dict.fromkeys(name for parts in scored.reward_parts for name in parts))
+    parts = [part.items() for part in scored.reward_parts]
+    names = backticked(dict.fromkeys(name for part in parts for name, value in part if value is not None))
     texts = {tuple(token for turn in each.all_turns for token in turn.output_ids.tolist()) for each in completions}
     if all(completion.truncated for completion in completions):
         why = "all completions were cut off (rollout.max_completion_tokens)"

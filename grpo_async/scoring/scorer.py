@@ -101,7 +101,7 @@ class Scorer:
         assert outcomes is not None
         took_s = time.monotonic() - began
         parts: list[dict[str, float | None]] = [
-            {name: outcome.values[index] for name, outcome in outcomes.items()}
+            {each.name: outcomes[each.name].values[index] if each.name in outcomes else None for each in self._rewards}
             | {name: completion.environment_rewards.get(name) for name in self._environment_names}
             | ({DISTILLATION: _reverse_kl_reward(completion, taught)} if taught else {})
             for index, completion in enumerate(trainable)
@@ -170,7 +170,7 @@ class Scorer:
     async def _outcomes(
         self, group: RolloutGroup, completions: Sequence[RolloutCompletion], *, environments: Sequence[Any] | None
     ) -> dict[str, RewardOutcome]:
-        """The outcome of every reward function on these completions of the group, by its name.
+        """The outcome of every reward function of the group's source on these completions of the group, by its name.
 
         The functions run at the same time; when one fails, the others are cancelled and its error is raised.
         """
@@ -197,8 +197,9 @@ class Scorer:
                 details[f"{reward.name} s"] = time.time() - began
                 return outcome
 
-            results = await all_of(map(score, self._rewards))
-        return {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
+            chosen = [each for each in self._rewards if prompt.rewards is None or each.name in prompt.rewards]
+            results = await all_of(map(score, chosen))
+        return {reward.name: result for reward, result in zip(chosen, results, strict=True)}
 
 
 def _without_top(group: RolloutGroup) -> RolloutGroup:
@@ -282,4 +283,5 @@ def _sample(
         teacher_logprobs=teacher_logprobs,
         teacher_weight=teacher_weight,
         top=path.top,
+        temperature=group.prompt.temperature,
     )

@@ -39,6 +39,8 @@ from grpo_async.store.schema import SCHEMA
 from grpo_async.utils.safe_text import escape_surrogates, safe_repr
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+SOURCE_COLUMN = "source_label"
+"""The stored column that says which of several sources the prompt is of."""
 _MAX_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, becomes its repr
 
 
@@ -74,6 +76,7 @@ def line_of(entry: Entry) -> bytes:
     """
     group = entry.group
     outcomes = _outcomes(entry.scored)
+    source = group.prompt.source
     shared_ids = group.completions[0].prompt_ids if group.completions else None
     rollouts = [_dumps(_rollout(each, outcomes, entry.stats, shared_ids)) for each in group.completions]
     head = {
@@ -86,7 +89,7 @@ def line_of(entry: Entry) -> bytes:
         "written_at": entry.written_at,
         "prompt_hash": prompt_hash(group.prompt),
         "messages": group.prompt.messages,
-        "columns": group.prompt.columns,
+        "columns": {**group.prompt.columns, **({} if source is None else {SOURCE_COLUMN: source})},
         "prompt_ids": shared_ids,
     }
     # joined by hand: what is a JSON object already would be copied once more

@@ -5,6 +5,6 @@
 """
 
 from grpo_async.tools.results import ToolError
-from grpo_async.tools.tool import MAX_CALLS_PER_TURN, Tool, ToolExecutor, load_tools
+from grpo_async.tools.tool import MAX_CALLS_PER_TURN, Tool, ToolExecutor, load_tools, tools_of_row
 
-__all__ = ["MAX_CALLS_PER_TURN", "Tool", "ToolError", "ToolExecutor", "load_tools"]
+__all__ = ["MAX_CALLS_PER_TURN", "Tool", "ToolError", "ToolExecutor", "load_tools", "tools_of_row"]

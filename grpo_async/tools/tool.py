@@ -139,6 +139,19 @@ class Tool:
         )
 
 
+def tools_of_row(tools: Sequence[Tool], columns: Mapping[str, Any]) -> list[Tool]:
+    """The tools that a row's column `tools` names, [] for none; all where it has no such column, or null there."""
+    names, known = columns.get("tools"), [tool.name for tool in tools]
+    if not tools or names is None:
+        return list(tools)
+    if not isinstance(names, list) or any(name not in known for name in names):
+        raise ConfigError(
+            f"the column `tools` lists names of the run's tools that the row may use, {known}; it is {clipped(repr(names), 80)}. "
+            "If it means something else, leave it out with `remove_columns: [tools]`"
+        )
+    return [tool for tool in tools if tool.name in names]
+
+
 def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:
     """The tools of the config's `tools` sections, imported and checked. Starts no thread.
 

@@ -77,6 +77,11 @@ class Reporter:
             trained_tokens=result.num_tokens,
             staleness=_staleness(trained, step - 1),
             reward=metrics.get("reward"),
+            source_rewards={
+                name.split("/")[1]: value
+                for name, value in metrics.items()
+                if name.startswith("source/") and name.endswith("/reward")
+            },
             spent=self.activity.take_seconds(),
         )
         metrics |= self.source.gauges() | self.context.checkpoints.take_metrics()

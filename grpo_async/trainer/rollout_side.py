@@ -12,9 +12,9 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import RolloutSection
-from grpo_async.data import LoadedData, PromptStream, Rows, load_data, make_prompt
+from grpo_async.data import LoadedData, PromptStream, load_data, make_prompt
 from grpo_async.data.look import look_at_rows
-from grpo_async.errors import Problems
+from grpo_async.errors import ConfigError, Problems
 from grpo_async.evaluation.evaluator import Evaluator, build_evaluator
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
@@ -74,19 +74,32 @@ def load_rollout_inputs(config: ExperimentConfig, renderer: ChatRenderer) -> Rol
         count_tokens=token_counter(renderer, components),
         needs_prompt=not config.environments,
     )
-    is_templated = config.templates_text or not isinstance(data.train[0]["prompt"], str)
-    rewards = load_rewards(config.rewards, opened_by_template=is_templated and renderer.thinking_is_open)
-    problems = Problems(reward_problems(config, rewards, data.train[0]))
+    is_templated = {
+        config.templates_text(config.sources[key]) or not isinstance(source.rows[0]["prompt"], str)
+        for key, source in data.train.items()
+    }
+    if len(is_templated) > 1 and renderer.thinking_is_open:
+        raise ConfigError(
+            "data.train: some sources are plain text and others messages, and the chat template begins the thinking of the latter "
+            "only, so rewards could not tell where an answer begins; give all of them one form"
+        )
+    rewards = load_rewards(config.rewards, opened_by_template=True in is_templated and renderer.thinking_is_open)
+    problems = Problems()
+    for key, source in data.train.items():
+        problems.extend(reward_problems(config, rewards, source.rows[0], key))
     # all rows: the launcher may have seen the first ones only
-    for key, rows in (("data.train", data.train), ("the data to evaluate on", data.evaluation or Rows())):
-        for note in look_at_rows(key, rows, config, problems):
+    evaluated = (("the data to evaluate on", source) for source in data.evaluation.values())
+    for key, source in (*data.train.items(), *evaluated):
+        with problems.collecting():
+            components.check_tools(source.rows)
+        for note in look_at_rows(key, source.rows, config, problems):
             logger.info("%s", note)
     problems.raise_if_any()
-    max_steps, rollout = config.with_rows(len(data.train)).num_steps, config.rollout
+    max_steps, rollout = config.with_rows(data.num_rows).num_steps, config.rollout
     state = TrainerState(
         max_steps=max_steps,
         train_batch_size=rollout.groups_per_step * rollout.group_size,
-        num_train_epochs=math.ceil(max_steps * rollout.groups_per_step / len(data.train)),
+        num_train_epochs=math.ceil(max_steps * rollout.groups_per_step / data.num_rows),
         save_steps=config.checkpoint.every_steps,
     )
     scorer = Scorer(
@@ -115,25 +128,27 @@ def build_rollout_side(
     start = state.step if state else 0
     inputs = load_rollout_inputs(config, renderer)
     components, data, scorer = inputs.components, inputs.data, inputs.scorer
-    config = config.with_rows(len(data.train))
+    config = config.with_rows(data.num_rows)
     rollout = config.rollout
     for note in data.notes:
         logger.info("%s", note)
     stream = PromptStream(
-        data.train,
+        list(data.train.values()),
         seed=config.run.seed,
         shuffle=config.data.shuffle,
-        system_prompt=data.train_system_prompt,
-        num_prompts=config.training.num_prompts(len(data.train)),
+        num_prompts=config.training.num_prompts(data.num_rows),
+        sampling=config.data.sampling,
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt).with_top(config.loss.score_centering or 0) if state else None
 
     client = make_client(config, fleet, vocab_size=vocab_size)
     if config.distillation is not None:
+        system_prompts = {each.label: each.system_prompt for each in data.train.values()}
 
         def teacher_prompt_ids(prompt: Prompt, seen: Any) -> list[int]:
-            other = make_prompt({**prompt.columns, "prompt": seen}, prompt.prompt_id, data.train_system_prompt)
+            row = {**prompt.columns, "prompt": seen}
+            other = make_prompt(row, prompt.prompt_id, system_prompts[prompt.source])
             tools = components.schemas_for(prompt.columns)
             return renderer.prompt_ids(other.messages, is_conversational=other.is_conversational, tools=tools)
 
@@ -172,17 +187,22 @@ def build_rollout_side(
         closing_on_loop=[components.aclose],
     )
     first = [
-        make_prompt(data.train[number], number, data.train_system_prompt)
-        for number in range(min(_NUM_FIRST_PROMPTS, len(data.train)))
-    ]
-    tools = components.tool_sets[0] if len(components.tool_sets) == 1 else ()
+        source.prompt(number, number)
+        for number in range(_NUM_FIRST_PROMPTS)
+        for source in data.train.values()
+        if number < len(source.rows)
+    ][:_NUM_FIRST_PROMPTS]
     return RolloutSide(
         config=config,
         source=source,
         evaluator=build_evaluator(config, data, components, scorer, client=client, renderer=renderer),
         first_prompts=first,
         first_prompt_ids=[
-            renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)
+            renderer.prompt_ids(
+                prompt.messages,
+                is_conversational=prompt.is_conversational,
+                tools=components.schemas_for(prompt.columns),
+            )
             for prompt in first
             # prompts of an environment may begin empty
             if prompt.messages and not config.has_own_rollouts

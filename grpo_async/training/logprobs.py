@@ -24,8 +24,8 @@ _LAUNCHED = 2**23  # on a GPU: a smaller kernel would end before the next one is
 class LogitTransform:
     """A model family's change of the head's output z: softcap x tanh(scale x z / softcap), or scale x z without softcap."""
 
-    scale: float = 1.0  # Granite: 1 / logits_scaling, Cohere: logit_scale, Falcon-H1: lm_head_multiplier
-    softcap: float | None = None  # Gemma: final_logit_softcapping
+    scale: float | torch.Tensor = 1.0  # Granite: 1 / logits_scaling, Cohere: logit_scale, Falcon-H1: lm_head_multiplier
+    softcap: float | torch.Tensor | None = None  # Gemma: final_logit_softcapping
 
     @classmethod
     def from_config(cls, config: Any) -> LogitTransform:
@@ -36,7 +36,8 @@ class LogitTransform:
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
-    def at(self, temperature: float) -> LogitTransform:
+    def at(self, temperature: float | torch.Tensor) -> LogitTransform:
+        """`temperature`: one, or (n, 1): then scale and softcap are (n, 1), too."""
         softcap = None if self.softcap is None else self.softcap / temperature
         return LogitTransform(scale=self.scale / temperature, softcap=softcap)
 
@@ -74,7 +75,7 @@ def chunked_logprobs(
     target_ids: torch.Tensor,
     head: nn.Linear,
     *,
-    temperature: float,
+    temperature: float | torch.Tensor,
     chunk_tokens: int,
     transform: LogitTransform = _IDENTITY,
     objective: TokenObjective | None = None,
@@ -90,17 +91,20 @@ def chunked_logprobs(
     Args:
         hidden: state before each target. (N, H), N >= 1
         target_ids: (N,)
+        temperature: one, or that of each token, (N,)
         head: maps (n, H) to (n, vocab); see `is_plain_linear`.
         objective: computed, with the gradients of hidden states and head, in the forward pass; it allows one backward pass.
         top_ids: other tokens in the places of the targets, whose logprobs the objective also gets. (N, K)
         is_per_token: the objective is a sum over tokens, called chunk after chunk; otherwise once for all tokens.
         in_float32: the products of a 16-bit head are summed in float32. Gradients are products in its own dtype.
         loss_scale: factor on the loss before its backward pass; a 16-bit head keeps its gradients scaled by it."""
-    transform = transform.at(temperature)
     chunks = _chunks(hidden.shape[0], chunk_tokens)
 
+    def scaled(rows: slice) -> LogitTransform:
+        return transform.at(temperature[rows, None] if isinstance(temperature, torch.Tensor) else temperature)
+
     def logits(rows: slice) -> torch.Tensor:
-        return transform(_linear(hidden[rows], head.weight, head.bias, in_float32))
+        return scaled(rows)(_linear(hidden[rows], head.weight, head.bias, in_float32))
 
     if objective is None:
         with torch.no_grad():
@@ -109,7 +113,7 @@ def chunked_logprobs(
     ids = target_ids[:, None] if top_ids is None else torch.cat([target_ids[:, None], top_ids], -1)
     groups = [[rows] for rows in chunks] if is_per_token else [chunks]
     logprobs, entropy, total = _Objective.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, ids, logits, transform, groups, objective, loss_scale
+        hidden, head.weight, head.bias, ids, logits, scaled, groups, objective, loss_scale
     )
     return PolicyOutput(logprobs=logprobs[:, 0], entropy=entropy, top_logprobs=logprobs[:, 1:], objective=total)
 
@@ -157,15 +161,19 @@ def _logit_gradient_(
         d/dx_v = sum_t g_t ([v = t] - p_v) - e p_v (log p_v + H)
         d/dz_v = d/dx_v  scale  (1 - (x_v / softcap)^2)     the last factor only with a softcap
     """
-    columns = [targets, normalizer, entropy, logprob_gradient * transform.scale]
+    softcap, scale, size = transform.softcap, transform.scale, _block_rows(x)
+    if isinstance(scale, torch.Tensor):
+        scale = scale[:, 0]
+    columns = [targets, normalizer, entropy, logprob_gradient * scale]
     if entropy_gradient is not None:
-        columns.append(entropy_gradient * transform.scale)
-    size = _block_rows(x)
+        columns.append(entropy_gradient * scale)
+    blocks = torch.split(x, size)
+    softcaps = torch.split(softcap, size) if isinstance(softcap, torch.Tensor) else [softcap] * len(blocks)
     splits = zip(*(torch.split(column, size) for column in columns), strict=True)
-    for block, (ids, norm, block_entropy, g, *e) in zip(torch.split(x, size), splits, strict=True):
+    for block, cap, (ids, norm, block_entropy, g, *e) in zip(blocks, softcaps, splits, strict=True):
         derivative = None
-        if transform.softcap is not None:
-            derivative = (block / transform.softcap).square_().neg_().add_(1.0)
+        if cap is not None:
+            derivative = (block / cap).square_().neg_().add_(1.0)
         block.sub_(norm[:, None])  # log p
         if e:
             outer = (block + block_entropy[:, None]).mul_(-e[0][:, None]).sub_(g.sum(-1, keepdim=True))
@@ -215,7 +223,7 @@ class _Objective(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         logits: Callable[[slice], torch.Tensor],
-        transform: LogitTransform,
+        scaled: Callable[[slice], LogitTransform],
         groups: Sequence[Sequence[slice]],
         objective: TokenObjective,
         loss_scale: float,
@@ -234,7 +242,7 @@ class _Objective(torch.autograd.Function):
                 x = logits(rows) if x is None else x
                 mine = slice(rows.start - whole.start, rows.stop - whole.start)
                 e = None if of_entropy is None else of_entropy[mine]
-                _logit_gradient_(x, targets[rows], normalizer[mine], entropy[mine], of_logprobs[mine], e, transform)
+                _logit_gradient_(x, targets[rows], normalizer[mine], entropy[mine], of_logprobs[mine], e, scaled(rows))
                 gradients.add(rows, hidden[rows], x)
                 x = None  # free it before the next chunk's logits are made
             found.append((logprobs, entropy))

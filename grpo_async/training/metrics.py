@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -214,6 +215,7 @@ class Totals:
     staleness_max: float = 0.0
     first_rewards: list[float] = field(default_factory=list)  # mean rewards of the first three steps that have one
     last_rewards: list[float] = field(default_factory=list)  # mean rewards of the last three
+    sources: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # "first" and "last", as above, by source
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds by activity
 
 
@@ -237,6 +239,7 @@ class PipelineMeter:
         staleness: Mapping[int, int],
         reward: float | None,
         spent: Mapping[str, float],
+        source_rewards: Mapping[str, float] = MappingProxyType({}),
     ) -> dict[str, float]:
         """Metrics of the step that ended at `now`. `staleness`: number of trained tokens by their staleness. `spent`: seconds
         since the previous reading, by activity."""
@@ -261,6 +264,10 @@ class PipelineMeter:
             if len(totals.first_rewards) < _NUM_REWARDS:
                 totals.first_rewards.append(reward)
             totals.last_rewards = [*totals.last_rewards, reward][-_NUM_REWARDS:]
+        for source, value in source_rewards.items():
+            seen = totals.sources.setdefault(source, {"first": [], "last": []})
+            seen["first"] = [*seen["first"], value][:_NUM_REWARDS]
+            seen["last"] = [*seen["last"], value][-_NUM_REWARDS:]
         ratios = _of_wall(wall, busy_s=busy, spent=spent)
         metrics = {
             "step_time": wall,
@@ -290,6 +297,8 @@ class PipelineMeter:
         if totals.first_rewards:
             summary["reward_first"] = fmean(totals.first_rewards)
             summary["reward_last"] = fmean(totals.last_rewards)
+        for source, seen in totals.sources.items():
+            summary |= {f"source/{source}/reward_{which}": fmean(values) for which, values in seen.items()}
         return summary
 
 

@@ -99,13 +99,16 @@ class Policy(nn.Module):
         is_per_token: bool = True,
         loss_scale: float = 1.0,
     ) -> PolicyOutput:
-        """Log-probabilities and entropies of the trained tokens. `temperature`: None = that of the run; for the others see
-        `chunked_logprobs`. Raises ConfigError: the model's layers do not keep packed samples apart."""
+        """Log-probabilities and entropies of the trained tokens. `temperature`: None = that of the sample or else of the run; for
+        the others see `chunked_logprobs`. Raises ConfigError: the model's layers do not keep packed samples apart."""
         decoded = self._decode(batch, has_routers=objective is not None and self.router_aux > 0.0)
         hidden = decoded.last_hidden_state  # (R, T, H)
         flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
         states = flat[batch.source_index]  # (N, H)
         head = self.model.get_output_embeddings()
+        given: float | torch.Tensor = self._temperature if temperature is None else temperature
+        if temperature is None and batch.temperatures is not None:
+            given = torch.where(batch.temperatures.isnan(), self._temperature, batch.temperatures)
         if batch.num_trained_tokens == 0:
             # a rank without trained tokens: every parameter, the head's too, still has to get a gradient (of zeros),
             # because FSDP reduces the same parameters on every rank
@@ -115,7 +118,7 @@ class Policy(nn.Module):
             states,
             batch.target_ids,
             head,
-            temperature=self._temperature if temperature is None else temperature,
+            temperature=given,
             chunk_tokens=self._chunk_tokens,
             transform=self._transform,
             objective=objective,

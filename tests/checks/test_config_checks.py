@@ -26,6 +26,7 @@ from tests.support.local_server import local_server, taking_turns
 GAME = {"game": {"factory": "examples.game.guessing_game:GuessingGame"}}
 MATCH = "grpo_async.rewards.text:exact_match"
 AGENT = {"function": "examples.agent.agent:run", "max_concurrent": 3}
+CALCULATOR = "grpo_async.tools.calculator:calculator"
 FORMAT = {"rewards": [{"function": "grpo_async.rewards.format:think_format"}]}
 
 
@@ -52,6 +53,7 @@ def _refused(config: ExperimentConfig, told: str, **options: Any) -> None:
 
 HELD_OUT = {"data": {"type": "jsonl", "path": "{folder}/held.jsonl"}}
 TRAIN = [_row(number) for number in range(20)]
+TWO = [{"path": "{folder}/train.jsonl"}, {"path": "{folder}/held.jsonl"}]
 TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
 
 
@@ -63,6 +65,11 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
         ([_row(1, environment="game")], [_row(2, environment="gmae")], {"evaluation": HELD_OUT, "environments": GAME},
          "evaluation.data, row 0: "),
         (TRAIN, [{"prompt": "9 + 9 ="}], {"evaluation": HELD_OUT}, "rename with `evaluation.data.columns`"),
+        (TRAIN, [{"prompt": "9 + 9 ="}], {"data": {"train": TWO}}, "rename with `data.train.1.columns`"),
+        (TRAIN, TRAIN, {"data": {"train": [{**each, "rewards": ["typo"]} for each in TWO]}},
+         "data.train.0.rewards: there is no reward `typo`"),
+        ([_row(1, tools=["calculator"]), _row(2, tools=["add"])], [], {"tools": [{"function": CALCULATOR}]},
+         "train.jsonl:2: the column `tools` lists names of the run's tools that the row may use, ['calculator']"),
         ([_row(1, completions=1)], [], {}, "remove_columns: [completions]"),
         ([_row(1, trainer_state=1)], [], {}, "data.train: the column `trainer_state` "),
         (TRAIN, [], {"environments": GAME, "rewards": [{"function": MATCH, "name": "GuessingGame"}]},
@@ -91,6 +98,19 @@ def test_rows_functions_and_addresses_that_cannot_be_used_are_found(
     config = make_config(tmp_path, **_in_folder(tmp_path, sections))
     _write(tmp_path / "train.jsonl", train)
     _refused(config, told)
+
+
+def test_a_source_needs_the_columns_of_its_own_rewards_only(tmp_path: Path) -> None:
+    rewards = [{"function": MATCH}, {"function": "grpo_async.rewards.format:think_format"}]
+    sources = [
+        {"path": str(tmp_path / "train.jsonl")},
+        {"path": str(tmp_path / "own.jsonl"), "rewards": ["think_format"]},
+    ]
+    config = make_config(tmp_path, data={"train": sources}, rewards=rewards)
+    _write(tmp_path / "train.jsonl", TRAIN)
+    _write(tmp_path / "own.jsonl", [{"prompt": "9 + 9 ="}])
+    notes = check_inputs(config, engine=EMBEDDED)
+    assert [note[:12] for note in notes if "plain text" in note] == ["data.train.1"]
 
 
 def test_columns_of_evaluation_data_that_is_not_read_here_are_not_looked_for_in_the_training_data(

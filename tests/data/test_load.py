@@ -105,7 +105,7 @@ def _file(folder: Path, name: str, prompts: list[str]) -> dict[str, Any]:
     return {"type": "jsonl", "path": path}
 
 
-def _load(train: dict[str, Any], evaluation: dict[str, Any] | None = None, **data: Any) -> LoadedData:
+def _load(train: Any, evaluation: dict[str, Any] | None = None, **data: Any) -> LoadedData:
     section = None if evaluation is None else EvaluationSection.model_validate(evaluation)
     return load_data(DataSection.model_validate({"train": train, **data}), section)
 
@@ -116,17 +116,34 @@ NUMBERS = [f"question {number}" for number in range(40)]
 def test_held_out_rows_are_evaluated_on_with_the_system_prompt_of_the_training_data(tmp_path: Path) -> None:
     train = _file(tmp_path, "t.jsonl", NUMBERS) | {"system_prompt": "Be brief."}
     loaded = _load(train, {"num_prompts": 5}, held_out=8)
-    assert (len(loaded.train), loaded.evaluation and len(loaded.evaluation)) == (32, 5)  # 8 held out, the first 5 used
-    assert loaded.evaluation_system_prompt == loaded.train_system_prompt == "Be brief."
+    kept, evaluated = loaded.train["data.train"], loaded.evaluation["data.train"]
+    assert (len(kept.rows), len(evaluated.rows)) == (32, 5)  # 8 held out, the first 5 used
+    assert kept.system_prompt == evaluated.system_prompt == "Be brief."
     assert loaded.notes == ("data.held_out: 8 rows are held out, 32 are left to train on",)
 
 
 def test_another_source_has_its_own_system_prompt_and_is_cut_to_its_number(tmp_path: Path) -> None:
     evaluation = {"data": _file(tmp_path, "e.jsonl", ["c", "d", "a"]) | {"system_prompt": "Hm."}, "num_prompts": 2}
     loaded = _load(_file(tmp_path, "t.jsonl", ["a", "b"]), evaluation)  # the leak `a` is not among the two
-    assert loaded.evaluation is not None
-    assert [row["prompt"] for row in loaded.evaluation] == ["c", "d"]
-    assert (loaded.train_system_prompt, loaded.evaluation_system_prompt) == (None, "Hm.")
+    evaluated = loaded.evaluation["evaluation.data"]
+    assert [row["prompt"] for row in evaluated.rows] == ["c", "d"]
+    assert (loaded.train["data.train"].system_prompt, evaluated.system_prompt) == (None, "Hm.")
+
+
+def test_each_of_several_sources_is_held_out_from_and_compared_with_all_rows_to_evaluate_on(tmp_path: Path) -> None:
+    one = _file(tmp_path, "one.jsonl", NUMBERS) | {"rewards": ["exact"], "weight": 3, "temperature": 0.5}
+    two = _file(tmp_path, "two.jsonl", ["a", "b", "c", "d", "e"]) | {"label": "letters", "environment": "game"}
+    loaded = _load([one, two], {"num_prompts": 3}, held_out=4)
+    found = [(source.label, source.weight, source.rewards, len(source.rows)) for source in loaded.train.values()]
+    assert found == [("one", 3.0, ["exact"], 36), ("letters", 1.0, None, 1)]
+    assert [(s.label, len(s.rows)) for s in loaded.evaluation.values()] == [("one", 3), ("letters", 3)]
+    temperatures = [source.temperature for part in (loaded.train, loaded.evaluation) for source in part.values()]
+    assert temperatures == [0.5, None, None, None]  # evaluations have their own
+    assert {row.get("environment") for row in loaded.train["data.train.1"].rows} == {"game"}
+    assert "8 rows are held out, 37 are left" in loaded.notes[0]
+    evaluation = [_file(tmp_path, "e.jsonl", ["b", "y"]), _file(tmp_path, "f.jsonl", ["x", "z"])]
+    with pytest.raises(ConfigError, match=r"1 of 4 prompts .*e\.jsonl:1 is also .*two\.jsonl:2"):
+        _load([one, {**two, "environment": None}], {"data": evaluation})
 
 
 def test_a_leak_is_an_error_a_note_or_nothing(tmp_path: Path) -> None:

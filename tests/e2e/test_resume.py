@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import SMALL, make_run, rewards
+from tests.e2e.support import SMALL, make_run, rewards, rows_of
 from tests.e2e.user_rewards import DISK_DELAY_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -55,3 +55,33 @@ def test_nothing_waits_for_a_slow_disk_but_a_stop_and_a_damaged_checkpoint_is_se
     _, printed = run.complete("--resume", "--set", f"training.max_steps={last + 1}")
     assert f"the checkpoint of step {last} is damaged" in " ".join(printed.split())
     assert (checkpoints / f"broken_step_{last}").is_dir()
+
+
+@pytest.mark.parametrize("sampling", ["{}", "{type: target_rate, retire_solved: 2}"])
+def test_a_mixture_that_is_killed_goes_on_and_learns(tmp_path: Path, sampling: str) -> None:
+    """The same sums twice, three of one source for each of the other, with a reward of their own each."""
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (
+            "data.train=[{path: .cache/quickstart/seed_0/train.jsonl, weight: 3, label: sums, rewards: [exact_match]},"
+            " {path: .cache/quickstart/seed_0/train.jsonl, label: more, rewards: [again]}]",
+            f"data.sampling={sampling}",
+            "rewards=[{function: grpo_async.rewards.text:exact_match},"
+            " {function: grpo_async.rewards.text:exact_match, name: again, weight: 0.5}]",
+            "training.max_steps=16", "checkpoint.every_steps=2", "evaluation.num_prompts=40",
+        ),
+    )  # fmt: skip
+    process = run.start()
+    run.wait_for_step(5, process)
+    run.kill_everything(process)
+    summary, _ = run.complete("--resume")
+    assert summary["source/sums/reward_last"] > summary["source/sums/reward_first"] + 0.1
+    scored: dict[str, list[dict[str, float | None]]] = {"sums": [], "more": []}
+    for group in rows_of(run.folder):
+        scored[group["columns"]["source_label"]] += [each["rewards"] for each in group["rollouts"]]
+    assert len(scored["sums"]) == pytest.approx(3 * len(scored["more"]), rel=0.2)
+    assert all(rewards.get("again") is None for rewards in scored["sums"])
+    assert all(rewards.get("exact_match") is None for rewards in scored["more"])
+    assert any(rewards.get("again") == 1.0 for rewards in scored["more"])
+    assert ("data/seen" in run.metrics()[-1]) == (sampling != "{}")

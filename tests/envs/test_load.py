@@ -57,8 +57,8 @@ def test_rows_select_by_the_column_and_reset_does_not_see_it() -> None:
 
         assert asyncio.run(run()) == {"level": 2}
         assert environments.for_row({"environment": "bare"}).name == "bare"
-        assert len(environments.schemas_for({"environment": "full"})) == 4
-        assert environments.schemas_for({"environment": "bare"}) == []
+        assert len(environments.for_row({"environment": "full"}).schemas) == 4
+        assert environments.for_row({"environment": "bare"}).schemas == []
 
 
 def test_rows_that_select_no_environment_are_reported_with_the_names_of_all() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -77,6 +78,12 @@ def test_each_group_has_its_own_metrics_and_versions_tell_whether_the_evaluation
     assert {group: metrics["reward"] for group, metrics in result.by_group.items()} == {"gsm": 0.5, "math": 0.0}
     flat = flat_metrics(result.metrics, result.by_group)
     assert (flat["reward/gsm"], flat["pass@1/gsm"], flat["duration_s"]) == (0.5, 0.5, 2.0)
+    labelled = [
+        replace(each, group=replace(each.group, prompt=replace(each.group.prompt, source=label)))
+        for each, label in zip(prompts, "aab", strict=True)
+    ]
+    by_source = evaluation_result(labelled, group_by=None, samples=1, pass_threshold=1.0, duration_s=2.0).by_group
+    assert {label: metrics["reward"] for label, metrics in by_source.items()} == {"a": 0.5, "b": 0.0}
 
     def versions(*sampled: int) -> dict[str, float]:
         completions = [make_completion(f"r{number}", version=version) for number, version in enumerate(sampled)]

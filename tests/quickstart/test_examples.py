@@ -74,7 +74,7 @@ def test_the_environment_of_a_run_takes_the_rows_and_offers_the_tools_that_the_m
         factory = "examples.game.guessing_game:GuessingGame"
         environments = load_environments({"game": EnvironmentSection(factory=factory)})
         try:
-            return environments.schemas_for({})
+            return environments.for_row({}).schemas
         finally:
             await environments.aclose()
 

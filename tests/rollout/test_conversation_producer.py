@@ -95,6 +95,34 @@ def test_tools_are_offered_in_the_prompt_and_called() -> None:
     assert produced.environments is None
 
 
+def test_prompts_of_a_source_with_a_temperature_are_sampled_at_it() -> None:
+    setup = _Setup(stop(6, EOS))
+    setup.make(make_prompt(), replace(make_prompt(1), temperature=0.5))
+    assert sorted(request.temperature for request in setup.client.requests) == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_a_row_names_the_tools_that_it_may_use() -> None:
+    """A call of another one fails."""
+
+    def sub(a: int) -> int:
+        """
+        Subtract.
+
+        Args:
+            a: how much
+        """
+        return a
+
+    setup = _Setup(stop(CALL, EOS), stop(6, EOS), tools=[Tool.from_function(add), Tool.from_function(sub)])
+    every, some, none = setup.make(*(make_prompt(tools=names) for names in (None, ["sub"], [])))
+    assert [each.completions[0].tool_names for each in (every, some, none)] == [["add", "sub"], ["sub"], []]
+    seen = [[tool["function"]["name"] for tool in tools] for tools in setup.renderer.seen_tools]
+    assert sorted(seen) == [[], ["add", "sub"], ["sub"]]
+    (call,) = some.completions[0].turns[0].tool_calls
+    assert (call.name, call.failed) == ("add", True)
+    assert len(none.completions[0].turns) == 1
+
+
 def test_a_message_that_the_prompt_opens_is_continued_and_its_call_made() -> None:
     """The data begins the call, the policy ends it; the next turn still continues ids, and the completion is what was sampled."""
     texts = '"arguments": {"a": 2}}\n</tool_call><|im_end|>', "42<|im_end|>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -128,6 +129,27 @@ def _scored(rewards: list[float | None], lengths: list[int], **logged: float) ->
         reward_parts=[{"f": reward} for reward in rewards],
         metrics=logged,
     )
+
+
+def test_each_of_several_sources_has_its_own_metrics() -> None:
+    def of(source: str, scored: ScoredGroup) -> ScoredGroup:
+        return replace(scored, group=replace(scored.group, prompt=replace(scored.group.prompt, source=source)))
+
+    groups = [_scored([0.0, 1.0], [2, 4]), _scored([1.0, 1.0], [6, 8]), _scored([None, 0.0], [1, 1])]
+    metrics = group_metrics([of("math", groups[0]), of("math", groups[1]), of("code", groups[2])])
+    assert {name: value for name, value in metrics.items() if name.startswith("source/")} == {
+        "source/math/num_groups": 2.0,
+        "source/math/reward": 0.75,
+        "source/math/solved": 0.75,
+        "source/math/frac_reward_zero_std": 0.5,
+        "source/math/mean_length": 5.0,
+        "source/code/num_groups": 1.0,
+        "source/code/reward": 0.0,
+        "source/code/solved": 0.0,
+        "source/code/frac_reward_zero_std": 1.0,
+        "source/code/mean_length": 1.0,
+    }
+    assert not [name for name in group_metrics(groups) if name.startswith("source/")]
 
 
 def test_means_are_over_what_exists_and_nothing_is_filled_with_zero() -> None:

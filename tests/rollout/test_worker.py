@@ -18,8 +18,9 @@ from grpo_async.buffer.group import OpenGroup
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import Watch
-from grpo_async.config.sections import AdvantageSection, RolloutSection
-from grpo_async.data.stream import PromptStream
+from grpo_async.config.sections import AdvantageSection, RolloutSection, SamplingSection
+from grpo_async.data.rows import Rows
+from grpo_async.data.stream import PromptStream, SourceRows
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRejectedError, RunError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
@@ -101,15 +102,17 @@ class _Setup:
         resume: ResumeState | None = None,
         version: int = 0,
         max_staleness: int = 1,
+        sampling: SamplingSection | None = None,
     ) -> None:
         self.client = _Client(script)
         self.errors = ErrorLog()
         self.folder = folder
         self.store = LineStore(folder)
         self.stream = PromptStream(
-            [{"prompt": text} for text in texts],
+            [SourceRows(rows=Rows([{"prompt": text} for text in texts], locations=texts))],
             seed=0,
             shuffle=False,
+            sampling=sampling,
             state=resume.data if resume else None,
         )
         client: Any = self.client

@@ -12,6 +12,7 @@ import pytest
 
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, ResumeState, read_resume_state
+from grpo_async.config.sections import SamplingSection
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
@@ -176,6 +177,19 @@ def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_re
     assert [scored.group.group_id for scored in state.dropped] == [1]
     resumed = _Setup(tmp_path / "b", resume=state, zero_variance="resample")
     assert [scored.group.group_id for scored in resumed.buffer.take_dropped()] == [1]
+
+
+def test_rows_that_were_chosen_by_their_scores_are_known_after_a_resume(tmp_path: Path) -> None:
+    """Group 1 was solved, and so its row is retired; it is replaced, and only the metrics of the next step still ask for it."""
+    script: Any = lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2)  # noqa: E731
+    settings: Any = {"zero_variance": "resample", "sampling": SamplingSection(retire_solved=1)}
+    setup = _Setup(tmp_path / "a", script, **settings)
+    state = _state_when(setup, lambda: len(setup.table.queued()) == 4)
+    texts = [setup.stream.prompt(number).messages[0].content for number in range(5)]
+    assert texts == ["ab", "cd", "ef", "ab", "ef"]
+    small = json.loads(json.dumps(state.small()))
+    resumed = _Setup(tmp_path / "b", resume=replace(state, data=small["data"]), **settings)
+    assert [resumed.stream.prompt(number).messages[0].content for number in range(5)] == texts
 
 
 def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path) -> None:

@@ -49,6 +49,28 @@ def zero(completions: list[Any]) -> list[float]:
     return [0.0] * len(completions)
 
 
+def test_only_the_rewards_of_its_source_score_a_row() -> None:
+    """The others are not called, and give None."""
+
+    def ours(completions: list[Any]) -> list[float]:
+        return [float(index) for index in range(len(completions))]
+
+    def theirs(label: list[str]) -> list[float]:
+        raise AssertionError("called for a row of another source")
+
+    scorer = Scorer(
+        [RewardFunction(theirs), RewardFunction(ours)],
+        advantage=AdvantageSection(type="none"),
+        train_zero_variance=False,
+    )
+    prompt = replace(make_prompt(3), source="math", rewards=["ours"], temperature=0.5)
+    group = RolloutGroup(prompt=prompt, completions=[make_completion("r0"), make_completion("r1")])
+    scored = asyncio.run(scorer.score(group))
+    assert scored.reward_parts == [{"theirs": None, "ours": 0.0}, {"theirs": None, "ours": 1.0}]
+    assert (scored.rewards, [sample.advantage for sample in scored.samples]) == ([0.0, 1.0], [-0.5, 0.5])
+    assert {sample.temperature for sample in scored.samples} == {0.5}
+
+
 def test_the_error_of_a_reward_has_its_file_and_line() -> None:
     def broken(completions: list[Any]) -> list[float]:
         raise KeyError("answer")

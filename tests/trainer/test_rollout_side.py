@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -161,20 +162,27 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
             assert side.next_seq == 0
 
 
+@pytest.mark.parametrize("rows", [[5], [2, 3]], ids=["one source", "a mixture"])
 def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_checkpoint(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, rows: list[int]
 ) -> None:
     """Five rows, two groups a step: ten prompts, five steps. The checkpoint is that of step 2: what waits then is in it."""
-    data = tmp_path / "five.jsonl"
-    data.write_text("".join(f'{{"prompt": "question {number}", "answer": "2"}}\n' for number in range(5)))
+    sources = []
+    for count in rows:
+        sources.append(
+            {"type": "jsonl", "path": str(tmp_path / f"{count}.jsonl"), **({"weight": count} if rows[1:] else {})}
+        )
+        lines = [f'{{"prompt": "question {number} of {count}", "answer": "2"}}\n' for number in range(count)]
+        (tmp_path / f"{count}.jsonl").write_text("".join(lines))
     config = side_config(
         tmp_path,
         tiny_model,
-        data={"train": {"type": "jsonl", "path": str(data)}, "shuffle": True},
+        data={"train": sources if rows[1:] else sources[0], "shuffle": True},
         rollout={"max_staleness": 2},
         training={"max_steps": None, "epochs": 2},
     )
     trained: list[list[int]] = []
+    texts: Counter[str] = Counter()
     state: CheckpointState | None = None
     with local_server(odd_or_even) as server:
         for steps, expected in ((range(1, 3), 2), (range(3, 9), 5)):
@@ -187,6 +195,7 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
                     if not groups:
                         break
                     trained.append([group.group.group_id for group in groups])
+                    texts.update(group.group.prompt.messages[0].content for group in groups)
                     side.source.close_groups(groups, GroupStatus.TRAINED, step=step)
                     serve(side, step)
                 assert len(trained) == expected
@@ -195,6 +204,7 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
                 ledger = side.source.ledger_snapshot()
     assert sorted(number for groups in trained for number in groups) == list(range(10))
     assert [len(groups) for groups in trained] == [2] * 5
+    assert sorted(texts.values()) == [2] * 5
     assert is_balanced(ledger)
     assert (ledger["groups"]["started"], ledger["groups"]["trained"]) == (10, 10)
 

@@ -24,7 +24,7 @@ TRANSFORMS = {"plain": LogitTransform(), "scaled-softcap": LogitTransform(scale=
 
 
 def _full(
-    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, *, temperature: float, transform: LogitTransform
+    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Linear, *, temperature: Any, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definitions, on full logits."""
     logits = head(hidden) * transform.scale
@@ -170,6 +170,25 @@ def test_values_and_gradients_are_those_of_full_logits(
     for gradient, expected in zip(*gradients, strict=True):
         assert gradient.dtype == dtype
         torch.testing.assert_close(gradient, expected, **near)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_each_token_may_have_a_temperature_of_its_own(
+    transform: LogitTransform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "_CACHED", 2 * VOCAB)  # two tokens at a time
+    head, hidden, targets = _case(torch.float64, bias=True)
+    temperatures = torch.linspace(0.5, 2.0, N)
+    objective = _weighted(torch.float64)
+    right = _full(hidden, targets, head, temperature=temperatures[:, None], transform=transform)
+    found = chunked_logprobs(
+        hidden, targets, head, temperature=temperatures, chunk_tokens=3, transform=transform, objective=objective
+    )
+    assert found.objective is not None
+    torch.testing.assert_close((found.logprobs, found.entropy), right)
+    trained = [hidden, *head.parameters()]
+    wanted = torch.autograd.grad(objective(*right, slice(None)), trained)
+    torch.testing.assert_close(torch.autograd.grad(found.objective, trained), wanted)
 
 
 @pytest.mark.parametrize(("is_per_token", "computed"), [(True, 40), (False, 76)])

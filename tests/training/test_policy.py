@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,16 @@ def _assert_as_alone(model: Any, order: Sequence[RolloutSample], batch: MicroBat
         torch.testing.assert_close(
             ours.grad, theirs.grad, atol=1e-3, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def test_samples_of_a_source_with_a_temperature_are_computed_at_it() -> None:
+    policy = Policy(build_family("qwen3-moe"), temperature=0.7, chunk_tokens=16)
+    samples = samples_of([5, 6, 4])
+    assert pack_rows(samples, [[0, 1, 2]], 15).temperatures is None
+    samples[1] = replace(samples[1], temperature=1.3)
+    found = policy(pack_rows(samples, [[0, 1, 2]], 15)).logprobs
+    alone = [_alone(policy.model, [each], temperature=each.temperature or 0.7) for each in samples]
+    torch.testing.assert_close(found, torch.cat(alone).detach(), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3.5-moe"])
