@@ -8,8 +8,8 @@ The docstring under a field is its help text and goes into the JSON schema. Rule
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 import re
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit

@@ -151,7 +151,7 @@ def test_gspo(reduction: Any) -> None:
 
 
 def test_gmpo() -> None:
-    """Its KL is never weighed by the ratio. (To a completion that is masked whole TRL gives a ratio of 1, which has no gradient.)"""
+    """Its KL is never weighed by the ratio. (A completion that is masked whole has a ratio of 1 there, without gradient.)"""
     section = GmpoLoss(type="gmpo", beta=0.07, use_bias_correction_kl=False)
     both = _assert_equal(section, loss_type="gmpo", epsilon=0.4, epsilon_high=0.4, beta=0.07)
     assert both.keys() >= CLIP_METRICS | {"kl"}
