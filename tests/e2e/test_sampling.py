@@ -94,16 +94,14 @@ def test_a_run_with_score_centering_trains_and_keeps_what_it_needs_in_the_queue_
         "loss.proximal=recomputed",
         "training.max_steps=2",
         "checkpoint.every_steps=1",
+        "rollout.max_completion_tokens=16",
+        "rollout.groups_per_step=2",
     ]
-    settings += ["rollout.max_completion_tokens=16", "rollout.groups_per_step=2"]
     run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *settings])
     summary, _ = run.complete()
     assert summary["steps"] == 2
-    rows = [
-        row
-        for path in run.folder.glob("checkpoints/*/rollouts*")
-        for row in re.findall(r'"num_tokens": (\d+), "rows": "([^"]+)"', path.read_text())
-    ]
+    saved = "".join(path.read_text() for path in run.folder.glob("checkpoints/*/rollouts*"))
+    rows = re.findall(r'"num_tokens": (\d+), "rows": "([^"]+)"', saved)
     assert rows
     for num_tokens, encoded in rows:
         top = top_array(base64.b64decode(encoded), int(num_tokens))

@@ -169,7 +169,6 @@ class Contract:
         context = [*PROMPT, *first.token_ids]
         rest = server.generate(asking.model_copy(update={"token_ids": context, "max_tokens": 5}))
         assert (first.finish_reason, rest.finish_reason) == ("abort", "length")
-        assert first.token_ids
         cases = [(asking, first), (asking.model_copy(update={"token_ids": context}), rest)]
         cases += [(request, answer.result(30.0)) for request, answer in zip(others, beside, strict=True)]
         for request, output in cases:
