@@ -326,7 +326,7 @@ def powers_up_to(limit: int) -> list[int]:
 class EvaluationSection(StrictModel):
     data: Annotated[Sources, AfterValidator(_check_sources)] | None = None
     """Prompts to evaluate on, with the keys of `data.train`; null = those that `data.held_out` keeps back. Of a list of sources
-    (without `weight`), results are also reported for each."""
+    (without `weight` and `temperature`), results are also reported for each."""
     num_prompts: Count = 200
     """Only the first N of them; of a list, of each source."""
     every_steps: int | None = Field(default=None, ge=1)

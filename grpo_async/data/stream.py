@@ -210,7 +210,7 @@ class PromptStream:
             if len(kept) >= 2:  # this epoch and the one before: prompts in flight straddle the boundary
                 del self._orders[min(kept)]
             # each source has an order of its own: two with the same questions must not give them side by side
-            seed = self._seed if len(self._sources) == 1 else seed_of(self._seed, self._sources[source].label)
+            seed = self._seed if len(self._sources) == 1 else seed_of(self._seed, source)
             self._orders[source, epoch] = shuffled_order(num_rows, seed=seed, epoch=epoch)
         return self._orders[source, epoch]
 
