@@ -162,11 +162,9 @@ def _logit_gradient_(
         d/dz_v = d/dx_v  scale  (1 - (x_v / softcap)^2)     the last factor only with a softcap
     """
     softcap, scale, size = transform.softcap, transform.scale, _block_rows(x)
-    if isinstance(scale, torch.Tensor):
-        scale = scale[:, 0]
     columns = [targets, normalizer, entropy, logprob_gradient * scale]
     if entropy_gradient is not None:
-        columns.append(entropy_gradient * scale)
+        columns.append(entropy_gradient * (scale[:, 0] if isinstance(scale, torch.Tensor) else scale))
     blocks = torch.split(x, size)
     softcaps = torch.split(softcap, size) if isinstance(softcap, torch.Tensor) else [softcap] * len(blocks)
     splits = zip(*(torch.split(column, size) for column in columns), strict=True)

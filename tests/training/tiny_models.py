@@ -57,7 +57,7 @@ def load_tiny(folder: Path | str, *, temperature: float = 1.0, **section: Any) -
     return load_policy(model, temperature=temperature, chunk_tokens=16, max_model_len=256)
 
 
-def sum_of_logprobs(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+def sum_of_logprobs(logprobs: torch.Tensor, entropy: torch.Tensor, *_: object) -> torch.Tensor:
     """An objective for `Policy.forward`."""
     return logprobs.sum()
 
