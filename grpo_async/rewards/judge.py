@@ -4,17 +4,14 @@ easier to give than absolute ones, and GRPO needs no others."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-import httpx
 from pydantic import BaseModel, Field, ValidationError
 
 from grpo_async.config.base import Count
-from grpo_async.inference.connect import authorization, trusted_certificates
 from grpo_async.rewards.call import shared_slots, with_checked_arguments
-from grpo_async.rewards.served_model import ServedModelError, post_json
+from grpo_async.rewards.served_model import ServedModelError, TokenVariable, open_client, post_json
 from grpo_async.utils.text import clipped
 
 RUBRIC = """- An answer that achieves its goal scores clearly higher than one that does not.
@@ -48,7 +45,7 @@ async def rank_group(
     url: Url,
     model: str,
     rubric: str = RUBRIC,
-    token_env: str | None = None,
+    token_env: TokenVariable | None = None,
     extra_body: dict[str, Any] | None = None,
     max_concurrency: Count = 8,
     log_extra: Callable[[str, Sequence[Any]], None] | None = None,
@@ -79,16 +76,7 @@ async def rank_group(
         **(extra_body or {}),
     }
     address = f"{url.rstrip('/')}/chat/completions"
-    token = os.environ[token_env].strip() if token_env is not None else None
-    async with (
-        shared_slots(address, max_concurrency),
-        httpx.AsyncClient(
-            headers=authorization(token),
-            timeout=httpx.Timeout(None, connect=10.0),  # limited by the call's timeout_s
-            verify=trusted_certificates(),
-            trust_env=False,  # a proxy from the environment must not see prompts and tokens
-        ) as client,
-    ):
+    async with shared_slots(address, max_concurrency), open_client(token_env) as client:
         answer = await post_json(client, address, json.dumps(body).encode())
     verdicts = _read(answer, address, len(completions))
     if log_extra is not None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import ssl
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from grpo_async.config.base import Count, StrictModel, read_arguments
 from grpo_async.errors import GrpoAsyncError, message_of
+from grpo_async.inference.connect import authorization, trusted_certificates
 from grpo_async.rewards.call import shared_slots
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.retry import RetryPolicy, server_message
@@ -29,6 +28,24 @@ class ServedModelError(GrpoAsyncError):
     """A reward model or a teacher could not be reached, refused a request, or answered with something unusable."""
 
 
+def token_of(variable: str | None) -> str | None:
+    """The bearer token in an environment variable; None if there is no variable. Raises ValueError if it is not set."""
+    if variable is None:
+        return None
+    if not (token := os.environ.get(variable, "").strip()):
+        raise ValueError(f"the environment variable {variable} is not set, or empty")
+    return token
+
+
+def _is_set(variable: str) -> str:
+    token_of(variable)
+    return variable
+
+
+TokenVariable = Annotated[str, AfterValidator(_is_set)]
+"""Name of an environment variable that has to be set."""
+
+
 class ServedModelSettings(StrictModel, strict=True):
     """`model` and `arguments` of the section."""
 
@@ -36,7 +53,7 @@ class ServedModelSettings(StrictModel, strict=True):
     """Address of the server, without a password."""
     served_model_name: str | None = None
     """vLLM's name of the model, needed if the server has several."""
-    token_env: str | None = None
+    token_env: TokenVariable | None = None
     """Name of the environment variable that holds a bearer token, which does not belong in the YAML."""
     use_activation: bool | None = None
     """false = raw logits instead of vLLM's sigmoid."""
@@ -44,13 +61,6 @@ class ServedModelSettings(StrictModel, strict=True):
     """Texts in one request; of conversations vLLM takes one."""
     max_concurrency: Count = 8
     """Requests at once, over all calls."""
-
-    @field_validator("token_env")
-    @classmethod
-    def _is_set(cls, variable: str | None) -> str | None:
-        if variable is not None and not os.environ.get(variable, "").strip():
-            raise ValueError(f"the environment variable {variable} is not set, or empty")
-        return variable
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
@@ -76,7 +86,6 @@ async def served_model_reward(
     url = f"{chosen.model.rstrip('/').removesuffix('/classify')}/classify"
     is_text = all(isinstance(part, str) for part in (*prompts, *completions))
     size = chosen.batch_size if is_text else 1
-    token = chosen.token_env and os.environ[chosen.token_env].strip()
     slot = shared_slots(url, chosen.max_concurrency)
 
     async def scores(first: int) -> list[float]:
@@ -85,18 +94,22 @@ async def served_model_reward(
             answer = await post_json(client, url, _body(chosen, prompts[part], completions[part]))
         return _read_scores(answer, url, len(completions[part]))
 
-    async with httpx.AsyncClient(
-        headers={"authorization": f"Bearer {token}"} if token else {},
-        timeout=httpx.Timeout(None, connect=10.0),  # limited by the call's timeout_s
-        verify=_ssl_context(),
-        trust_env=False,  # a proxy from the environment must not see prompts and tokens
-    ) as client:
+    async with open_client(chosen.token_env) as client:
         parts = await all_of(scores(first) for first in range(0, len(completions), size))
     return [score for part in parts for score in part]
 
 
 served_model_reward.check_arguments = _check  # type: ignore[attr-defined]
-_ssl_context = cache(ssl.create_default_context)
+
+
+def open_client(token_env: str | None, *, timeout_s: float | None = None) -> httpx.AsyncClient:
+    """A client for a model's API. `timeout_s`: of an answer; None: the call of the reward has a limit."""
+    return httpx.AsyncClient(
+        headers=authorization(token_of(token_env)),
+        timeout=httpx.Timeout(timeout_s, connect=10.0),
+        verify=trusted_certificates(),
+        trust_env=False,  # a proxy from the environment must not see prompts and tokens
+    )
 
 
 async def post_json(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
@@ -105,8 +118,10 @@ async def post_json(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
         wait_s = _RETRY.delay_s(attempt)
         try:
             response = await client.post(url, content=body, headers={"content-type": "application/json"})
-        except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException) as error:
+        except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) as error:
             problem = message_of(error)
+        except httpx.TimeoutException as error:
+            raise ServedModelError(f"{url} did not answer in time: {message_of(error)}") from error
         else:
             if response.is_success:
                 try:

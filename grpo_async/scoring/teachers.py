@@ -5,19 +5,16 @@ the policy is the gradient of the reverse KL divergence from the teacher."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import httpx
 import numpy as np
 
 from grpo_async.config.sections import DistillationSection, TeacherSection
 from grpo_async.errors import ConfigError
-from grpo_async.inference.connect import authorization, trusted_certificates
 from grpo_async.records import FloatArray, Prompt, RolloutCompletion, RolloutGroup, TokenPath
 from grpo_async.rewards.call import shared_slots
-from grpo_async.rewards.served_model import ServedModelError, post_json
+from grpo_async.rewards.served_model import ServedModelError, open_client, post_json, token_of
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.text import clipped
 
@@ -81,11 +78,10 @@ class _VllmTeacher:
         assert section.url is not None
         self._url = f"{section.url.rstrip('/').removesuffix('/v1')}/v1/completions"
         self._section = section
-        self._headers = {}
-        if section.token_env is not None:
-            if not (token := os.environ.get(section.token_env, "").strip()):
-                raise ConfigError(f"distillation: the environment variable {section.token_env} is not set, or empty")
-            self._headers = authorization(token)
+        try:
+            token_of(section.token_env)
+        except ValueError as error:
+            raise ConfigError(f"distillation: {error}") from error
 
     async def __call__(self, token_ids: Sequence[int]) -> Sequence[float]:
         name = self._section.served_model_name
@@ -93,12 +89,7 @@ class _VllmTeacher:
         body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0} | ({"model": name} if name else {})
         async with (
             shared_slots(self._url, self._section.max_concurrency),
-            httpx.AsyncClient(
-                headers=self._headers,
-                timeout=httpx.Timeout(self._section.timeout_s, connect=10.0),
-                verify=trusted_certificates(),
-                trust_env=False,  # a proxy from the environment must not see prompts and tokens
-            ) as client,
+            open_client(self._section.token_env, timeout_s=self._section.timeout_s) as client,
         ):
             answer = await post_json(client, self._url, json.dumps(body).encode())
         try:

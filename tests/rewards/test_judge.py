@@ -76,7 +76,8 @@ def test_a_judge_that_does_not_score_each_once_fails_the_call(
         _judged(server, ["5", "4"])
 
 
-def test_wrong_arguments_are_found_before_the_run() -> None:
-    section = RewardSection(function=NAME, arguments={"url": "judge:8000", "model": "judge"})
-    with pytest.raises(ConfigError, match="url"):
+@pytest.mark.parametrize("wrong", [{"url": "judge:8000"}, {"token_env": "GRPO_ASYNC_TEST_NOT_SET"}])
+def test_wrong_arguments_are_found_before_the_run(wrong: dict[str, str]) -> None:
+    section = RewardSection(function=NAME, arguments={"url": "http://judge:8000", "model": "judge", **wrong})
+    with pytest.raises(ConfigError, match=next(iter(wrong.values()))):
         load_rewards([section])
