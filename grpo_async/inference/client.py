@@ -231,19 +231,29 @@ class InferenceClient:
         `generate` does."""
         body = ScoreRequest(token_ids=list(token_ids)).model_dump_json().encode()
         attempt = 0
+        server: ServerAddress | None = None
+        avoid: int | None = None
         while True:
             try:
                 async with (
-                    self._router.lease("") as server,
+                    self._router.lease("", avoid=avoid) as server,
                     self._post(f"{server.url.rstrip('/')}/rollout/score", body) as (response, _),
                 ):
                     content = await response.read()
                     if response.status != 200:
                         raise error_for_status(response.status, content)
-                    return ScoreAnswer.model_validate_json(content).logprobs
+                    answer = ScoreAnswer.model_validate_json(content)
+                    if answer.policy_version in self._servers.versions:
+                        return answer.logprobs
+                    raise ServerUnavailableError(
+                        f"{server.name} scored with version {answer.policy_version}: it restarted"
+                    )
             except FencedError:
-                continue
+                avoid = None
             except ServerUnavailableError:
+                if server is not None:
+                    avoid = server.index
+                    self._servers.suspect(avoid)
                 if attempt >= self._retry.max_retries:
                     raise
                 await asyncio.sleep(self._retry.delay_s(attempt))

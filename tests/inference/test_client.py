@@ -261,6 +261,30 @@ def test_a_request_whose_server_is_fenced_goes_on_elsewhere_with_the_tokens_it_h
     assert continuation["max_tokens"] == 6
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"refuses": {"/rollout/score": 500}},
+        {"answers": {"/rollout/score": {"logprobs": [-9.0, -9.0], "policy_version": 0}}},
+    ],
+    ids=["fails", "restarted-without-the-weights"],
+)
+def test_scores_come_from_a_server_that_has_the_weights_and_another_is_reported(wrong: dict[str, Any]) -> None:
+    async def score(*servers: LocalServer) -> tuple[list[float], list[int]]:
+        fleet = ScriptedServers(*(server.url for server in servers))
+        fleet.versions = range(4, 7)
+        async with _client(fleet, max_retries=1) as client:
+            return await client.score([1, 2, 3]), fleet.suspected
+
+    scores = {"logprobs": [-1.0, -2.0], "policy_version": 5}
+    with local_server(**wrong) as other, local_server(answers={"/rollout/score": scores}) as good:
+        logprobs, suspected = asyncio.run(asyncio.wait_for(score(other, good), 60.0))
+        assert (logprobs, suspected) == ([-1.0, -2.0], [0])
+        assert [body["token_ids"] for body in (*other.requests, *good.requests)] == [[1, 2, 3]] * 2
+        with pytest.raises(ServerUnavailableError):
+            asyncio.run(asyncio.wait_for(score(other), 60.0))
+
+
 def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> None:
     async def test(server: LocalServer) -> Generation:
         servers = ScriptedServers(server.url)
