@@ -96,23 +96,25 @@ class RankSamples:
     policy_versions: IntArray  # (L,)
     trainer_version: int  # finished steps
     minibatch_tokens: int
+    temperatures: FloatArray  # (S,), see MicroBatch
     teacher_logprobs: FloatArray | None = None  # (L,)
     teacher_weights: FloatArray | None = None  # (S,)
     top: TopArray | None = None  # (trained tokens, K)
-    temperatures: FloatArray  # (S,), see MicroBatch
 
     def pack(self) -> list[MicroBatch]:
-        packed = []
-        first, begin = 0, 0  # sample and token
+        packed: list[MicroBatch] = []
+        first, begin, num_trained = 0, 0, 0  # sample, token, trained token
         for plan in self.micro_batches:
             samples = slice(first, first + len(plan.indices))
             first = samples.stop
             tokens = slice(begin, begin + int(self.lengths[samples].sum()))
             begin = tokens.stop
-            packed.append(self._pack(plan, samples, tokens))
+            packed.append(self._pack(plan, samples, tokens, num_trained))
+            num_trained += packed[-1].num_trained_tokens
         return packed
 
-    def _pack(self, plan: MicroBatchPlan, samples: slice, tokens: slice) -> MicroBatch:
+    def _pack(self, plan: MicroBatchPlan, samples: slice, tokens: slice, num_before: int) -> MicroBatch:
+        """`num_before`: trained tokens of the micro-batches before this one."""
         lengths, ids, mask = self.lengths[samples], self.token_ids[tokens], self.loss_mask[tokens]
         segments, place = _lay_out(plan, lengths)
         sample = np.repeat(np.arange(len(lengths)), lengths)  # (L,) the sample that each token belongs to
@@ -127,13 +129,15 @@ class RankSamples:
 
         trained = np.flatnonzero(mask)  # (N,)
         owner = sample[trained]  # (N,)
-        top: dict[str, torch.Tensor] = {}
-        if self.top is not None:
-            before = np.count_nonzero(self.loss_mask[: tokens.start])
-            mine = self.top[before : before + len(trained)]
-            top["top_ids"] = torch.from_numpy(mine["id"].astype(np.int64))
-            top["top_logprobs"] = torch.from_numpy(mine["logprob"].astype(np.float32))
         temperatures = self.temperatures[samples][owner]  # (N,)
+        more: dict[str, torch.Tensor] = {}
+        if self.teacher_logprobs is not None and self.teacher_weights is not None:
+            more["teacher_logprobs"] = torch.from_numpy(self.teacher_logprobs[tokens][trained])
+            more["teacher_weights"] = torch.from_numpy(self.teacher_weights[samples][owner])
+        if self.top is not None:
+            top = self.top[num_before : num_before + len(trained)]
+            more["top_ids"] = torch.from_numpy(top["id"].astype(np.int64))
+            more["top_logprobs"] = torch.from_numpy(top["logprob"].astype(np.float32))
         is_trained = np.bincount(owner, minlength=len(lengths)) > 0  # (S,)
         return MicroBatch(
             input_ids=grid(ids.astype(np.int64), 0),
@@ -147,20 +151,9 @@ class RankSamples:
             weights=torch.from_numpy(self.weights[samples][owner]),
             staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
             minibatch_tokens=self.minibatch_tokens,
-            **self._taught(tokens, trained, samples, owner),
-            **top,
+            **more,
             temperatures=None if np.isnan(temperatures).all() else torch.from_numpy(temperatures),
         )
-
-    def _taught(
-        self, tokens: slice, trained: NDArray[np.int64], samples: slice, owner: NDArray[np.int64]
-    ) -> dict[str, torch.Tensor]:
-        if self.teacher_logprobs is None or self.teacher_weights is None:
-            return {}
-        return {
-            "teacher_logprobs": torch.from_numpy(self.teacher_logprobs[tokens][trained]),
-            "teacher_weights": torch.from_numpy(self.teacher_weights[samples][owner]),
-        }
 
 
 def split_by_rank(

@@ -793,20 +793,18 @@ class ClippedLoss(BaseLoss):
 
 
 class GspoLoss(BaseLoss):
-    own_reduction: ClassVar[Reduction] = "grpo"
     has_sequence_ratio = True
-    type: Literal["gspo"]
-    """Clipped surrogate on the ratio of whole sequences, the geometric mean of their tokens' (arXiv 2507.18071); reduction grpo."""
+    type: Literal["gspo", "luspo"]
+    """Clipped surrogate on the ratio of whole sequences, the geometric mean of their tokens'. gspo (arXiv 2507.18071): reduction
+    grpo. luspo: without gspo's bias towards short completions, each weighs as much as it is long (arXiv 2602.05261)."""
     epsilon: float = Field(default=3e-4, gt=0.0, lt=1.0)
     """Lower clip: ratio >= 1 - epsilon."""
     epsilon_high: float = Field(default=4e-4, gt=0.0)
     """Upper clip: ratio <= 1 + epsilon_high."""
 
-
-class LuspoLoss(GspoLoss):
-    own_reduction = "luspo"
-    type: Literal["luspo"]  # type: ignore[assignment]
-    """gspo without its bias towards short completions: each weighs as much as it is long (arXiv 2602.05261); reduction luspo."""
+    @property
+    def resolved_reduction(self) -> Reduction:
+        return self.reduction or ("luspo" if self.type == "luspo" else "grpo")
 
 
 class GmpoLoss(BaseLoss):
@@ -882,7 +880,7 @@ class CustomLoss(BaseLoss):
 
 
 LossSection = Annotated[
-    ClippedLoss | GspoLoss | LuspoLoss | GmpoLoss | DppoLoss | VespoLoss | CispoLoss | SapoLoss | CustomLoss,
+    ClippedLoss | GspoLoss | GmpoLoss | DppoLoss | VespoLoss | CispoLoss | SapoLoss | CustomLoss,
     Field(discriminator="type"),
     default_type("dapo"),
 ]

@@ -62,7 +62,7 @@ def load_data(
         for key, source in train.items():
             kept, held_out = split_held_out(source.rows, data.held_out, columns=task_columns(data.sources[key]))
             train[key], evaluated[key] = replace(source, rows=kept), replace(source, rows=held_out)
-        num_held_out, num_kept = (len(_joined(part.values())) for part in (evaluated, train))
+        num_held_out, num_kept = (sum(len(each.rows) for each in part.values()) for part in (evaluated, train))
         notes.append(f"data.held_out: {num_held_out} rows are held out, {num_kept} are left to train on")
     if evaluation is not None and evaluation.data is not None:
         sources = sources_at("evaluation.data", evaluation.data)

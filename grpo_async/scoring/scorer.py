@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean
@@ -88,17 +88,11 @@ class Scorer:
             kept = {id(completion) for completion in trainable}
             environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
         began = time.monotonic()
-        taught: dict[str, tuple[FloatArray, float]] = {}
-
-        async def ask_teachers() -> None:
-            if self.teachers is not None and is_trained:
-                taught.update(await self.teachers.score(group, trainable))
-
-        async def ask_rewards() -> dict[str, RewardOutcome]:
-            return await self._outcomes(group, trainable, environments=environments)
-
-        _, outcomes = await all_of([ask_teachers(), ask_rewards()])
-        assert outcomes is not None
+        asked: list[Coroutine[Any, Any, Any]] = [self._outcomes(group, trainable, environments=environments)]
+        if self.teachers is not None and is_trained:
+            asked.append(self.teachers.score(group, trainable))
+        outcomes, *answers = await all_of(asked)
+        taught = answers[0] if answers else {}
         took_s = time.monotonic() - began
         parts: list[dict[str, float | None]] = [
             {each.name: outcomes[each.name].values[index] if each.name in outcomes else None for each in self._rewards}

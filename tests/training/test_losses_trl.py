@@ -18,7 +18,6 @@ from grpo_async.config.sections import (
     GmpoLoss,
     GspoLoss,
     ImportanceSamplingSection,
-    LuspoLoss,
     SapoLoss,
     VespoLoss,
 )
@@ -160,7 +159,7 @@ def test_gmpo() -> None:
 
 LOSSES: list[tuple[BaseLoss, dict[str, Any]]] = [
     (
-        LuspoLoss(type="luspo", epsilon=0.1, epsilon_high=0.1),
+        GspoLoss(type="luspo", epsilon=0.1, epsilon_high=0.1),
         {"loss_type": "luspo", "level": "sequence", "epsilon": 0.1, "epsilon_high": 0.1},
     ),
     (VespoLoss(type="vespo"), {"loss_type": "vespo"}),
