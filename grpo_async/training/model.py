@@ -248,11 +248,17 @@ def shard_policy(
 ) -> None:
     """Apply FSDP2 in place: every decoder layer is one unit, the rest (embeddings, norm, head) belongs to the root. Parameters on
     "meta" stay there until `load_weights`. `reshard_after_forward`: free a layer's gathered parameters until the backward pass.
+
+    One rank that trains in float32 has nothing to shard and nothing to cast: FSDP would copy every parameter in each pass, so it
+    is left out.
     """
     if cpu_offload and mesh.device_type == "cpu":
         raise ConfigError(
             "training.cpu_offload: the trainer runs on the CPU, so everything is already in the machine's memory; set it to false"
         )
+    is_float32 = {compute_dtype, *(parameter.dtype for parameter in policy.parameters())} == {torch.float32}
+    if mesh.size() == 1 and is_float32 and not cpu_offload:
+        return
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # the root's input is a micro-batch, whose weights, advantages and log-probabilities stay in float32
     of_root = replace(precision, cast_forward_inputs=False)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from grpo_async.training.model import Policy, compile_layers, recompute_activations, shard_policy
+from grpo_async.training.parameters import whole_of
 from tests.training.tiny_families import LENGTHS, ROW_TOKENS, build_family, pack_rows, samples_of
 
 
@@ -48,6 +48,6 @@ def _one(
 
 
 def _fingerprint(parameter: torch.Tensor) -> float:
-    assert isinstance(parameter.grad, DTensor)
-    flat = parameter.grad.full_tensor().double().reshape(-1)
+    assert parameter.grad is not None
+    flat = whole_of(parameter.grad).double().reshape(-1)
     return float((flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).sum())
