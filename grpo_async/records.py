@@ -34,6 +34,10 @@ THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """The tags before and after the thinking of a turn, of most models and of Mistral's."""
 
 
+TEMPLATE_COLUMN = "chat_template_kwargs"
+"""The column of variables of the chat template for a row."""
+
+
 def answer_start(text: str, *, is_open: bool | None = None) -> int:
     """Where the thinking at the beginning of a turn ends; the length of the text where it does not end. "<think>a</think>b" -> 16.
 

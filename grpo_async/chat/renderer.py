@@ -8,6 +8,7 @@ turn continues, are the ids that were sampled, never a re-tokenization of this t
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,11 +24,12 @@ from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn, TooLongErro
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError, message_of
-from grpo_async.records import THINKING, Origin, TaggedMessage, ToolCall, answer_start, is_call_id
+from grpo_async.records import TEMPLATE_COLUMN, THINKING, Origin, TaggedMessage, ToolCall, answer_start, is_call_id
 from grpo_async.utils.processes import importing_much
 from grpo_async.utils.text import clipped, did_you_mean
 
 _RESULTS = ("kqresultonezq", "kqresulttwozq")  # of the dummy calls of `check_tools`
+_MAX_VARIANTS = 64  # kept for the column `chat_template_kwargs`, which may differ in every row
 _OWN_TEMPLATE = "set model.chat_template to a template that renders tools, their calls and their results"
 
 
@@ -47,7 +49,9 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
-        self._template = ChatTemplate(tokenizer, template_arguments or {})
+        self._template_arguments = dict(template_arguments or {})
+        self._template = ChatTemplate(tokenizer, self._template_arguments)
+        self._variants: dict[str, ChatRenderer] = {}
         eos = tokenizer.eos_token_id
         ends = [*([] if eos is None else [int(eos)]), *end_of_turn_ids]
         ends += [_token_id(tokenizer, token) for token in end_of_turn_tokens]
@@ -89,6 +93,36 @@ class ChatRenderer:
             end_of_turn_ids=_configured_ends(model.path, model.revision),
             parser=parser,
         )
+
+    def for_row(self, columns: Mapping[str, Any]) -> ChatRenderer:
+        """The renderer of a row of the data, whose column `chat_template_kwargs` is added to the setting.
+
+        Raises:
+            ConfigError: the column is no object, names what grpo-async sets itself, or changes whether answers begin inside
+                thinking, which rewards are told once.
+        """
+        own = columns.get(TEMPLATE_COLUMN)
+        if not own or not self._template.exists:
+            return self
+        if not isinstance(own, dict):
+            raise ConfigError(
+                f"the column `{TEMPLATE_COLUMN}` holds an object of variables of the chat template, not {clipped(repr(own), 80)}"
+            )
+        own = {name: value for name, value in own.items() if value is not None}  # Parquet fills up what a row lacks
+        key = json.dumps(own, sort_keys=True, default=str)
+        if key not in self._variants:
+            variant = copy.copy(self)
+            vars(variant).pop("_suffix", None)  # rendered with the other arguments
+            variant._template = ChatTemplate(self._tokenizer, {**self._template_arguments, **own})
+            if variant._template.thinking_is_open != self.thinking_is_open:
+                raise ConfigError(
+                    f"the column `{TEMPLATE_COLUMN}` is {clipped(key, 80)}: with it answers begin inside thinking and without it "
+                    "they do not, or the other way round, so rewards could not tell where an answer begins"
+                )
+            if len(self._variants) == _MAX_VARIANTS:
+                self._variants.clear()
+            self._variants[key] = variant
+        return self._variants[key]
 
     @property
     def tokenizer(self) -> Any:

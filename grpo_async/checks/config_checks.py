@@ -29,6 +29,7 @@ from grpo_async.inference.fleet import SEVERAL_SERVERS, instances_at, take_turns
 from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.machine import weights_host
+from grpo_async.records import TEMPLATE_COLUMN
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED, RewardError
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
@@ -309,7 +310,7 @@ class _InputChecks:
             self.problems.append(f"rollout.agent.host: {agent.host} cannot be bound on this machine ({fault})")
         for key, found in rows.items():
             with self.problems.collecting(f"{key}: "):
-                components.check_tools(found)
+                components.check_rows(found)
             if components.environments is not None:
                 self.problems.extend(f"{key}, {problem}" for problem in components.environments.check_rows(found))
         return components
@@ -328,6 +329,7 @@ class _InputChecks:
         has_roles = any(message.role != "user" for prompt in every for message in prompt.messages)
         deep = self.deep or (has_roles and folder.is_dir())
         deep = deep or max(sizes, default=0) >= config.inference.max_model_len
+        deep = deep or any(row.get(TEMPLATE_COLUMN) for found in rows.values() for row in found)
         if not (deep or components.tool_sets):
             return
         with self.problems.collecting():
@@ -336,6 +338,9 @@ class _InputChecks:
                 self.notes.extend(note for note in renderer.check_tools(schemas) if note not in self.notes)
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
+            for key, found in rows.items():
+                with self.problems.collecting(f"{key}: "):
+                    components.check_rows(found, renderer)
             for key, some in prompts.items() if deep else ():
                 lengths, refused, counted = [], [], token_counter(renderer, components)
                 for location, prompt in some.items():

@@ -15,7 +15,6 @@ from grpo_async.utils.text import backticked
 _GOLDS = ("answer", "solution")
 _IGNORED = {
     "tools": "the configuration has no `tools`",
-    "chat_template_kwargs": "the template gets `model.chat_template_kwargs`",
     "messages": "it gets `prompt`",
     "system": "it gets `prompt`, where a system message belongs, or into `system_prompt` of the data",
     ENVIRONMENT_COLUMN: "the configuration has no `environments`",

@@ -46,11 +46,13 @@ class Components:
             schemas += self.environments.for_row(columns).schemas[len(self.tools) :]  # its own
         return schemas
 
-    def check_tools(self, rows: Rows) -> None:
-        """Raise a ConfigError for the first row that names an unknown tool."""
+    def check_rows(self, rows: Rows, renderer: ChatRenderer | None = None) -> None:
+        """Raise a ConfigError for the first row that names an unknown tool, or variables that `renderer` cannot take."""
         for row, location in zip(rows, rows.locations, strict=True):
             try:
                 tools_of_row(self.tools, row)
+                if renderer is not None and self.agent is None and self.function is None:
+                    renderer.for_row(row)
             except ConfigError as error:
                 raise ConfigError(f"{location}: {error}") from error
 
@@ -158,7 +160,8 @@ def token_counter(renderer: ChatRenderer, components: Components) -> Callable[[P
 
     def count(prompt: Prompt) -> int:
         tools = components.schemas_for(prompt.columns)
-        return len(renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools))
+        own = renderer.for_row(prompt.columns)
+        return len(own.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools))
 
     return count
 

@@ -271,7 +271,7 @@ class ConversationProducer:
         ]
         rollout = Rollout(
             client=self._client,
-            renderer=self._renderer,
+            renderer=self._renderer.for_row(group.prompt.columns),
             settings=replace(self._settings, temperature=group.prompt.temperature or self._settings.temperature),
             on_tokens=partial(group.received, index),
             rollout_id=group.rollout_id(index),
@@ -344,7 +344,8 @@ class ConversationProducer:
         if key not in rendered:
             schemas = [tool.schema for tool in tools]
             is_conversational = group.prompt.is_conversational or bool(self._tools)  # text too, where a row has none
-            ids = self._renderer.prompt_ids(messages, is_conversational=is_conversational, tools=schemas)
+            renderer = self._renderer.for_row(group.prompt.columns)
+            ids = renderer.prompt_ids(messages, is_conversational=is_conversational, tools=schemas)
             rendered[key] = np.array(ids, np.int32)
         return rendered[key]
 

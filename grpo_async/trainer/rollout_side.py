@@ -91,7 +91,7 @@ def load_rollout_inputs(config: ExperimentConfig, renderer: ChatRenderer) -> Rol
     evaluated = (("the data to evaluate on", source) for source in data.evaluation.values())
     for key, source in (*data.train.items(), *evaluated):
         with problems.collecting():
-            components.check_tools(source.rows)
+            components.check_rows(source.rows, renderer)
         for note in look_at_rows(key, source.rows, config, problems):
             logger.info("%s", note)
     problems.raise_if_any()
@@ -150,7 +150,8 @@ def build_rollout_side(
             row = {**prompt.columns, "prompt": seen}
             other = make_prompt(row, prompt.prompt_id, system_prompts[prompt.source])
             tools = components.schemas_for(prompt.columns)
-            return renderer.prompt_ids(other.messages, is_conversational=other.is_conversational, tools=tools)
+            own = renderer.for_row(prompt.columns)
+            return own.prompt_ids(other.messages, is_conversational=other.is_conversational, tools=tools)
 
         scorer.teachers = Teachers(config.distillation, own=client.score, teacher_prompt_ids=teacher_prompt_ids)
     errors = ErrorLog(resume.failures if resume else None)
@@ -198,7 +199,7 @@ def build_rollout_side(
         evaluator=build_evaluator(config, data, components, scorer, client=client, renderer=renderer),
         first_prompts=first,
         first_prompt_ids=[
-            renderer.prompt_ids(
+            renderer.for_row(prompt.columns).prompt_ids(
                 prompt.messages,
                 is_conversational=prompt.is_conversational,
                 tools=components.schemas_for(prompt.columns),

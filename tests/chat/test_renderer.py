@@ -105,6 +105,32 @@ def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
         _load(tmp_path / "absent")
 
 
+def test_a_row_has_its_own_arguments_of_the_template_unless_they_open_its_thinking_unlike_others(
+    tmp_path: Path,
+) -> None:
+    family("chatml").save_pretrained(tmp_path)
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{{ mood }}{{ who is defined }}{{ messages[0].content }}"
+        "{% if add_generation_prompt and think is defined %}<think>{% endif %}",
+        encoding="utf-8",
+    )
+    renderer = _load(tmp_path, chat_template=file, chat_template_kwargs={"mood": "kind "})
+
+    def text(**own: Any) -> str:
+        row = renderer.for_row({"chat_template_kwargs": own})
+        return row.completion_text(row.prompt_ids([user("hello")]))
+
+    assert [text(), text(mood="odd "), text(who="me"), text(who=None)] == [
+        "kind Falsehello", "odd Falsehello", "kind Truehello", "kind Falsehello",
+    ]  # fmt: skip
+    for wrong in ({"think": True}, {"tools": []}):
+        with pytest.raises(ConfigError, match="chat_template_kwargs"):
+            text(**wrong)
+    with pytest.raises(ConfigError, match="chat_template_kwargs"):
+        renderer.for_row({"chat_template_kwargs": "think"})
+
+
 # --- the startup check
 
 

@@ -279,7 +279,6 @@ ASSISTANT = {"role": "assistant", "content": "2"}
         ([_row(1), {"prompt": json.dumps([USER])}, {"prompt": "1 + 1"}], "1 of 3 prompts are the JSON text of messages"),
         ([{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}], "1 of 3 prompts are messages, unlike the others"),
         ([_row(1, tools=[]), _row(2, tools=CALLS)], "1 of 2 rows have the column `tools`"),
-        ([_row(1), _row(2, chat_template_kwargs={"enable_thinking": False})], "rows have the column `chat_template_kwargs`"),
         ([_row(1), _row(2, environment="game")], "1 of 2 rows have the column `environment`"),
         ([_row(1), _row(2, messages=[USER, ASSISTANT])], "1 of 2 rows have the column `messages`"),
         ([_row(1), _row(2) | {"answer": [ASSISTANT]}], "1 of 2 rows have messages as their answer"),

@@ -120,13 +120,16 @@ def test_every_rollout_in_flight_has_a_connection_at_the_same_time(tiny_model: P
 def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the_configured_token(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """R1.14: a template of our own, its argument, and an end-of-turn token of our own reach the server's requests."""
+    """R1.14: a template of our own, its argument (a row's goes first) and end-of-turn token reach the server's requests."""
     template = tmp_path / "own.jinja"
     template.write_text(
         "{% for message in messages %}{{ message['role'] ~ tone ~ message['content'] }}{% endfor %}<|im_start|>"
     )
     data = tmp_path / "chat.jsonl"
-    data.write_text('{"prompt": [{"role": "user", "content": "hello"}], "answer": "2"}\n')
+    data.write_text(
+        '{"prompt": [{"role": "user", "content": "hello"}], "answer": "2"}\n'
+        '{"prompt": [{"role": "user", "content": "hello"}], "answer": "2", "chat_template_kwargs": {"tone": "?"}}\n'
+    )
     config = side_config(
         tmp_path,
         tiny_model,
@@ -141,7 +144,10 @@ def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the
     with local_server(odd_or_even) as server, open_side(config, server) as side:
         side.source.start()
         server.wait_for(lambda: len(server.requests) == 4, "the requests of a step")
-    assert {tokenizer.decode(request["token_ids"]) for request in server.requests} == {"user!hello<|im_start|>"}
+    assert {tokenizer.decode(request["token_ids"]) for request in server.requests} == {
+        "user!hello<|im_start|>",
+        "user?hello<|im_start|>",
+    }
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert all(sorted(request["stop_token_ids"]) == sorted(ends) for request in server.requests)
 
