@@ -241,7 +241,7 @@ class TurnRecord:
     generation_duration_s: float = 0.0
     tool_execution_duration_s: float = 0.0
     started_at: float = 0.0  # of its generation, seconds since the epoch; 0.0: not known
-    output_top: TopArray | None = None  # (n, K), for `loss.score_centering`
+    output_top: TopArray | None = None  # (n, K), for `loss.score_centering` and the sampling mask
 
     def __post_init__(self) -> None:
         as_arrays(self, output_ids=np.int32, output_logprobs=np.float32, policy_versions=np.int32)
@@ -462,7 +462,7 @@ class RolloutSample:
     teacher_weight: float = 0.0
     """The sum of these weights."""
     top: TopArray | None = None
-    """The likeliest tokens at each trained token's position (num_trained_tokens, K), for `loss.score_centering`."""
+    """The likeliest tokens at each trained token's position (num_trained_tokens, K), if the loss needs them."""
     temperature: float | None = None  # None: that of the run
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class MicroBatch:
     )
     teacher_weights: torch.Tensor | None = None  # (N,) float32, the sum of these weights
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
-    top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, for `loss.score_centering`
+    top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, if the loss needs them
     top_logprobs: torch.Tensor | None = None  # (N, K) float32, the sampler's
     temperatures: torch.Tensor | None = None  # (N,) float32, NaN for that of the run; None: all are
 

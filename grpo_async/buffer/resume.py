@@ -108,8 +108,8 @@ class ResumeState:
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def with_top(self, num_top: int) -> ResumeState:
-        """Without the groups that have another number of likeliest tokens for each of theirs, because `loss.score_centering` has
-        changed since: their prompts are issued again."""
+        """Without the groups that have another number of likeliest tokens for each of theirs, because `loss.score_centering` or
+        `rollout.top_k` has changed since: their prompts are issued again."""
 
         def fits(top: TopArray | None, num_tokens: int) -> bool:
             return num_tokens == 0 or (0 if top is None else top.shape[1]) == num_top

@@ -9,7 +9,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from grpo_async.config import sections
-from grpo_async.config.base import StrictModel
+from grpo_async.config.base import MAX_TOP_LOGPROBS, StrictModel
 from grpo_async.config.rules import conflicts
 from grpo_async.utils.text import duplicates
 
@@ -142,6 +142,27 @@ class ExperimentConfig(StrictModel):
         """Whether the reference is the policy without its adapters. Not with `modules_to_save`: training overwrites those."""
         lora = self.model.lora
         return lora is not None and not lora.modules_to_save and self.loss.reference == "initial"
+
+    @property
+    def keeps_sampling_mask(self) -> bool:
+        """Whether the loss sees the policy cut to the tokens that the sampler kept, so that ratios are exact under `top_k`, with
+        `top_p`, `min_p` or `structured_outputs`: servers report the likeliest tokens then."""
+        rollout, loss = self.rollout, self.loss
+        compares_once = loss.proximal != "recomputed" or self.training.num_updates == 1
+        reports_all = (
+            self.rollout_function is None and rollout.repetition_penalty == 1.0 and loss.score_centering is None
+        )
+        return 0 < rollout.top_k <= MAX_TOP_LOGPROBS and reports_all and compares_once
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """The likeliest tokens at each position that the trainer needs from the servers."""
+        return self.rollout.top_k if self.keeps_sampling_mask else self.loss.score_centering or 0
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether tokens that were sampled from a part of the policy's distribution are trained as what they are."""
+        return self.keeps_sampling_mask or self.loss.corrects_sampling
 
     @property
     def adapter_slots(self) -> int:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
+from grpo_async.config.base import MAX_TOP_LOGPROBS
 from grpo_async.config.names import VLLM_ARGUMENTS
 from grpo_async.config.sections import MAX_SWAPPED_RANK, CustomLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
@@ -241,11 +242,12 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
     Where tokens are cut off, mu is pi of those that are left, divided by their probability Z < 1. The sampler's log-probabilities
     are those of mu, the trainer's those of pi: the ratio of an unchanged policy to mu is Z and not 1, so that the clip would act on
     what was cut off. The weight pi / mu of each token corrects for it; that of a sequence is the product of its tokens' and
-    vanishes: 0.97 for each of 500 tokens makes 2e-7. (docs/howto/sampling.md)
+    vanishes: 0.97 for each of 500 tokens makes 2e-7. With a small top_k the trainer cuts pi off in the same way, so that nothing
+    has to be corrected. (docs/howto/sampling.md)
     """
     loss = config.loss
     values = {name: getattr(config.rollout, name) for name in config.rollout.non_neutral_sampling}
-    if not values or isinstance(loss, CustomLoss):
+    if not values or isinstance(loss, CustomLoss) or config.keeps_sampling_mask:
         return
     if loss.score_centering is not None:
         why = "it compares the policy with the whole distribution that tokens are sampled from; leave the setting to evaluation"
@@ -264,7 +266,8 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
     yield (
         not loss.has_sequence_ratio and not loss.corrects_sampling,
         f"{what} samples from another distribution than the policy's, and the ratio of the loss would count that as a change of "
-        "the policy; set loss.proximal: recomputed and loss.correction: {level: token}, or leave the setting to evaluation",
+        f"the policy; set rollout.top_k to at most {MAX_TOP_LOGPROBS}, which makes the ratios exact (except with "
+        "repetition_penalty), or loss.proximal: recomputed and loss.correction: {level: token}, or leave the setting to evaluation",
     )
     for name in ("off_policy_mask", "geometric_mask"):
         yield _clash(

@@ -553,11 +553,13 @@ class RolloutSection(StrictModel):
     """Sampling temperature; the trainer's logprobs use the same. vLLM raises anything below 0.01 to that."""
     top_p: TopP = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities add up to this (nucleus sampling,
-    arXiv 1904.09751); 1 = all. This and the next four sample from another distribution than the policy's: they need
+    arXiv 1904.09751); 1 = all. This and the next four sample from another distribution than the policy's. With `top_k` of 1 to 128
+    the loss sees the policy cut to the same tokens. Otherwise, and always with `repetition_penalty`, they need
     `loss.proximal: recomputed` with `loss.correction: {level: token}`, or cispo with `loss.proximal: sampler`, and do not go with
     gspo or `loss.off_policy_mask`. A custom loss is not held to this."""
     top_k: TopK = 0
-    """Sample from this many of the most likely tokens; 0 = all (-1 in vLLM's API)."""
+    """Sample from this many of the most likely tokens; 0 = all (-1 in vLLM's API). Up to 128, servers report them (8 bytes each),
+    and ratios are exact, also with `top_p`, `min_p` and `structured_outputs`."""
     min_p: MinP = 0.0
     """Sample from tokens whose probability is at least this fraction of that of the most likely one (arXiv 2407.01082); 0 = all."""
     repetition_penalty: RepetitionPenalty = 1.0

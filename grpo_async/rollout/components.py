@@ -100,8 +100,8 @@ class Components:
             max_turn_tokens=rollout.max_turn_tokens,
             max_turns=rollout.max_turns,
             stop_token_ids=renderer.end_of_turn_ids,
-            top_logprobs=(config.loss.score_centering or 0) if isinstance(sampling, RolloutSection) else 0,
-            corrects_sampling=config.loss.corrects_sampling,
+            top_logprobs=config.num_top_logprobs if isinstance(sampling, RolloutSection) else 0,
+            corrects_sampling=config.corrects_sampling,
         )
         if self.function is not None:
             section = config.rollout_function

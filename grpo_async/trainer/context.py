@@ -66,7 +66,9 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
     )
     policy = _build_policy(config, config.model, mesh, device)
     check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)
-    objective = Objective(config.loss, num_updates=config.training.num_updates)
+    objective = Objective(
+        config.loss, num_updates=config.training.num_updates, keeps_sampling_mask=config.keeps_sampling_mask
+    )
     reference = _build_reference(config, policy, mesh, device) if config.loss.needs_reference else None
     # rank 0 sends its next command only after a server started, an evaluation ended, requests drained, or samples came
     command_timeout_s = sum(

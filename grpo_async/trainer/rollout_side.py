@@ -140,7 +140,7 @@ def build_rollout_side(
         sampling=config.data.sampling,
         state=state.rollouts["data"] if state else None,
     )
-    resume = state.resume_state(stream.prompt).with_top(config.loss.score_centering or 0) if state else None
+    resume = state.resume_state(stream.prompt).with_top(config.num_top_logprobs) if state else None
 
     client = make_client(config, fleet, vocab_size=vocab_size)
     if config.distillation is not None:

@@ -308,6 +308,17 @@ def importance_weights(
     return weights, None
 
 
+def masked_logprobs(logprobs: torch.Tensor, top: torch.Tensor, sampler_top: torch.Tensor) -> torch.Tensor:
+    """The policy cut to the tokens that the sampler kept, under `rollout.top_k`, `top_p` and `min_p` (Keep Sampling Mask,
+    DeepSeek-V3.2, arXiv 2512.02556, 3.1). (N,), with gradient by both
+
+        log pi(token) - log sum of pi over the kept tokens
+
+    Kept are those of the sampler's top_k likeliest whose logprob is finite. (N, K) each
+    logprob = log 0.3, top = log [0.5, 0.3, 0.1], sampler_top = [-0.5, -1, -inf]: log (0.3 / 0.8) = -0.9808."""
+    return logprobs - top.masked_fill(sampler_top.isneginf(), -math.inf).logsumexp(-1)
+
+
 def centering(
     slope: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], logprobs: torch.Tensor, sampler: torch.Tensor
 ) -> torch.Tensor:
@@ -385,10 +396,12 @@ class ObjectiveOutput:
 
 
 class Objective:
-    """See the module's docstring. Pure: its only state is the settings. `num_updates`: updates per step."""
+    """See the module's docstring. Pure: its only state is the settings. `num_updates`: updates per step. `keeps_sampling_mask`: see
+    `masked_logprobs`."""
 
-    def __init__(self, section: BaseLoss, *, num_updates: int = 1) -> None:
+    def __init__(self, section: BaseLoss, *, num_updates: int = 1, keeps_sampling_mask: bool = False) -> None:
         self.section = section
+        self._keeps_sampling_mask = keeps_sampling_mask
         self._num_updates = num_updates
         self._policy_loss = _policy_loss(section)
 
@@ -442,10 +455,14 @@ class Objective:
     ) -> ObjectiveOutput:
         """The contribution of a micro-batch with at least one trained token. `ref_logprobs` (N,), if `section.needs_reference`;
         `old` (N,), under the policy at the start of the step, if `needs_old_policy`."""
-        section = self.section
+        section, logprobs = self.section, output.logprobs
+        if self._keeps_sampling_mask:
+            assert output.top_logprobs is not None
+            assert batch.top_logprobs is not None
+            logprobs = masked_logprobs(logprobs, output.top_logprobs, batch.top_logprobs)
         inputs = LossInputs(
-            logprobs=output.logprobs,
-            proximal_logprobs=self._proximal_logprobs(output.logprobs, batch, old),
+            logprobs=logprobs,
+            proximal_logprobs=self._proximal_logprobs(logprobs, batch, old),
             sampler_logprobs=batch.sampler_logprobs,
             ref_logprobs=ref_logprobs,
             entropy=output.entropy,
@@ -466,7 +483,7 @@ class Objective:
         kl = None
         if section.needs_reference:
             assert ref_logprobs is not None
-            kl = kl_k3(inputs.logprobs, ref_logprobs)
+            kl = kl_k3(output.logprobs, ref_logprobs)
             if section.use_bias_correction_kl:
                 kl = kl * self._ratio(inputs)
             loss = loss + section.beta * kl

@@ -83,10 +83,17 @@ def _config(**sections: Any) -> ExperimentConfig:
         (
             {"rollout": {"repetition_penalty": 1.1, "top_k": 50}, "loss": {"proximal": "recomputed", "correction": {}}},
             "rollout.top_k: 50, rollout.repetition_penalty: 1.1 samples from another distribution than the policy's, and the "
-            "ratio of the loss would count that as a change of the policy; set loss.proximal: recomputed and loss.correction: "
-            "{level: token}",
+            "ratio of the loss would count that as a change of the policy; set rollout.top_k to at most 128",
         ),
-        ({"rollout": {"top_k": 5}, "loss": {"type": "gspo"}}, "rollout.top_k: 5 does not go with loss.type: gspo"),
+        ({"rollout": {"top_k": 129}, "loss": {"type": "gspo"}}, "rollout.top_k: 129 does not go with loss.type: gspo"),
+        (
+            {
+                "rollout": {"top_k": 5, "groups_per_step": 2},
+                "loss": {"proximal": "recomputed"},
+                "training": {"minibatches": 2},
+            },
+            "rollout.top_k: 5 samples from another distribution",
+        ),
         (
             {"rollout": {"top_p": 0.9}, "loss": {**TOKEN_WEIGHTS, "off_policy_mask": 0.1}},
             "loss.off_policy_mask: 0.1 does not go with rollout.top_p: 0.9",
@@ -196,6 +203,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "sequence"}}},
         {"rollout": {"top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}, "loss": TOKEN_WEIGHTS},
         {"rollout": {"top_p": 0.95}, "loss": {"type": "cispo"}},
+        {"rollout": {"top_p": 0.95, "top_k": 20, "min_p": 0.01}, "loss": {"type": "gspo", "off_policy_mask": 0.1}},
         {"rollout": {"top_p": 0.95}, "loss": {"type": "custom", "function": "a:b"}},
         {"evaluation": {"repetition_penalty": 1.1, "structured_outputs": {"json_schema": {"type": "object"}}}},
         {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}, "loss": TOKEN_WEIGHTS},

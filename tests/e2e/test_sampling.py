@@ -87,6 +87,24 @@ def _check_ends(rollout: RolloutRow, tokenizer: Any, stop: Sequence[str]) -> Non
     assert set(rollout.mask) == {1}
 
 
+def test_under_a_small_top_k_the_trainer_cuts_the_policy_off_where_the_sampler_did(tmp_path: Path) -> None:
+    settings = ["rollout.top_k=4", "rollout.top_p=0.9", "rollout.max_staleness=0", "training.max_steps=2"]
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *settings, "loss.type=gspo", "evaluation=null"])
+    summary, _rows = run.complete()
+    assert summary["steps"] == 2
+    trained = [
+        rollout
+        for group in read_groups(run.folder / "rollouts")
+        if group.status is GroupStatus.TRAINED
+        for rollout in group.rollouts
+    ]
+    sampler, trainer = (
+        np.concatenate([getattr(rollout, name) for rollout in trained]) for name in ("logprobs", "trainer_logprobs")
+    )
+    np.testing.assert_allclose(trainer, sampler, atol=1e-3)
+    assert sampler.min() < -0.5
+
+
 def test_a_run_with_score_centering_trains_and_keeps_what_it_needs_in_the_queue_of_a_checkpoint(tmp_path: Path) -> None:
     settings = [
         "evaluation=null",

@@ -228,9 +228,9 @@ class Contract:
     def test_filters_and_a_penalty_leave_the_tokens_that_they_should(
         self, server: Served, model_a: Any, version: int, settings: dict[str, float]
     ) -> None:
-        """And logprobs are those of what they leave."""
-        prompt, settings = [*PROMPT, 5, 6], {"temperature": 1.0, **settings}
-        output = server.generate(make_request(prompt, max_tokens=40, **settings))
+        """And logprobs are those of what they leave; of the top_k likeliest, the others have none."""
+        prompt, settings, num_top = [*PROMPT, 5, 6], {"temperature": 1.0, **settings}, int(settings.get("top_k", 0))
+        output = server.generate(make_request(prompt, max_tokens=40, top_logprobs=num_top, **settings))
         tokens = [*prompt, *output.token_ids]
         logits = model_a(torch.tensor([tokens])).logits[0].float()
         places = range(len(prompt), len(tokens))
@@ -238,6 +238,11 @@ class Contract:
             expected = reshaped(logits[place - 1], tokens[:place], **settings)  # type: ignore[arg-type]
             assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
             assert settings["temperature"] != 0.0 or token == expected.argmax()
+            if num_top:
+                top = np.frombuffer(output.top[place - len(prompt)], TOP)
+                kept = dict(top[np.isfinite(top["logprob"])].tolist())
+                wanted = {each: expected[each].item() for each in expected.isfinite().nonzero()[:, 0].tolist()}
+                assert kept == pytest.approx(wanted, abs=1e-4)
 
     @pytest.mark.parametrize(
         ("form", "pattern"),
