@@ -23,6 +23,7 @@ from grpo_async.cli.runs import report, status, trace
 from grpo_async.cli.serve import serve_embedded, serve_vllm
 from grpo_async.cli.start import init, prepare_quickstart
 from grpo_async.cli.train import TrainCommand, evaluate, train
+from grpo_async.cli.study import study
 from grpo_async.errors import USER_ERROR, GrpoAsyncError, exit_code_of
 from grpo_async.utils.resilient_stream import escape_unencodable
 
@@ -91,6 +92,7 @@ app.command("init", short_help="Write a config, a reward, data and a test to sta
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
 app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
+app.command("study", short_help="Compare settings over several seeds: which are safe, which is the cheapest.")(study)
 app.command("doctor", short_help="Check this machine: versions, GPUs, limits, disk.")(doctor)
 app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
 app.command("explain", short_help="Explain a configuration key.")(explain)

@@ -84,6 +84,15 @@ def read_values(file: Path, problems: list[str]) -> dict[str, Any]:
     return values
 
 
+def read_override(source: str, text: str) -> Any:
+    """The value that a text of the command line is, as YAML. ConfigError: it is not valid."""
+    problems: list[Problem] = []
+    node = read_yaml(text, Location(source), problems, has_lines=False)
+    if problems := [*problems, *node.faults()]:
+        raise ConfigError("\n".join(f"{location}: {message}" for location, message in problems))
+    return node.plain()
+
+
 def set_options(overrides: Sequence[str]) -> list[str]:
     """Overrides as a command line has them: ["a.b=1"] -> ["--set", "a.b=1"]."""
     return [word for override in overrides for word in ("--set", override)]

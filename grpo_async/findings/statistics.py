@@ -68,13 +68,13 @@ def mean_over_time(rows: Sequence[Mapping[str, float]], name: str) -> float | No
 
 def _change(first: float, last: float, stderr: float, dof: float, count: int, unit: str, *, scale: float) -> Change:
     """`scale`: the range of the values, beyond which no change can be, nor its interval."""
-    value, half = last - first, _t_quantile(dof) * stderr
+    value, half = last - first, t_quantile(dof) * stderr
     limit = max(scale, abs(value))  # where the range is not known it is taken as 1
     low, high = max(value - half, -limit), min(value + half, limit)
     return Change(first=first, last=last, low=low, high=high, count=count, unit=unit)
 
 
-def _t_quantile(dof: float) -> float:
+def t_quantile(dof: float) -> float:
     """The 97.5 % quantile of Student's t, to about 2 % from 2 degrees of freedom on: 2 4.3, 10 2.2, many 1.96."""
     return 1.96 + 2.4 / dof + 4.5 / dof**2
 

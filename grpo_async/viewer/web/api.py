@@ -28,6 +28,7 @@ from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.validation import problems_of
 from grpo_async.viewer.trace import write_trace
 from grpo_async.viewer.web.guard import Guard
+from grpo_async.viewer.web.overview import study_table
 from grpo_async.viewer.web.report import STATIC, render_report
 from grpo_async.viewer.web.sources import DEADLINE_S, NotFoundError, RunRegistry
 from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json, together
@@ -88,12 +89,13 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
         return answer_in_thread
 
     def runs(_: RequestParameters) -> Json:
-        """All runs and their evaluations, and what queries may say."""
+        """All runs and their evaluations, the study that they belong to, and what queries may say."""
 
         found = [run_entry(registry.source(name)) for name in registry.names]
         folder = None if registry.folder is None else str(registry.folder)
         names = [{"name": each.name, "help": each.help, "values": each.values} for each in NAMES]
-        return Json({"runs": found, "folder": folder, "opening": opening, "names": names})
+        study = None if registry.folder is None else study_table(registry.folder)
+        return Json({"runs": found, "folder": folder, "study": study, "opening": opening, "names": names})
 
     def report(parameters: RequestParameters) -> Response:
         """The report of one run or several, as `grpo-async report` would write it now: a file, which is never opened here."""

@@ -14,6 +14,7 @@ from grpo_async.config.diff import differences, flat
 from grpo_async.errors import RunError
 from grpo_async.findings import MetricRow, RunHistory, Severity, find
 from grpo_async.findings.statistics import mean_over_time
+from grpo_async.findings.study import Study
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import describe
@@ -111,6 +112,23 @@ def page(source: Source) -> dict[str, Any]:
 def _inspect_command(run: RunDir, query: str) -> str:
     """The line to paste into a shell, from the folder of this process."""
     return shlex.join(["grpo-async", "inspect-rollouts", str(run.root), query, "--sort", "step"])
+
+
+# -- a study
+
+
+def study_table(folder: Path) -> dict[str, Any] | None:
+    """The table and the advice of the study whose runs are in `folder`; None: they are of none."""
+    study = Study.read(folder)
+    if study is None:
+        return None
+    head, rows = study.table()
+    num_axes = len(study.plan.axes)
+    return {
+        "head": [*head[:num_axes], *(f"#{name}" for name in head[num_axes:])],
+        "rows": rows,
+        "advice": study.advice(),
+    }
 
 
 # -- evaluations

@@ -1,7 +1,7 @@
 /* All runs, the most recently updated first: which of them learn. Ticked runs can be compared. */
 
 import { address, get, joined, report, reportAddress } from "./api.js";
-import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, part, plural, spacer } from "./dom.js";
+import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, panel, part, plural, spacer, table } from "./dom.js";
 
 const EVERY_MS = 4000;
 const MAX_REQUESTS = 4; // at a time
@@ -71,6 +71,7 @@ export async function homeView({ app, main, signal }) {
     if (signal.aborted) {
       return;
     }
+    study.show(found.study);
     fill(count, plural(app.runs.length, "run"), found.folder ? ` in ${found.folder}` : "");
     arrange(list, shown.map(({ name }) => cards.get(name).element));
     const more = app.runs.length > most ? button("Show more", () => ((most += PAGE), refresh())) : null;
@@ -79,7 +80,8 @@ export async function homeView({ app, main, signal }) {
   }
 
   const foot = h("div", {});
-  fill(main, heading("Runs", count, spacer(), together), list, foot);
+  const study = part((found) => found && panel(h("h2", {}, "Study"), h("p", { class: "said" }, found.advice), table(found.head, found.rows, { label: "Study" })));
+  fill(main, heading("Runs", count, spacer(), together), study.element, list, foot);
   drawTogether();
   await refresh();
   const again = () => {
