@@ -35,6 +35,8 @@ class RunDir:
     """The bearer token of the servers (mode 0600), there while the run lasts; see `new_token`."""
     plan = _Entry("plan.txt")
     """The planned processes."""
+    fork = _Entry("fork.json")
+    """Of a run that `train --fork` began: the parent's directory, and the step."""
     preflight = _Entry("preflight.json")
     """The results of the checks before step 1."""
     summary = _Entry("summary.json")

@@ -45,7 +45,10 @@ def spell_out_resume(arguments: Sequence[str]) -> list[str]:
 
 @with_json_logs_help
 def train(
-    config: ConfigArgument,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="YAML file of the experiment; with --fork it may be left out."),
+    ] = None,
     overrides: SetOption = None,
     resume: Annotated[
         str | None,
@@ -53,6 +56,14 @@ def train(
             "--resume",
             metavar="[latest|best|STEP|PATH]",
             help="Continue from a checkpoint; no value: latest, the newest complete one. best: by checkpoint.best_metric.",
+        ),
+    ] = None,
+    fork: Annotated[
+        str | None,
+        typer.Option(
+            "--fork",
+            metavar="RUN@STEP",
+            help="Begin a new run at another run's checkpoint, with its queue and unfinished conversations; see --set.",
         ),
     ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the run directory of an earlier run first.")] = False,
@@ -86,12 +97,23 @@ def train(
       grpo-async train configs/quickstart.yaml --set optimizer.lr=1e-5 --set run.name=higher-lr
       grpo-async train configs/quickstart.yaml --resume
       grpo-async train configs/quickstart.yaml --resume 40
+      grpo-async train --fork quickstart@25 --set 'loss={type: cispo}' --set run.name=with-cispo
       grpo-async train configs/quickstart.yaml --dry-run
       grpo-async train configs/quickstart.yaml --json-logs | jq 'select(.event == "step") | .metrics.reward'
       grpo-async train configs/cluster.yaml --dry-run
     """
     from grpo_async.launch.start import launch
 
+    if fork is not None:
+        if resume is not None or clean:
+            raise typer.BadParameter("goes with neither --resume nor --clean: a fork is a new run", param_hint="--fork")
+        from grpo_async.display.output import Output, OutputMode
+        from grpo_async.launch.fork import run_fork
+
+        forked_output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
+        raise typer.Exit(run_fork(fork, config, overrides or (), dry_run=dry_run, output=forked_output))
+    if config is None:
+        raise typer.BadParameter("name the YAML file of the experiment", param_hint="CONFIG")
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
     raise typer.Exit(launch(loaded, resume=resume, clean=clean, dry_run=dry_run, output=output))
 

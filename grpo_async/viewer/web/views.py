@@ -8,6 +8,7 @@ now.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -199,9 +200,11 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
 
 
 def run_entry(source: Source) -> dict[str, Any]:
-    """A run in the list of all, with its evaluations."""
+    """A run in the list of all, with its evaluations, and the run and the step that it was forked from, if it was."""
     evaluations = [{"name": f"{source.name}@{step}", "step": step} for step in source.run.evaluation_steps()]
-    return {"name": source.name, "evaluations": evaluations, "updated_at": modified_at(source.run)}
+    origin = read_object(source.run.fork, [])
+    fork = {"parent": Path(str(origin["parent"])).name, "step": origin.get("step")} if "parent" in origin else None
+    return {"name": source.name, "evaluations": evaluations, "fork": fork, "updated_at": modified_at(source.run)}
 
 
 def to_json(content: Any) -> bytes:

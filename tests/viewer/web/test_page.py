@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import grpo_async
+from grpo_async.findings.study import STUDY_FILE, StudyPlan
 from grpo_async.records import GroupStatus, Origin, TaggedMessage, TokenFlag
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
@@ -409,6 +410,36 @@ def test_home_says_which_runs_learn(browser: Browser, learned: Inspector) -> Non
         assert line is not None
         assert line["width"] > 50
         assert line["height"] > 20
+
+
+def test_a_study_is_a_table_above_its_runs_and_forks_are_a_family(browser: Browser, tmp_path: Path) -> None:
+    plan = StudyPlan(
+        config="c.yaml",
+        base={},
+        axes=["lr"],
+        settings=[(["small"], []), (["large"], [])],
+        own=None,
+        seeds=[0],
+        tolerance=0.05,
+    )
+    for name in ("small_seed-0", "large_seed-0"):
+        write_run(tmp_path, name, metrics=steps(20))
+    folder = tmp_path / "runs"
+    (folder / STUDY_FILE).write_text(plan.model_dump_json())
+    origin = {"parent": str(folder / "small_seed-0"), "step": 10}
+    RunDir(folder / "large_seed-0").fork.write_text(json.dumps(origin))
+    with serving(folder=folder) as inspector, opened(browser, inspector, "#/home") as watched:
+        page = watched.page
+        assert page.locator("table[aria-label=Study] tbody tr td:first-child").all_inner_texts() == ["small", "large"]
+        assert page.locator("article").count() == 2
+        go(page, "#/run?run=large_seed-0")
+        family = page.locator("ul[aria-label=Family]")
+        assert family.inner_text().split("\n") == ["small_seed-0", "large_seed-0 from step 10"]
+        family.locator("a").click()
+        page.wait_for_selector("h1:has-text('small_seed-0')")
+        ready(page)
+        page.click("text=Curves of the family")
+        page.wait_for_selector(".uplot")
 
 
 def test_a_folder_without_runs_has_help_and_no_status(browser: Browser, tmp_path: Path) -> None:

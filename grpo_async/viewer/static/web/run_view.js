@@ -1,10 +1,10 @@
 /* One run as a whole: whether it learns and why not, its main curves. It follows a running run. */
 
-import { address, get, report, reportAddress, traceAddress } from "./api.js";
-import { arrange, badge, h, heading, hint, link, panel, part, spacer, statistics, table } from "./dom.js";
+import { address, get, joined, report, reportAddress, traceAddress } from "./api.js";
+import { arrange, badge, h, heading, hint, link, oneLine, panel, part, spacer, statistics, table } from "./dom.js";
 import { Plots } from "./plots.js";
 
-export async function runView({ main, parameters, signal }) {
+export async function runView({ app, main, parameters, signal }) {
   const { run } = parameters;
   const plots = new Plots("run");
   const head = part(({ status, level, outcome, verdict, error }) => [
@@ -28,6 +28,7 @@ export async function runView({ main, parameters, signal }) {
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
   const evaluations = part((tables) => tables.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
+  const relatives = part(() => family(app.runs, run));
   const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folders.join(", ")}.`);
   let found = null;
   let state = null; // of the last poll
@@ -39,7 +40,8 @@ export async function runView({ main, parameters, signal }) {
     findings.show(found.findings);
     foot.show({ statistics: found.statistics, problems });
     evaluations.show(found.evaluations);
-    arrange(main, [head.element, place, findings.element, foot.element, evaluations.element, made]);
+    relatives.show(app.runs.map(({ name, fork }) => [name, fork]));
+    arrange(main, [head.element, relatives.element, place, findings.element, foot.element, evaluations.element, made]);
     plots.show(place, found.plots);
   }
 
@@ -55,6 +57,27 @@ export async function runView({ main, parameters, signal }) {
       }
     },
   };
+}
+
+/** The runs that were forked from each other, as a tree; null for a run without relatives. */
+function family(runs, run) {
+  const known = new Map(runs.map((each) => [each.name, each]));
+  const ancestors = [run];
+  for (let parent = known.get(run)?.fork?.parent; parent && !ancestors.includes(parent); parent = known.get(parent)?.fork?.parent) {
+    ancestors.push(parent);
+  }
+  const members = [];
+  const tree = (name, step) => {
+    members.push(name);
+    const children = runs.filter(({ name: child, fork }) => fork?.parent === name && !members.includes(child));
+    const label = name === run ? h("strong", {}, oneLine(name)) : known.has(name) ? link(address("run", { run: name }), oneLine(name)) : oneLine(name);
+    const below = children.map((child) => tree(child.name, child.fork.step));
+    return h("li", {}, label, step === undefined ? null : hint(` from step ${step}`), below.length ? h("ul", {}, below) : null);
+  };
+  const drawn = h("ul", { "aria-label": "Family" }, tree(ancestors.at(-1)));
+  const others = members.filter((name) => name !== run && known.has(name));
+  const curves = others.length ? link(address("curves", { run, with: joined(others) }), "Curves of the family") : null;
+  return members.length > 1 ? panel(h("h3", {}, "Family"), drawn, curves) : null;
 }
 
 function finding(each, run) {
