@@ -19,11 +19,12 @@ from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.configs import doctor, explain, schema, validate
 from grpo_async.cli.export import export, export_model
 from grpo_async.cli.inspect import InspectCommand, inspect, inspect_rollouts
+from grpo_async.cli.replay import replay
 from grpo_async.cli.runs import report, status, trace
 from grpo_async.cli.serve import serve_embedded, serve_vllm
 from grpo_async.cli.start import init, prepare_quickstart
-from grpo_async.cli.train import TrainCommand, evaluate, train
 from grpo_async.cli.study import study
+from grpo_async.cli.train import TrainCommand, evaluate, train
 from grpo_async.errors import USER_ERROR, GrpoAsyncError, exit_code_of
 from grpo_async.utils.resilient_stream import escape_unencodable
 
@@ -91,8 +92,8 @@ def _root(
 app.command("init", short_help="Write a config, a reward, data and a test to start from.")(init)
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
-app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
 app.command("study", short_help="Compare settings over several seeds: which are safe, which is the cheapest.")(study)
+app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
 app.command("doctor", short_help="Check this machine: versions, GPUs, limits, disk.")(doctor)
 app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
 app.command("explain", short_help="Explain a configuration key.")(explain)
@@ -106,6 +107,7 @@ app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at a run's 
 )
 app.command("export", short_help="Export a run's rollouts to one file.")(export)
 app.command("export-model", short_help="Turn a checkpoint into a Hugging Face model.")(export_model)
+app.command("replay", short_help="Compute a stored step again, under other losses or advantages.")(replay)
 app.command("report", short_help="Write an offline HTML page: is it learning, and if not, why.")(report)
 app.command("status", short_help="Show how a run stands and what to do, its progress and servers.")(status)
 app.command("trace", short_help="Write a timeline trace for Perfetto.")(trace)

@@ -1,0 +1,91 @@
+"""`replay`: a stored step under other losses, advantages or corrections."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from grpo_async.cli.options import RunArgument, SetOption
+
+if TYPE_CHECKING:
+    from grpo_async.trainer.replay import Comparison
+
+_TOKENS = 10
+
+
+def replay(
+    run: RunArgument,
+    step: Annotated[
+        int, typer.Option("--step", min=1, help="The step; the checkpoint of the step before it is needed.")
+    ],
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Replay a stored step: its loss, gradient and tokens, as they were and under other settings. Generates and changes nothing.
+
+    The step is computed from the checkpoint before it and from its rollouts in the run's store, first with the run's own settings
+    (to be compared with what was recorded), then with those of --set: loss, advantage, optimizer, rewards.N.weight,
+    rollout.overlong, training.minibatches and training.num_iterations. Shows the metrics of both, the cosine of the angle
+    between their gradients, and the tokens whose slope differs most: the derivative of the loss by the token's
+    log-probability (below 0: the token is made likelier). Step 1 needs no checkpoint. Exit code: 0 replayed, 2 it cannot be.
+
+    \b
+    Examples:
+      grpo-async replay quickstart --step 26
+      grpo-async replay quickstart --step 26 --set 'loss={type: gspo, epsilon: 3e-4, epsilon_high: 4e-4}'
+      grpo-async replay quickstart --step 26 --set advantage.type=none
+    """
+    from grpo_async.trainer.replay import replay as replay_step
+    from grpo_async.viewer.runs import find_run
+
+    found = replay_step(find_run(run), step, overrides or ())
+    typer.echo(json.dumps(_as_json(found))) if as_json else _show(found)
+
+
+def _as_json(found: Comparison) -> dict[str, Any]:
+    return {
+        "changes": list(found.changes),
+        "recorded": {name: found.recorded.get(name) for name in found.own.metrics},
+        "own": dict(found.own.metrics),
+        "other": None if found.other is None else dict(found.other.metrics),
+        "cosine": found.cosine,
+        "tokens": found.tokens(_TOKENS),
+    }
+
+
+def _show(found: Comparison) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from grpo_async.chat.renderer import load_renderer
+    from grpo_async.utils.console import stdout_console
+    from grpo_async.utils.safe_text import plain
+    from grpo_async.utils.text import format_number
+
+    console, other = stdout_console(), found.other
+    for change in found.changes:
+        console.print(Text(plain(change)))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, head in enumerate(["", "recorded", "replayed", *([] if other is None else ["with --set"])]):
+        table.add_column(head, justify="right" if number else "left")
+    columns = [found.recorded, found.own.metrics, *([] if other is None else [other.metrics])]
+    for name in dict.fromkeys([*found.own.metrics, *({} if other is None else other.metrics)]):
+        table.add_row(name, *(format_number(values[name]) if name in values else "" for values in columns))
+    console.print(table)
+    if found.cosine is None:
+        return
+    console.print(f"\ncosine of the angle between the gradients: {found.cosine:.4f}\n")
+    most = found.tokens(_TOKENS)
+    if not most:
+        console.print("no token's slope differs by more than 0.1%")
+        return
+    tokens = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for head in ("rollout", "token", "", "slope as it was", "with --set"):
+        tokens.add_column(head, justify="left" if head in ("rollout", "") else "right")
+    renderer = load_renderer(found.config)
+    for rollout, at, token_id, own, changed in most:
+        text = Text(plain(repr(renderer.token_text(token_id))))
+        tokens.add_row(rollout, str(at), text, f"{own:+.2e}", f"{changed:+.2e}")
+    console.print(tokens)

@@ -1,0 +1,302 @@
+"""`grpo-async replay`: a stored step once more, from its checkpoint and its rollouts, as it was and under other settings.
+
+    checkpoint of step K - 1 + groups of step K in the rollout store -> advantages -> pack -> one training step that is not kept
+
+Nothing is generated and nothing of the run is written. One process takes all ranks' samples, so sums are in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.chat.renderer import load_renderer
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.diff import differences
+from grpo_async.config.loader import load_config
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.findings.history import read_metrics
+from grpo_async.processes.assignment import Assignment
+from grpo_async.records import FinishReason as Finish
+from grpo_async.records import (
+    FloatArray,
+    GroupStatus,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    ScoredGroup,
+    TurnRecord,
+)
+from grpo_async.rollout.components import load_components
+from grpo_async.run_directory import RunDir
+from grpo_async.scoring.advantages import Advantages, combine_rewards
+from grpo_async.store.query import parse_query
+from grpo_async.store.rows import GroupRow, RolloutRow
+from grpo_async.store.table import RolloutTable
+from grpo_async.trainer.context import build_context, join_process_group
+from grpo_async.trainer.packed_step import divide_step
+from grpo_async.training.checkpoint import load_state
+from grpo_async.training.fingerprints import check_fingerprints, run_fingerprints
+from grpo_async.training.logprobs import PolicyOutput
+from grpo_async.training.loss import Objective, ObjectiveOutput
+from grpo_async.training.parameters import whole_of
+from grpo_async.training.ranks import StepCommand
+from grpo_async.training.schedule import lr_factors
+from grpo_async.utils.seeds import seed_of
+
+_MAY_DIFFER = ("loss", "advantage", "optimizer", "training.minibatches", "training.num_iterations", "rollout.overlong")
+_SAME = 1e-3  # relative difference of two slopes that no one needs to see
+_TRAINED = (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a step came to. `gradient`: of the first update, clipped, flat. `slopes`: by rollout id, the derivative of the
+    loss of the update by the log-probability of each trained token, in the first pass."""
+
+    metrics: Mapping[str, float]
+    gradient: torch.Tensor
+    slopes: Mapping[str, FloatArray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A step as the run recorded it, as it was replayed with the run's own settings, and with others (None: there are none)."""
+
+    config: ExperimentConfig
+    recorded: Mapping[str, float]
+    own: Replayed
+    other: Replayed | None
+    changes: Sequence[str]
+    groups: Sequence[GroupRow]
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between both gradients."""
+        if self.other is None:
+            return None
+        a, b = self.own.gradient.double(), self.other.gradient.double()
+        return float(a @ b / (a.norm() * b.norm()).clamp(min=1e-300))
+
+    def tokens(self, limit: int) -> list[tuple[str, int, int, float, float]]:
+        """Those on which both differ most: rollout, number among its trained tokens, token id, its slope with the run's own
+        settings and with the others."""
+        paths = {path.rollout_id: path for group in self.groups for rollout in group.rollouts for path in rollout.paths}
+        other = {} if self.other is None else self.other.slopes
+        found = []
+        for rollout in self.own.slopes.keys() | other.keys():
+            both = [slopes.get(rollout) for slopes in (self.own.slopes, other)]
+            size = max(len(each) for each in both if each is not None)
+            a, b = (np.zeros(size, np.float32) if each is None else each for each in both)
+            if np.allclose(a, b, rtol=_SAME, atol=0.0):
+                continue
+            ids = np.array(paths[rollout].completion_ids)[np.array(paths[rollout].mask, np.bool_)]
+            most = np.argsort(-np.abs(a - b))[:limit].tolist()
+            found += [(rollout, at, int(ids[at]), float(a[at]), float(b[at])) for at in most]
+        return sorted(found, key=lambda token: -abs(token[3] - token[4]))[:limit]
+
+
+def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
+    """Replay a step of a run, on a GPU if there is one.
+
+    Raises:
+        ConfigError: the run lacks the step, its checkpoint or its rollouts, or a setting is none of a step's computation.
+    """
+    own = load_config(run.config)
+    other = load_config(run.config, overrides)
+    steps = {int(row["step"]): row for row in read_metrics(run, [])}
+    _check(run, step, own, other, steps)
+    recorded = steps[step]
+    with RolloutTable.open(run.rollouts) as table:
+        keys = table.group_page(parse_query(f"step = {step}"), sort="seq", limit=1_000_000)
+        rows = [table.group_at(key["seq"]) for key in keys]
+    rows = sorted((row for row in rows if row.status in _TRAINED), key=lambda row: row.group_id)
+    groups = [_scored(row, own) for row in rows]
+    num_tokens = sum(sample.num_trained_tokens for group in groups for sample in group.samples)
+    if num_tokens != recorded["num_tokens"]:
+        raise ConfigError(
+            f"step {step}: of its {recorded['num_tokens']:.0f} trained tokens {run.rollouts} has {num_tokens}; "
+            "the step cannot be replayed (record.rollouts keeps a part of them only, or they were removed)"
+        )
+    changes = [str(each) for each in differences([own.model_dump(mode="json"), other.model_dump(mode="json")])]
+    with _alone(run, own) as assignment:
+        mine = _train(assignment, own, groups, step)
+        theirs = _train(assignment, other, _rescored(groups, own, other), step) if changes else None
+    return Comparison(config=own, recorded=recorded, own=mine, other=theirs, changes=changes, groups=rows)
+
+
+def _check(run: RunDir, step: int, own: ExperimentConfig, other: ExperimentConfig, trained: Container[int]) -> None:
+    known = [each + 1 for each in (0, *run.checkpoint_steps()) if each + 1 in trained]
+    if step not in known:
+        raise ConfigError(
+            f"step {step} cannot be replayed: {run.root} has no such step, or no checkpoint of the step before it; the steps "
+            f"that can be: {', '.join(map(str, known)) or 'none'} (checkpoint.every_steps, keep_last and keep_every decide)"
+        )
+    for each in differences([own.model_dump(mode="json"), other.model_dump(mode="json")]):
+        is_weight = each.path.startswith("rewards.") and each.path.endswith(".weight")
+        sections = each.path, each.path.partition(".")[0]
+        if not is_weight and not any(section in _MAY_DIFFER for section in sections):
+            raise ConfigError(
+                f"--set {each.path}: a replay can change {', '.join(_MAY_DIFFER)} and rewards.N.weight, which decide what a step "
+                "computes from its rollouts"
+            )
+    for config in (own, other):
+        if config.num_top_logprobs or config.distillation is not None:
+            raise ConfigError(
+                "the rollout store has neither the sampler's likeliest tokens nor the teachers' log-probabilities, so "
+                "loss.score_centering, the mask of rollout.top_k and distillation cannot be replayed"
+            )
+
+
+def _scored(row: GroupRow, config: ExperimentConfig) -> ScoredGroup:
+    """The group as it was scored, with the advantages that were stored."""
+    kept = [each for each in row.rollouts if each.status.is_trainable and each.num_tokens > 0]
+    sources, label = config.data.sources.values(), row.columns.get("source_label")
+    temperature = next((each.temperature for each in sources if each.resolved_label == label), None)
+    prompt = Prompt(prompt_id=row.group_id, messages=row.messages, temperature=temperature)
+    is_trained = row.status is not GroupStatus.FILTERED
+    return ScoredGroup(
+        group=RolloutGroup(prompt=prompt, completions=[_completion(each) for each in kept]),
+        samples=[
+            _sample(row, each, path, temperature)
+            for each in kept
+            if is_trained and (config.rollout.overlong == "train" or not each.truncated)
+            for path in each.paths
+            if any(path.mask)
+        ],
+        rewards=[each.reward for each in kept],
+        reward_parts=[each.rewards for each in kept],
+    )
+
+
+def _completion(rollout: RolloutRow) -> RolloutCompletion:
+    """As much of it as advantages look at: its id, and how many tokens were sampled."""
+    tokens = np.zeros(rollout.num_tokens, np.int32)
+    logprobs = np.zeros(rollout.num_tokens, np.float32)
+    turn = TurnRecord(output_ids=tokens, output_logprobs=logprobs, policy_versions=tokens, finish_reason=Finish.STOP)
+    return RolloutCompletion(rollout_id=rollout.rollout_id, prompt_ids=tokens[:0], turns=[turn], status=rollout.status)
+
+
+def _sample(row: GroupRow, rollout: RolloutRow, path: RolloutRow, temperature: float | None) -> RolloutSample:
+    num_prompt, mask = len(path.prompt_ids), np.array(path.mask, np.bool_)
+    before = np.zeros(num_prompt, np.int32)
+    return RolloutSample(
+        group_id=row.group_id,
+        rollout_id=path.rollout_id,
+        token_ids=np.concatenate([path.prompt_ids, path.completion_ids]),
+        loss_mask=np.concatenate([before.astype(np.bool_), mask]),
+        sampler_logprobs=np.concatenate([before, [value or 0.0 for value in path.logprobs]]),
+        policy_versions=np.concatenate([before - 1, path.versions]),
+        advantage=path.advantage or 0.0,
+        rewards=path.rewards,
+        reward=path.reward,
+        truncated=rollout.truncated,
+        temperature=temperature,
+    )
+
+
+def _rescored(groups: Sequence[ScoredGroup], own: ExperimentConfig, other: ExperimentConfig) -> list[ScoredGroup]:
+    """The groups with the advantages of other settings; where those are the same, with the stored ones."""
+    if own.advantage == other.advantage and own.rewards == other.rewards and own.rollout == other.rollout:
+        return list(groups)
+    weights = {each.name or each.own_name: each.weight for each in other.rewards} | load_components(
+        other
+    ).reward_weights
+    advantages, changed = Advantages(other.advantage, weights), []
+    for group in groups:
+        rewards = combine_rewards(group.reward_parts, weights)
+        values = dict(zip((c.rollout_id for c in group.group.completions), range(len(rewards)), strict=True))
+        of_group = advantages.of_group(rewards, group.reward_parts)
+        samples = []
+        for sample in group.samples:
+            index = values[sample.root_id]
+            if other.rollout.overlong == "mask" and sample.truncated:
+                continue
+            advantage = of_group[index]
+            if sample.rewards != group.reward_parts[index]:  # a branch with its own reward
+                sample = replace(sample, reward=combine_rewards([sample.rewards], weights)[0])
+                advantage = advantages.of_sample(sample, index, rewards, group.reward_parts)
+            samples.append(replace(sample, advantage=advantage))
+        changed.append(replace(group, rewards=rewards, samples=samples))
+    return advantages.over_step(changed)
+
+
+class _RecordingObjective(Objective):
+    """Also keeps the slope of each token: the trainer asks once more for what a micro-batch came to, without gradient."""
+
+    slopes: list[torch.Tensor]
+
+    def __call__(self, output: PolicyOutput, batch: MicroBatch, **given: Any) -> ObjectiveOutput:
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                leaf = output.logprobs.detach().requires_grad_()
+                total = super().__call__(replace(output, logprobs=leaf), batch, **given).total
+                self.slopes.append(torch.autograd.grad(total, leaf)[0].float().cpu())
+        return super().__call__(output, batch, **given)
+
+
+def _train(assignment: Assignment, config: ExperimentConfig, groups: Sequence[ScoredGroup], step: int) -> Replayed:
+    renderer = load_renderer(config)
+    context = build_context(assignment, config, tokenizer=renderer.tokenizer)
+    if step > 1:
+        state = load_state(assignment.run_dir, step - 1)
+        check_fingerprints(state.fingerprints, run_fingerprints(config, renderer), step=step - 1)
+        context.load(step - 1)
+    context.objective = objective = _RecordingObjective(config.loss, num_updates=config.training.num_updates)
+    objective.slopes = []
+    gradients: list[torch.Tensor] = []
+
+    def keep(*_: object) -> None:
+        if not gradients:
+            parts = [whole_of(p.grad) for p in context.policy.parameters() if p.grad is not None]
+            gradients.append(torch.cat([part.float().cpu().flatten() for part in parts]))
+
+    context.optimizer.register_step_pre_hook(keep)
+    packed, (command,) = divide_step(
+        groups,
+        config,
+        world_size=1,
+        pack=config.training.pack and not context.policy.one_sample_per_row,
+        trainer_version=step - 1,
+        is_stored=lambda _: True,
+    )
+    context.pack(command)
+    lr = config.optimizer.lr * lr_factors(config)(step - 1)
+    result = context.step(StepCommand(lr=lr, seed=seed_of(config.run.seed, step, 0)), before_sync=lambda: None)
+    if not gradients:
+        raise RunError(f"step {step}: the loss or the gradient is not finite, so there is nothing to compare")
+    slopes = torch.cat(objective.slopes)[: packed.tokens.capacity]  # of the first pass
+    rows = torch.zeros(5, len(slopes))
+    rows[0] = slopes
+    by_rollout = packed.tokens.by_rollout([rows], [True] * len(packed.minibatches))
+    return Replayed(
+        metrics=result.metrics,
+        gradient=gradients[0],
+        slopes={name: np.asarray(stats.logprobs) for name, stats in by_rollout.items()},
+    )
+
+
+@contextmanager
+def _alone(run: RunDir, config: ExperimentConfig) -> Iterator[Assignment]:
+    """A process group of this process alone."""
+    with TemporaryDirectory() as folder:
+        assignment = Assignment(
+            run_dir=run,
+            attempt_dir=Path(folder),
+            private_dir=Path(folder),
+            on_gpu=torch.cuda.is_available() and config.launch.device != "cpu",
+        )
+        join_process_group(assignment, config)
+        try:
+            yield assignment
+        finally:
+            dist.destroy_process_group()
