@@ -25,7 +25,9 @@ def study(
     seeds: Annotated[
         int, typer.Option("--seeds", min=1, help="Runs of each setting, with seeds from run.seed on.")
     ] = 3,
-    parallel: Annotated[int, typer.Option("--parallel", min=1, help="Runs at once.")] = 1,
+    parallel: Annotated[
+        int, typer.Option("--parallel", min=1, help="Runs at once, each with the devices that it takes alone.")
+    ] = 1,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Folder of the study; default: next to the run, NAME.study."),

@@ -65,6 +65,8 @@ def run_fork(
         code = launch(forked, resume=str(step), dry_run=dry_run, output=output)
         is_started = not dry_run
         return code
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--resume:", "--fork:", 1)) from error
     finally:
         if not is_started and not new.attempts():
             shutil.rmtree(new.root)

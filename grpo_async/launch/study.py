@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from itertools import product
@@ -31,10 +32,11 @@ from grpo_async.errors import USER_ERROR, ConfigError
 from grpo_async.findings.study import STUDY_FILE, Setting, Study, StudyPlan, run_name
 from grpo_async.launch.signals import ENDING, exit_code_of, handling
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.files import read_object, write_atomically
 from grpo_async.utils.run_state import FINISHED, state_of
 from grpo_async.utils.safe_text import plain
-from grpo_async.utils.text import count, duplicates, last_line, shortlist
+from grpo_async.utils.text import count, duplicates, duration, last_line, shortlist
 
 _MAX_AXES = 3
 _NOT_VARIED = ("run.name", "run.dir", "run.seed")
@@ -206,17 +208,19 @@ class _Runner:
 
     async def run_all(self, todo: Sequence[tuple[str, Sequence[str], int]], parallel: int) -> None:
         """Raises ConfigError: `train` refuses the configuration for what only it can see (files, models, memory)."""
-        waiting = list(enumerate(todo, start=1))
+        waiting, num_done, began = list(todo), 0, time.monotonic()
 
         async def work() -> None:
+            nonlocal num_done
             while waiting and self.stopped_by is None:
-                number, (name, changes, seed) = waiting.pop(0)
+                name, changes, seed = waiting.pop(0)
                 how = await self._run(name, [*changes, f"run.seed={seed}"])
-                self._output.say(f"{number} of {len(todo)}: {name}: {how}")
+                num_done += 1
+                left_s = (time.monotonic() - began) / num_done * (len(todo) - num_done)
+                left = f"; about {duration(round(left_s))} left" if left_s else ""
+                self._output.say(f"{num_done} of {len(todo)}: {name}: {how}{left}")
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(parallel):
-                group.create_task(work())
+        await all_of([work() for _ in range(parallel)])
 
     async def _run(self, name: str, changes: Sequence[str]) -> str:
         """Do one run, from its checkpoint if it has one; return how it ended."""
@@ -244,6 +248,8 @@ class _Runner:
         if process.returncode:
             return last_line(errors.decode(errors="replace")) or f"exit code {process.returncode}"
         setting = Setting.of_runs([name], {0: run})
+        if not setting.rewards:
+            return "finished, without a held-out reward"
         seconds = "" if setting.seconds is None else f", {setting.seconds:.0f} s of training"
         return f"held out {setting.mean:.3f}{seconds}"
 
