@@ -18,6 +18,7 @@ from grpo_async import __version__
 from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.configs import doctor, explain, schema, validate
 from grpo_async.cli.export import export, export_model
+from grpo_async.cli.import_script import import_script
 from grpo_async.cli.inspect import InspectCommand, inspect, inspect_rollouts
 from grpo_async.cli.replay import replay
 from grpo_async.cli.runs import report, status, trace
@@ -90,6 +91,7 @@ def _root(
 
 
 app.command("init", short_help="Write a config, a reward, data and a test to start from.")(init)
+app.command("import", short_help="Turn a training script of TRL into a configuration.")(import_script)
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
 app.command("study", short_help="Compare settings over several seeds: which are safe, which is the cheapest.")(study)
