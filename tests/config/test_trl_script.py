@@ -43,7 +43,8 @@ MAPPED = '''
 
     def right(completions, solution, **kwargs):
         """Ends in the solution."""
-        return [float(c[-1]["content"].endswith(s)) for c, s in zip(completions, solution)]  # unchanged
+        length = 1.0
+        return [length * c[-1]["content"].endswith(s) for c, s in zip(completions, solution)]  # unchanged
 
 
     def main():
