@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import operator
 import re
 import shlex
 import symtable
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ _DEFAULTS = {"learning_rate": 1e-6, "lr_scheduler_type": "linear", "num_train_ep
 """Of TRL's, where ours are others; and of what decides the number of groups."""
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
 _PROMPT_TOKENS = 1536
+_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+_CORRECTION = (
+    "vllm_importance_sampling_correction: by default GRPOTrainer leaves out completions whose weight is above 3; "
+    "here the clip bounds the ratio to the sampler. For the same: loss.proximal: recomputed, "
+    "loss.correction: {level: sequence, action: mask, cap: 3}"
+)
 _BY_HAND = ("model.lora", "loss.correction", "inference.urls", "tracking")
 _KNOWN = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "tools", "environment_factory", "rollout_func",
           "peft_config", "processing_class")  # fmt: skip
@@ -161,31 +170,34 @@ class _Script:
             for name in given
             if name not in _KNOWN
         ]
+        if _name_of(self._call.func) == "GRPOTrainer" and "vllm_importance_sampling_correction" not in settings:
+            left.append(_CORRECTION)
         result.comments += left
         result.parts = self._parts()
         return result
 
     # ---- values ----
 
-    def _value(self, node: ast.expr) -> Any:
-        """The value of an expression, as far as it needs nothing to be run."""
+    def _value(self, node: ast.expr, inside: tuple[str, ...] = ()) -> Any:
+        """The value of an expression, as far as it needs nothing to be run. `inside`: the names whose values led here."""
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.Name(id=name) if name in self._assigned:
-                return self._value(self._assigned[name])
+            case ast.Name(id=name) if name in self._assigned and name not in inside:
+                return self._value(self._assigned[name], (*inside, name))
             case ast.List(elts=items) | ast.Tuple(elts=items):
-                return [self._value(item) for item in items]
+                return [self._value(item, inside) for item in items]
             case ast.Dict(keys=keys, values=values) if None not in keys:
-                return {self._value(key): self._value(value) for key, value in zip(keys, values, strict=True) if key}
+                return {self._value(k, inside): self._value(v, inside) for k, v in zip(keys, values, strict=True) if k}
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._value(operand)
+                return -self._value(operand, inside)
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as op, right=right):
-                a, b = self._value(left), self._value(right)
-                symbols = {ast.Add: "__add__", ast.Sub: "__sub__", ast.Mult: "__mul__", ast.Div: "__truediv__"}
-                return getattr(a, symbols[type(op)])(b)
+                try:
+                    return _OPERATORS[type(op)](self._value(left, inside), self._value(right, inside))
+                except (TypeError, ZeroDivisionError) as error:
+                    raise _UnknownError(ast.unparse(node)) from error
             case ast.Call(func=ast.Name(id="dict"), keywords=keywords):
-                return {str(each.arg): self._value(each.value) for each in keywords}
+                return {str(each.arg): self._value(each.value, inside) for each in keywords}
             case ast.Attribute(attr=name) if self._options.get(name) is not None:
                 return self._options[name]
         raise _UnknownError(ast.unparse(node))
@@ -257,7 +269,7 @@ class _Script:
             case "importance_sampling_level", "sequence":
                 put("loss.reduction", self._result.values.get("loss", {}).get("type", "dapo"))
                 put("loss.type", "gspo")
-            case "importance_sampling_level" | "vllm_importance_sampling_mode" | "lr_scheduler_kwargs", _:
+            case "importance_sampling_level", _:
                 return
             case "scale_rewards", _:
                 put("advantage.type", {True: "group", False: "none"}.get(value, value))

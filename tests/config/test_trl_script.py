@@ -59,6 +59,8 @@ MAPPED = '''
         dataset = Dataset.from_list(SUMS).select(range(options.num_rows))
         dataset = dataset.map(chat, remove_columns=dataset.column_names)
         size = 4
+        steps = 100
+        steps = steps * 2
         config = AsyncGRPOConfig(
             output_dir="out/sums",
             per_device_train_batch_size=2 * size,
@@ -67,6 +69,9 @@ MAPPED = '''
             max_completion_length=8192,
             learning_rate=1e-5,
             max_steps=200,
+            save_steps=steps,
+            lr_scheduler_type="cosine_with_restarts",
+            lr_scheduler_kwargs={"num_cycles": 3},
             bf16=True,
             scale_rewards=False,
             adam_beta2=0.99,
@@ -176,7 +181,8 @@ def test_a_script_with_a_main_function_keeps_its_own_code_and_data(tmp_path: Pat
     assert (config.model.compute_dtype, config.advantage.type) == ("bfloat16", "none")
     assert config.inference.max_model_len > 8192
     assert config.training.micro_batch_tokens >= config.inference.max_model_len
-    for word in ("run_name", "wandb", "argparse.Namespace(num_rows=3"):
+    assert config.optimizer.schedule_kwargs == {"num_cycles": 3}
+    for word in ("run_name", "wandb", "save_steps", "argparse.Namespace(num_rows=3"):
         assert word in comments
     assert "UNUSED" not in text  # nothing else of the script runs
     assert "class length" not in text
