@@ -37,7 +37,7 @@ _COMMAND = re.compile(
 def _commands() -> list[tuple[str, str, list[str]]]:
     found = []
     for page in PAGES:
-        for match in _COMMAND.finditer(page.read_text(encoding="utf-8")):
+        for match in _COMMAND.finditer(page.read_text(encoding="utf-8").replace("\\\n", " ")):
             found.append((page.name, match[1], shlex.split(match[2])))
     assert len(found) > 60
     return found
