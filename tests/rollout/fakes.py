@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from grpo_async.buffer.group import OpenGroup
 from grpo_async.chat.renderer import PolicyTurn
@@ -92,6 +92,9 @@ class FakeRenderer:
 
     seen_tools: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
     end_of_turn_ids: Sequence[int] = (EOS,)
+
+    def for_row(self, columns: Mapping[str, Any]) -> Self:
+        return self
 
     def prompt_ids(
         self,
