@@ -238,7 +238,9 @@ class _Runner:
         if self.stopped_by is not None:  # while the process was being started
             process.send_signal(self.stopped_by)
         try:
-            _, errors = await process.communicate()
+            assert process.stderr is not None
+            errors = await process.stderr.read()  # a run takes as long as it takes, and has deadlines of its own
+            await process.wait()
         finally:
             self._running.discard(process)
             if process.returncode is None:

@@ -37,8 +37,13 @@ def _commands() -> list[str]:
             r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
         ):
             if language in ("", "bash"):
-                lines = [line.removeprefix("$ ").partition("  #")[0].strip() for line in block.splitlines()]
-                found += [line for line in lines if line.startswith("grpo-async ") and "CONFIG" not in line]
+                lines = [
+                    line.removeprefix("$ ").partition("  #")[0].strip()
+                    for line in block.replace("\\\n", " ").splitlines()
+                ]
+                # a fork needs a run to begin from: tests/e2e/test_kill_nine.py
+                is_one = (line for line in lines if line.startswith("grpo-async ") and "--fork" not in line)
+                found += [line for line in is_one if "CONFIG" not in line]
     return list(dict.fromkeys(found))
 
 
