@@ -21,8 +21,9 @@ How data flows. The arrows carry records; the boxes are packages:
 Layers. Imports only go down; packages on one line do not import each other:
 
     cli | api                                       commands; the same for notebooks
-    launch                                          starts, watches and restarts the other processes; several machines: Ray
-    trainer                                         the trainer's process, which connects all below
+    launch                                          starts, watches and restarts the other processes; several machines: Ray;
+                                                    studies and forks: runs of runs
+    trainer                                         the trainer's process, which connects all below; replays a stored step
     display                                         what a terminal shows of a run
     checks | evaluation | quickstart                before step 1; during training; tasks that come with their data
     rollout | training | viewer                     the rollout thread; the loop of every rank; looking at the results
@@ -36,6 +37,7 @@ Layers. Imports only go down; packages on one line do not import each other:
     user_code | sandbox
     tracking
     records | config | run_directory
+        config                                      the sections of the YAML, and TRL's scripts as such a YAML
     utils
     errors
 

@@ -104,7 +104,8 @@ def _read_arguments(text: str) -> dict[str, Any]:
     name = ""
     for word in shlex.split(text):
         if word.startswith("--"):
-            name, _, value = word.removeprefix("--").replace("-", "_", 0).partition("=")
+            name, _, value = word.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
             found[name] = [value] if value else []
         elif name:
             found[name].append(word.rstrip(","))
@@ -148,7 +149,7 @@ class _Script:
         settings, left = self._settings(given.get("args"))
         result.put("run.name", self._stem.replace("_", "-"))
         self._put("model", given.get("model"), "model.path", settings.pop("model_name_or_path", None))
-        self._data(given, settings)
+        self._data(given)
         self._batch(settings)
         for name, value in ({**_DEFAULTS, **settings}).items():
             self._setting(name, value)
@@ -351,7 +352,7 @@ class _Script:
                     f"`{ast.unparse(each)}`: give it a name in {self._stem}_parts.py, and name that"
                 )
 
-    def _data(self, given: Mapping[str, ast.expr], settings: dict[str, Any]) -> None:
+    def _data(self, given: Mapping[str, ast.expr]) -> None:
         for argument, path, function in (
             ("train_dataset", "data.train", "train_rows"),
             ("eval_dataset", "evaluation.data", "eval_rows"),

@@ -60,15 +60,12 @@ def run_fork(
             raise ConfigError(f"--fork: {new.root} exists already; set another run.name, or continue it with --resume")
         with writing(new):
             _make(new, parent, step)
-    is_started = False
     try:
-        code = launch(forked, resume=str(step), dry_run=dry_run, output=output)
-        is_started = not dry_run
-        return code
+        return launch(forked, resume=str(step), dry_run=dry_run, output=output)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--resume:", "--fork:", 1)) from error
     finally:
-        if not is_started and not new.attempts():
+        if not new.attempts():  # nothing was started
             shutil.rmtree(new.root)
 
 

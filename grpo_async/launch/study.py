@@ -34,6 +34,7 @@ from grpo_async.launch.signals import ENDING, exit_code_of, handling
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.files import read_object, write_atomically
+from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.run_state import FINISHED, state_of
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import count, duplicates, duration, last_line, shortlist
@@ -232,6 +233,7 @@ class _Runner:
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,
+            preexec_fn=die_with_parent,  # the kill of a study leaves no run behind
             start_new_session=True,  # a Ctrl-C is for this process, which passes it on once
         )
         self._running.add(process)

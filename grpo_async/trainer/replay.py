@@ -120,7 +120,7 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
         keys = table.group_page(parse_query(f"step = {step}"), sort="seq", limit=1_000_000)
         rows = [table.group_at(key["seq"]) for key in keys]
     rows = sorted((row for row in rows if row.status in _TRAINED), key=lambda row: row.group_id)
-    groups = [_scored(row, own) for row in rows]
+    groups = _as_trained(rows, own)
     num_tokens = sum(sample.num_trained_tokens for group in groups for sample in group.samples)
     if num_tokens != recorded["num_tokens"]:
         raise ConfigError(
@@ -128,9 +128,10 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
             "the step cannot be replayed (record.rollouts keeps a part of them only, or they were removed)"
         )
     changes = [str(each) for each in differences([own.model_dump(mode="json"), other.model_dump(mode="json")])]
+    is_rescored = (own.advantage, own.rewards, own.rollout) != (other.advantage, other.rewards, other.rollout)
     with _alone(run, own) as assignment:
         mine = _train(assignment, own, groups, step)
-        theirs = _train(assignment, other, _rescored(groups, own, other), step) if changes else None
+        theirs = _train(assignment, other, _rescored(rows, other) if is_rescored else groups, step) if changes else None
     return Comparison(config=own, recorded=recorded, own=mine, other=theirs, changes=changes, groups=rows)
 
 
@@ -158,18 +159,17 @@ def _check(run: RunDir, step: int, own: ExperimentConfig, other: ExperimentConfi
 
 
 def _scored(row: GroupRow, config: ExperimentConfig) -> ScoredGroup:
-    """The group as it was scored, with the advantages that were stored."""
+    """The group as it was scored, with all samples that may be trained and the advantages that were stored."""
     kept = [each for each in row.rollouts if each.status.is_trainable and each.num_tokens > 0]
     sources, label = config.data.sources.values(), row.columns.get("source_label")
     temperature = next((each.temperature for each in sources if each.resolved_label == label), None)
     prompt = Prompt(prompt_id=row.group_id, messages=row.messages, temperature=temperature)
-    is_trained = row.status is not GroupStatus.FILTERED
     return ScoredGroup(
         group=RolloutGroup(prompt=prompt, completions=[_completion(each) for each in kept]),
         samples=[
             _sample(row, each, path, temperature)
             for each in kept
-            if is_trained and (config.rollout.overlong == "train" or not each.truncated)
+            if config.rollout.overlong == "train" or not each.truncated
             for path in each.paths
             if any(path.mask)
         ],
@@ -204,28 +204,37 @@ def _sample(row: GroupRow, rollout: RolloutRow, path: RolloutRow, temperature: f
     )
 
 
-def _rescored(groups: Sequence[ScoredGroup], own: ExperimentConfig, other: ExperimentConfig) -> list[ScoredGroup]:
-    """The groups with the advantages of other settings; where those are the same, with the stored ones."""
-    if own.advantage == other.advantage and own.rewards == other.rewards and own.rollout == other.rollout:
-        return list(groups)
-    weights = {each.name or each.own_name: each.weight for each in other.rewards} | load_components(
-        other
-    ).reward_weights
-    advantages, changed = Advantages(other.advantage, weights), []
-    for group in groups:
+def _as_trained(rows: Sequence[GroupRow], config: ExperimentConfig) -> list[ScoredGroup]:
+    """The groups as the run trained them: those that were filtered have no samples."""
+    groups = [_scored(row, config) for row in rows]
+    is_filtered = [row.status is GroupStatus.FILTERED for row in rows]
+    return [replace(g, samples=[]) if out else g for g, out in zip(groups, is_filtered, strict=True)]
+
+
+def _rescored(rows: Sequence[GroupRow], config: ExperimentConfig) -> list[ScoredGroup]:
+    """The groups as they would have been trained: scored anew, and without samples where that leaves no signal. With
+    `zero_variance: resample` another group took the place of one that was filtered, which stays out."""
+    weights = {each.name or each.own_name: each.weight for each in config.rewards}
+    weights |= load_components(config).reward_weights
+    advantages, changed = Advantages(config.advantage, weights), []
+    zero_variance = config.rollout.zero_variance
+    for row in rows:
+        group = _scored(row, config)
         rewards = combine_rewards(group.reward_parts, weights)
-        values = dict(zip((c.rollout_id for c in group.group.completions), range(len(rewards)), strict=True))
+        indexes = {each.rollout_id: index for index, each in enumerate(group.group.completions)}
         of_group = advantages.of_group(rewards, group.reward_parts)
         samples = []
         for sample in group.samples:
-            index = values[sample.root_id]
-            if other.rollout.overlong == "mask" and sample.truncated:
-                continue
+            index = indexes[sample.root_id]
             advantage = of_group[index]
             if sample.rewards != group.reward_parts[index]:  # a branch with its own reward
                 sample = replace(sample, reward=combine_rewards([sample.rewards], weights)[0])
                 advantage = advantages.of_sample(sample, index, rewards, group.reward_parts)
             samples.append(replace(sample, advantage=advantage))
+        has_signal = any(of_group) or any(sample.advantage for sample in samples)
+        was_replaced = zero_variance == "resample" and row.status is GroupStatus.FILTERED
+        if was_replaced or not (has_signal or zero_variance == "train"):
+            samples = []
         changed.append(replace(group, rewards=rewards, samples=samples))
     return advantages.over_step(changed)
 

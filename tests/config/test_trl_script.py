@@ -141,7 +141,7 @@ PARSED = """
         trainer.train()
 """
 ARGUMENTS = (
-    "--model_name_or_path org/base --dataset_name=org/words --use_peft --lora_r 4 --learning_rate 2e-6 --beta 0.04"
+    "--model_name_or_path org/base --dataset_name=org/words --use_peft --lora_r 4 --learning-rate 2e-6 --beta 0.04"
 )
 
 

@@ -57,11 +57,23 @@ def test_a_step_has_the_loss_and_the_gradient_that_the_run_recorded(
 
 
 @pytest.mark.nightly
-def test_with_other_settings_it_is_the_step_of_a_run_that_trained_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ((), ("loss={type: cispo}", "advantage.type=none")),
+        (
+            ("rollout.overlong=mask", "rollout.max_completion_tokens=8", "rollout.groups_per_step=16"),
+            ("rollout.overlong=train",),
+        ),
+    ],
+    ids=["loss and advantage", "truncated completions"],
+)
+def test_with_other_settings_it_is_the_step_of_a_run_that_trained_with_them(
+    tmp_path: Path, settings: tuple[str, ...], changes: tuple[str, ...]
+) -> None:
     """A synchronous run, and a fork of its second step: the same rollouts."""
-    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *STEPS, "rollout.max_staleness=0"])
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *STEPS, "rollout.max_staleness=0", *settings])
     run.complete()
-    changes = ("loss={type: cispo}", "advantage.type=none")
     forked = Run(config=run.config, folder=tmp_path / "forked")
     words = [word for change in (*changes, "run.name=forked") for word in ("--set", change)]
     forked.end(forked.start("--fork", f"{run.folder}@2", *words))
