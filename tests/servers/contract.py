@@ -162,6 +162,7 @@ class Contract:
         asking = make_request(PROMPT, max_tokens=600, temperature=0.7, top_logprobs=6, flush_interval_s=0.01)
         others = [make_request([*PROMPT, n], seed=n, max_tokens=20, top_logprobs=n) for n in (0, 1)]
         [ahead, *beside] = server.ask(asking, *others)
+        outputs = [answer.result(30.0) for answer in beside]
         server.wait_until(lambda info: info.running_requests == 1)
         server.post("/pause", mode="abort")
         first = ahead.result(30.0)
@@ -170,7 +171,7 @@ class Contract:
         rest = server.generate(asking.model_copy(update={"token_ids": context, "max_tokens": 5}))
         assert (first.finish_reason, rest.finish_reason) == ("abort", "length")
         cases = [(asking, first), (asking.model_copy(update={"token_ids": context}), rest)]
-        cases += [(request, answer.result(30.0)) for request, answer in zip(others, beside, strict=True)]
+        cases += zip(others, outputs, strict=True)
         for request, output in cases:
             count = request.top_logprobs
             assert len(output.top) == (len(output.token_ids) if count else 0)
