@@ -268,6 +268,7 @@ class Prompt:
     source: str | None = None  # the label of its source, where there are several
     rewards: Sequence[str] | None = None  # names of the reward functions that score it; None: all
     temperature: float | None = None  # None: that of the run
+    group_size: int | None = None  # None: that of the run
 
     def as_given(self, messages: Sequence[TaggedMessage] | None = None) -> Any:
         """The prompt as reward functions, environments and rollout functions get it: a list of message dicts, or plain text

@@ -61,7 +61,7 @@ class GroupTable:
         totals = totals or {"groups": {}, "tokens": {}}
         self._groups: Counter[str] = Counter(totals["groups"])
         self._tokens: Counter[str] = Counter(totals["tokens"])
-        self._stale_before = self._groups[GroupStatus.STALE], self._tokens[GroupStatus.STALE]
+        self._stale_rollouts = self._stale_tokens = 0  # since `take_stale`
 
     # ---- versions ----
 
@@ -226,6 +226,9 @@ class GroupTable:
                 record("queued", group.scored_at, time.time(), group=group.scored.group.name, status=str(status))
             self._groups[status] += 1
             self._tokens[status] += group.tokens
+            if status is GroupStatus.STALE:
+                self._stale_rollouts += group.size
+                self._stale_tokens += group.tokens
             self._num_taken += group.state is GroupState.TAKEN
             self.changed.notify_all()
         self._wake()
@@ -243,10 +246,11 @@ class GroupTable:
     # ---- counts ----
 
     def take_stale(self) -> tuple[int, int]:
+        """The rollouts of the groups that became stale since the last call, and their tokens."""
         with self.changed:
-            before, now = self._stale_before, (self._groups[GroupStatus.STALE], self._tokens[GroupStatus.STALE])
-            self._stale_before = now
-            return now[0] - before[0], now[1] - before[1]
+            stale = self._stale_rollouts, self._stale_tokens
+            self._stale_rollouts = self._stale_tokens = 0
+            return stale
 
     @property
     def num_events(self) -> int:

@@ -120,6 +120,11 @@ class ExperimentConfig(StrictModel):
         return self.model_copy(update={"training": training})
 
     @property
+    def group_sizes(self) -> list[int]:
+        """Completions per prompt, of each source to train on."""
+        return [source.group_size or self.rollout.group_size for source in self.data.sources.values()]
+
+    @property
     def num_servers(self) -> int:
         """Servers: those of `inference.urls`, else the most of `inference.replicas`."""
         return len(self.inference.urls) or self.inference.max_replicas

@@ -207,7 +207,8 @@ def suggest_key(path: KeyPath) -> str:
     for other in OTHER_NAMES:
         if other.name in (path[-1], dotted):
             return f"; here it is '{other.here}'" if other.here else f"; it {other.why}"
-    # the setting of any section whose last key is nearest; entry 0 of a list is any entry
-    settings = {key.parts[-1]: ".".join(key.parts) for key in reversed(all_keys()) if not key.is_section}
+    # the setting of any section whose last key is nearest, with the shortest path; entry 0 of a list is any entry
+    keys = sorted(all_keys(), key=lambda key: len(key.parts))
+    settings = {key.parts[-1]: ".".join(key.parts) for key in reversed(keys) if not key.is_section}
     anywhere = nearest(path[-1], settings)
     return f"; did you mean '{settings[anywhere[0]]}'?" if anywhere else near

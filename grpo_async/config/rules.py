@@ -67,17 +67,23 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
             f"{key}.environment: {source.environment} is not one of the environments {list(config.environments)}",
         )
         yield (
-            key.startswith("evaluation.") and (source.weight != 1.0 or source.temperature is not None),
-            f"{key}: weight and temperature are for training: every prompt is evaluated, at evaluation.temperature; leave them out",
+            key.startswith("evaluation.")
+            and (source.weight, source.temperature, source.group_size) != (1.0, None, None),
+            f"{key}: weight, temperature and group_size are for training: every prompt is evaluated, at evaluation.temperature and "
+            "with evaluation.samples_per_prompt; leave them out",
         )
         own = source.temperature is not None and config.has_own_rollouts
         yield _clash(own, f"{key}.temperature", "rollout.agent or rollout_function", "they may ask for any")
-    samples = max(rollout.group_size, config.evaluation.samples_per_prompt if config.evaluation is not None else 0)
+        own = source.group_size is not None and config.rollout_function is not None
+        yield _clash(
+            own, f"{key}.group_size", "rollout_function", "it is told one number of generations for all prompts"
+        )
+    samples = max(*config.group_sizes, config.evaluation.samples_per_prompt if config.evaluation is not None else 0)
     for name, environment in config.environments.items():
         yield (
             environment.max_instances is not None and environment.max_instances < samples,
             f"environments.{name}.max_instances: {environment.max_instances} is less than {samples}, the completions of a prompt "
-            "(rollout.group_size, evaluation.samples_per_prompt), which need an instance each",
+            "(group_size, evaluation.samples_per_prompt), which need an instance each",
         )
     yield (
         rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_completion_tokens,
@@ -148,9 +154,9 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "micro-batch",
     )
     yield (
-        config.launch.world_size > rollout.groups_per_step * rollout.group_size,
+        config.launch.world_size > rollout.groups_per_step * min(config.group_sizes),
         f"launch.num_trainer_ranks x launch.trainer_nodes: {config.launch.world_size} is more than the samples of a step "
-        f"({count(rollout.groups_per_step, 'group')} x {rollout.group_size})",
+        f"({count(rollout.groups_per_step, 'group')} x {min(config.group_sizes)})",
     )
     yield (
         training.minibatches > rollout.groups_per_step,

@@ -160,6 +160,8 @@ class DataSource(StrictModel):
     """In a list of sources: names of the functions of `rewards` that score its rows; the others give None. null = all."""
     temperature: float | None = Field(default=None, ge=0.01, le=100.0)
     """In a list of sources to train on: in place of `rollout.temperature`, in sampling and in the trainer's log-probabilities."""
+    group_size: int | None = Field(default=None, ge=2, le=1_000_000)
+    """In a list of sources to train on: in place of `rollout.group_size`."""
     environment: str | None = None
     """In a list of sources: the environment (of `environments`) of all of its rows, as if they had the column `environment`."""
 
@@ -242,7 +244,7 @@ Sources = Annotated[
     Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
 ]
 """One source, or a list of them (a mixture)."""
-_OF_A_LIST = ("label", "weight", "rewards", "temperature", "environment")
+_OF_A_LIST = ("label", "weight", "rewards", "temperature", "group_size", "environment")
 
 
 def sources_at(key: str, sources: Sources) -> dict[str, Source]:
@@ -326,7 +328,7 @@ def powers_up_to(limit: int) -> list[int]:
 class EvaluationSection(StrictModel):
     data: Annotated[Sources, AfterValidator(_check_sources)] | None = None
     """Prompts to evaluate on, with the keys of `data.train`; null = those that `data.held_out` keeps back. Of a list of sources
-    (without `weight` and `temperature`), results are also reported for each."""
+    (without `weight`, `temperature` and `group_size`), results are also reported for each."""
     num_prompts: Count = 200
     """Only the first N of them; of a list, of each source."""
     every_steps: int | None = Field(default=None, ge=1)

@@ -74,7 +74,7 @@ def load_data(
         assert evaluated  # config.rules refuses an evaluation without data
         for key, source in evaluated.items():
             first = source.rows.take(range(min(evaluation.num_prompts, len(source.rows))))
-            evaluated[key] = replace(source, rows=first, temperature=None)
+            evaluated[key] = replace(source, rows=first, temperature=None, group_size=None)
         leaks = find_leaks(_joined(train.values()), _joined(evaluated.values()), columns)
         notes += _check_leaks(leaks, evaluation)
     return LoadedData(train=train, evaluation=evaluated, notes=tuple(notes))
@@ -92,6 +92,7 @@ def _load(key: str, source: Source, count_tokens: CountTokens | None, needs_prom
         weight=source.weight,
         rewards=source.rewards,
         temperature=source.temperature,
+        group_size=source.group_size,
     )
 
 

@@ -59,11 +59,18 @@ class SourceRows:
     weight: float = 1.0
     rewards: Sequence[str] | None = None
     temperature: float | None = None
+    group_size: int | None = None
 
     def prompt(self, number: int, prompt_id: int) -> Prompt:
         """Row `number` as the prompt `prompt_id`."""
         prompt = make_prompt(self.rows[number], prompt_id, self.system_prompt)
-        return replace(prompt, source=self.label, rewards=self.rewards, temperature=self.temperature)
+        return replace(
+            prompt,
+            source=self.label,
+            rewards=self.rewards,
+            temperature=self.temperature,
+            group_size=self.group_size,
+        )
 
 
 class PromptStream:

@@ -179,9 +179,9 @@ class RolloutSource:
         gauges = {"epoch": self._worker.epoch, **self._worker.stream.metrics()}
         for kind, counts in self._table.ledger().items():
             gauges.update({f"ledger/{kind}/{status}": float(number) for status, number in counts.items()})
-        num_groups, num_tokens = self._table.take_stale()
-        if num_groups:
-            gauges["async/stale/mean_length"] = num_tokens / (num_groups * self._config.rollout.group_size)
+        num_rollouts, num_tokens = self._table.take_stale()
+        if num_rollouts:
+            gauges["async/stale/mean_length"] = num_tokens / num_rollouts
         gauges.update(
             {f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._worker.errors.counts.items()}
         )

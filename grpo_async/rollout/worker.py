@@ -156,7 +156,7 @@ class RolloutWorker:
         group = OpenGroup(
             name=f"g{group_id}",
             prompt=prompt,
-            size=self._section.group_size,
+            size=prompt.group_size or self._section.group_size,
             seed=seed_of(self._seed, group_id),
             served_version=lambda: self.table.version,
             on_tokens=partial(self.table.generated, group_id),

@@ -350,6 +350,7 @@ def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path:
         ("optimizer", "an override is written section.key=value"),
         ("optimizer..lr=3", "an override is written section.key=value"),
         ("group_size=3", "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
+        ("temperature=3", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
         ("optimizer.lr.x=3", "optimizer.lr: input should be a valid number (got a mapping)"),
         ("rewards.1.weight=2", "the list has no entry '1', only 1, counted from 0"),
         ("rewards.²=1", "the list has no entry '²', only 1, counted from 0"),

@@ -131,14 +131,20 @@ def test_another_source_has_its_own_system_prompt_and_is_cut_to_its_number(tmp_p
 
 
 def test_each_of_several_sources_is_held_out_from_and_compared_with_all_rows_to_evaluate_on(tmp_path: Path) -> None:
-    one = _file(tmp_path, "one.jsonl", NUMBERS) | {"rewards": ["exact"], "weight": 3, "temperature": 0.5}
+    one = _file(tmp_path, "one.jsonl", NUMBERS) | {
+        "rewards": ["exact"],
+        "weight": 3,
+        "temperature": 0.5,
+        "group_size": 4,
+    }
     two = _file(tmp_path, "two.jsonl", ["a", "b", "c", "d", "e"]) | {"label": "letters", "environment": "game"}
     loaded = _load([one, two], {"num_prompts": 3}, held_out=4)
     found = [(source.label, source.weight, source.rewards, len(source.rows)) for source in loaded.train.values()]
     assert found == [("one", 3.0, ["exact"], 36), ("letters", 1.0, None, 1)]
     assert [(s.label, len(s.rows)) for s in loaded.evaluation.values()] == [("one", 3), ("letters", 3)]
-    temperatures = [source.temperature for part in (loaded.train, loaded.evaluation) for source in part.values()]
-    assert temperatures == [0.5, None, None, None]  # evaluations have their own
+    every = [*loaded.train.values(), *loaded.evaluation.values()]
+    own = [(source.temperature, source.group_size) for source in every]
+    assert own == [(0.5, 4), (None, None), (None, None), (None, None)]  # evaluations have their own
     assert {row.get("environment") for row in loaded.train["data.train.1"].rows} == {"game"}
     assert "8 rows are held out, 37 are left" in loaded.notes[0]
     evaluation = [_file(tmp_path, "e.jsonl", ["b", "y"]), _file(tmp_path, "f.jsonl", ["x", "z"])]

@@ -103,13 +103,17 @@ class _Setup:
         version: int = 0,
         max_staleness: int = 1,
         sampling: SamplingSection | None = None,
+        other_source: SourceRows | None = None,
     ) -> None:
         self.client = _Client(script)
         self.errors = ErrorLog()
         self.folder = folder
         self.store = LineStore(folder)
         self.stream = PromptStream(
-            [SourceRows(rows=Rows([{"prompt": text} for text in texts], locations=texts))],
+            [
+                SourceRows(rows=Rows([{"prompt": text} for text in texts], locations=texts)),
+                *([other_source] if other_source else []),
+            ],
             seed=0,
             shuffle=False,
             sampling=sampling,
@@ -237,6 +241,24 @@ def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
     assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([1, 1, 1, 2], [0, 0, 1, 1])
     assert sample.sampler_logprobs.tolist() == pytest.approx([0.0, 0.0, -0.1, -0.2])
     assert setup.groups()["started"] == 4  # (0 + 1 + 1) x 2 groups are admitted
+
+
+def test_groups_have_the_size_of_their_source(tmp_path: Path) -> None:
+    """Two sources in turn: four completions, the run's number, and two. Those of all four groups at hand become stale."""
+    pairs = SourceRows(rows=Rows([{"prompt": "xy"}], locations=["xy"]), label="pairs", group_size=2)
+    setup = _Setup(tmp_path, other_source=pairs)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
+        sizes = Counter((group.group.prompt.source, len(group.samples)) for group in setup.table.queued())
+        assert sizes == {(None, 4): 2, ("pairs", 2): 2}
+        setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=2)
+        setup.worker.on_version(2)
+        await setup.take(2, version=2)
+        assert setup.table.take_stale() == (12, 24)
+        assert setup.table.take_stale() == (0, 0)
+
+    setup.run(steps)
 
 
 def test_a_group_with_a_failed_rollout_continues_with_the_others(tmp_path: Path) -> None:
