@@ -116,8 +116,9 @@ def _what_to_check(
             continue
         columns = prompts[key][0].columns
         missing = function.missing_inputs(columns, has_environments=bool(config.environments), source=key)
-        if function.needs_environments and config.environments:
-            notes.append(f"{function.name} is skipped: it needs `environments`, which only a rollout has.")
+        if missing is None and function.live_inputs:
+            live = " and ".join(f"`{each}`" for each in function.live_inputs)
+            notes.append(f"{function.name} is skipped: it needs {live}, which only a rollout has.")
         elif missing is None:
             chosen.setdefault(index, []).extend(prompts[key])
         elif config.has_own_rollouts:

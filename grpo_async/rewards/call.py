@@ -33,6 +33,9 @@ Reward = TypeVar("Reward", bound=RewardCallable)
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, asyncio.Semaphore]] = WeakKeyDictionary()
 
 ENVIRONMENTS = "environments"
+POLICY = "policy"
+"""The run's own servers as an async function (scoring.served_policy), for rewards whose signature names it: the name stays free for
+columns and arguments."""
 ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 OFFERED = ALWAYS_OFFERED | {ENVIRONMENTS}
 """Arguments that every reward may ask for; no column of the data can have such a name."""
@@ -114,7 +117,7 @@ class RewardOutcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
     """The arguments of one call; every list has one entry per completion. Picklable if the columns are and there are no
-    `environments`: those are live objects. None = the run has none."""
+    `environments` and no `policy`: those are live objects. None = the run has none."""
 
     name: str
     prompts: Sequence[Any]
@@ -124,6 +127,7 @@ class RewardRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer_state: TrainerState = field(default_factory=TrainerState)
     environments: Sequence[Any] | None = None
+    policy: Callable[..., Any] | None = None
     factory_arguments: Mapping[str, Any] | None = None
     """For a function that makes the reward: what it makes it of."""
 
@@ -178,6 +182,8 @@ class RewardRequest:
             if alias in parameters.names and alias not in chosen:
                 chosen[alias] = offered[name]
         live = {} if self.environments is None else parameters.choose({ENVIRONMENTS: list(self.environments)})
+        if self.policy is not None and POLICY in parameters.names and POLICY not in chosen:
+            live[POLICY] = self.policy
         return UserCall(function, chosen, finish, live)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.config.sections import RewardSection
@@ -13,6 +13,7 @@ from grpo_async.rewards.call import (
     ALWAYS_OFFERED,
     ENVIRONMENTS,
     OFFERED,
+    POLICY,
     RewardCallable,
     RewardError,
     RewardOutcome,
@@ -85,20 +86,27 @@ class RewardFunction:
         return name in self._parameters.names
 
     @property
-    def needs_environments(self) -> bool:
-        """Whether the function requires `environments`."""
-        return ENVIRONMENTS in self._parameters.required
+    def live_inputs(self) -> list[str]:
+        """Those of `environments` and `policy` that the function requires."""
+        return sorted({ENVIRONMENTS, POLICY}.intersection(self._parameters.missing(self._arguments)))
 
     def missing_inputs(
-        self, columns: Iterable[str], *, has_environments: bool = False, source: str = "data.train"
+        self,
+        columns: Iterable[str],
+        *,
+        has_environments: bool = False,
+        has_policy: bool = True,
+        source: str = "data.train",
     ) -> str | None:
         """What is missing and how to fix it, as the end of a sentence that begins with the function's name; None if
         nothing is: "needs the column(s) ['answer'], but the data has ['solution']; rename with ..."."""
         columns = sorted(columns)
-        offered = OFFERED if has_environments else ALWAYS_OFFERED
+        offered = {*(OFFERED if has_environments else ALWAYS_OFFERED), *([POLICY] if has_policy else [])}
         missing = self._parameters.missing({*offered, *ALIASES, *self._arguments, *columns})
         if ENVIRONMENTS in missing:
             return "needs `environments`, but the run has none; give it a section `environments`, or give the parameter a default"
+        if POLICY in missing:
+            return "asks the policy, which answers only in a run or an evaluation"
         if missing:
             return (
                 f"needs the column(s) {missing}, but the data has {columns}; rename with `{source}.columns`, "
@@ -115,11 +123,12 @@ class RewardFunction:
         *,
         trainer_state: TrainerState | None = None,
         environments: Sequence[Any] | None = None,
+        policy: Callable[..., Any] | None = None,
     ) -> RewardOutcome:
         """Score completions; every list has one entry per completion, columns included.
 
-        `environments` are the user's own instances, None if the run has none. They are live objects, so functions in
-        worker processes do not get them.
+        `environments` are the user's own instances, None if the run has none; `policy` asks the run's servers. They are live
+        objects, so functions in worker processes do not get them.
 
         `timeout_s` counts once the call runs; before that it may wait for earlier calls, which have the same limit.
 
@@ -135,16 +144,19 @@ class RewardFunction:
             arguments=self._arguments,
             trainer_state=trainer_state or TrainerState(),
             environments=environments,
+            policy=policy,
         )
         if not completions:
             return RewardOutcome(values=[])
-        missing = self.missing_inputs(columns, has_environments=environments is not None)
+        missing = self.missing_inputs(columns, has_environments=environments is not None, has_policy=policy is not None)
         if missing is not None:
             raise RewardError(self.name, missing)
         try:
             if self._pool is not None:
                 outcome: RewardOutcome = await self._pool.run(
-                    dataclasses.replace(request, environments=None, factory_arguments=self._factory_arguments),
+                    dataclasses.replace(
+                        request, environments=None, policy=None, factory_arguments=self._factory_arguments
+                    ),
                     self.timeout_s,
                 )
                 return outcome
@@ -224,10 +236,11 @@ def load_reward(
             raise ConfigError(
                 f"{where}: makes reward functions, but not of {path}.arguments: {with_type(error)}"
             ) from error
-    if section.run_in == "process" and ENVIRONMENTS in parameters.required:
+    live = {ENVIRONMENTS, POLICY}.intersection(parameters.missing(section.keywords))
+    if section.run_in == "process" and live:
         raise ConfigError(
-            f"{path}.run_in: process: {section.reference} needs `environments`, which are live objects of this process and "
-            "cannot be sent to another one; leave out `run_in`, or score in the environment's `get_reward`"
+            f"{path}.run_in: process: {section.reference} needs {sorted(live)}, live objects of this process that cannot be sent "
+            "to another one; leave out `run_in`, or score in the environment's `get_reward`"
         )
     check = getattr(unwrap_partial(function), "check_arguments", None)
     try:

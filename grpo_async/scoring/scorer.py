@@ -29,6 +29,7 @@ from grpo_async.records import (
 )
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import Advantages, combine_rewards
+from grpo_async.scoring.served_policy import ServedPolicy
 from grpo_async.scoring.teachers import DISTILLATION, Teachers
 from grpo_async.tracking.timeline import span
 from grpo_async.utils.concurrency import all_of
@@ -64,6 +65,7 @@ class Scorer:
         self.weights = {reward.name: reward.weight for reward in rewards} | dict(environment_weights or {})
         """Weight of every reward by name, environments' rewards included."""
         self.teachers: Teachers | None = None
+        self.policy: ServedPolicy | None = None
         self._has_rewards = bool(self.weights)
         if is_taught:  # a reward that is shown; without others it is the one that the run is judged by
             self.weights[DISTILLATION] = 0.0 if self._has_rewards else 1.0
@@ -181,12 +183,19 @@ class Scorer:
         if AGENT_REWARD in self._environment_names:
             columns["branches"] = [list(map(_branch_column, completion.branches)) for completion in completions]
         ids = [completion.completion_ids.tolist() for completion in completions]
+        policy = None if self.policy is None else self.policy.for_other_loops()
         began = time.time()
         with span("score", group=group.name, rollouts=len(completions)) as details:
 
             async def score(reward: RewardFunction) -> RewardOutcome:
                 outcome = await reward.score(
-                    given, texts, ids, columns, trainer_state=self._state, environments=environments
+                    given,
+                    texts,
+                    ids,
+                    columns,
+                    trainer_state=self._state,
+                    environments=environments,
+                    policy=policy,
                 )
                 details[f"{reward.name} s"] = time.time() - began
                 return outcome

@@ -26,6 +26,7 @@ from grpo_async.rollout.pace import AdaptiveSlots
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
+from grpo_async.scoring.served_policy import ServedPolicy
 from grpo_async.scoring.teachers import Teachers
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.trainer.connections import make_client
@@ -143,6 +144,7 @@ def build_rollout_side(
     resume = state.resume_state(stream.prompt).with_top(config.num_top_logprobs) if state else None
 
     client = make_client(config, fleet, vocab_size=vocab_size)
+    scorer.policy = ServedPolicy(client, renderer, max_model_len=config.inference.max_model_len)
     if config.distillation is not None:
         system_prompts = {each.label: each.system_prompt for each in data.train.values()}
 

@@ -197,11 +197,11 @@ def test_all_problems_come_at_once_with_their_index() -> None:
 
 def test_missing_columns_and_environments_are_known_before_the_run() -> None:
     (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_reward")])
-    assert reward.needs_environments
+    assert reward.live_inputs == ["environments"]
     assert "the run has none" in (reward.missing_inputs(["answer"]) or "")
     assert reward.missing_inputs(["answer"], has_environments=True) is None
     (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_if_there_is_one")])
-    assert not reward.needs_environments
+    assert reward.live_inputs == []
     (reward,) = load_rewards([RewardSection(function=f"{TRL}:boxed_reward")])
     assert "needs the column(s) ['ground_truth'], but the data has ['answer']" in (
         reward.missing_inputs(["answer"]) or ""
