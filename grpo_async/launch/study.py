@@ -249,9 +249,11 @@ class _Runner:
                 process.terminate()
         if process.returncode == USER_ERROR:
             raise ConfigError(f"{name}: {errors.decode(errors='replace').strip()}")
+        setting = Setting.of_runs([name], {0: run})
+        if setting.errors:
+            return f"failed: {setting.errors[0].splitlines()[0]}"
         if process.returncode:
             return last_line(errors.decode(errors="replace")) or f"exit code {process.returncode}"
-        setting = Setting.of_runs([name], {0: run})
         if not setting.rewards:
             return "finished, without a held-out reward"
         seconds = "" if setting.seconds is None else f", {setting.seconds:.0f} s of training"
