@@ -68,6 +68,7 @@ USED = {
     "vllm.config:ModelConfig": "model dtype max_model_len hf_text_config enable_sleep_mode quantization "
     "get_vocab_size()",
     "vllm.config:LoadConfig": "load_format",
+    "vllm._custom_ops:": "rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)",
     "vllm.config:": "set_current_vllm_config(vllm_config)",
     "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": "load_numel load_numel_total",
     "vllm.model_executor.model_loader.reload:": "initialize_layerwise_reload(model) finalize_layerwise_reload(model, model_config)",

@@ -32,6 +32,12 @@ _LINEAR = {
 _LINEAR |= {"partial_rotary_factor": 0.25}
 _EXPERTS = {"moe_intermediate_size": 64}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 64}
+_LFM2 = {
+    "conv_dim": 128,
+    "block_dim": 128,
+    "block_multiple_of": 64,
+    "block_ffn_dim_multiplier": 1.0,
+}  # of real checkpoints
 SERVED: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -42,6 +48,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3-next": {**_LINEAR, **_SHARED},
     "gemma4": {"sliding_window": 64, "global_head_dim": 64},
     "glm-4-moe": _EXPERTS,
+    "lfm2": _LFM2,
+    "lfm2-moe": {**_LFM2, **_EXPERTS},
 }
 
 

@@ -60,6 +60,22 @@ def ask_for_amx() -> None:
     torch.cpu._init_amx()
 
 
+def rotate_every_head() -> None:
+    """Give the kernel that rotates queries and keys on a CPU (n, heads * size) in place of (n, heads, size), of which it
+    rotates the first head alone: LFM2 would sample from another policy."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    rotate = ops.rotary_embedding
+
+    def rotary_embedding(positions: Any, query: Any, key: Any, *rest: Any, **options: Any) -> None:
+        rotate(positions, query.view(len(query), -1), None if key is None else key.view(len(key), -1), *rest, **options)
+
+    ops.rotary_embedding = rotary_embedding
+
+
 # ---- vLLM, API server, one engine: AsyncMPClient.add_request_async, AsyncLLM.output_handler ----
 
 

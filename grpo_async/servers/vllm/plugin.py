@@ -22,6 +22,7 @@ def register() -> None:
     if multiprocessing.parent_process() is None:
         patches.limit_silent_connections()
     patches.ask_for_amx()
+    patches.rotate_every_head()
     patches.bind_rendezvous_to_its_own_address()
 
 
