@@ -85,3 +85,21 @@ def test_a_mixture_that_is_killed_goes_on_and_learns(tmp_path: Path, sampling: s
     assert all(rewards.get("exact_match") is None for rewards in scored["more"])
     assert any(rewards.get("again") == 1.0 for rewards in scored["more"])
     assert ("data/seen" in run.metrics()[-1]) == (sampling != "{}")
+
+
+def test_adapters_on_a_base_in_4_bits_go_on_after_a_kill_and_their_export_loads(tmp_path: Path) -> None:
+    """The base is quantized anew; pushed is what the resumed layers compute with."""
+    from transformers import AutoModelForCausalLM
+
+    settings = ("model.lora={rank: 16, load_in_4bit: true}", "optimizer.lr=3e-3", "training.max_steps=16")
+    run = make_run(tmp_path, "quickstart.yaml", (*settings, "checkpoint.every_steps=2", "evaluation.num_prompts=40"))
+    process = run.start()
+    run.wait_for_step(5, process)
+    run.kill_everything(process)
+    summary, _ = run.complete("--resume")
+    assert summary["ledger_closed"]
+    assert summary["evaluation"]["after"]["reward"] > summary["evaluation"]["before"]["reward"] + 0.2
+    for line in run.metrics():
+        assert line["sampling/kl"] < 0.05, line["step"]
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "model")
+    assert not any("lora" in name for name, _ in model.named_parameters())
