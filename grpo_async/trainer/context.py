@@ -152,6 +152,7 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
         raise ConfigError(str(error).replace("model.path:", "loss.reference:", 1)) from error
     ours, theirs = (each.model.config.get_text_config().vocab_size for each in (policy, other))
     check_vocabulary(path, ours=ours, theirs=theirs)
-    if config.training.pack and other.one_sample_per_row and not policy.one_sample_per_row:
+    needs_rows = other.one_sample_per_row and not policy.one_sample_per_row
+    if config.training.pack and (needs_rows or policy.shares_prefixes > other.shares_prefixes):
         raise ConfigError(f"loss.reference: layers of {path!r} carry a state along the row; set training.pack: false")
     return Reference(other)

@@ -75,6 +75,7 @@ class Packer:
             context.config,
             world_size=context.world_size,
             pack=context.config.training.pack and not context.policy.one_sample_per_row,
+            shares_prefixes=context.policy.shares_prefixes,
             trainer_version=step - 1,
             is_stored=lambda group_id: has_stats and self.store.stores(group_id, GroupStatus.TRAINED),
         )
@@ -90,6 +91,7 @@ def divide_step(
     *,
     world_size: int,
     pack: bool,
+    shares_prefixes: bool,
     trainer_version: int,
     is_stored: Callable[[int], bool],
 ) -> tuple[PackedStep, list[PackCommand]]:
@@ -107,7 +109,7 @@ def divide_step(
             world_size=world_size,
             micro_batch_tokens=config.training.micro_batch_tokens,
             pack=pack,
-            prefixes=prefix_order([sample.token_ids for sample in samples]),
+            prefixes=prefix_order([sample.token_ids for sample in samples]) if shares_prefixes else None,
         )
         weights = token_weights(
             samples,

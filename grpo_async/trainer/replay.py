@@ -275,6 +275,7 @@ def _train(assignment: Assignment, config: ExperimentConfig, groups: Sequence[Sc
         config,
         world_size=1,
         pack=config.training.pack and not context.policy.one_sample_per_row,
+        shares_prefixes=context.policy.shares_prefixes,
         trainer_version=step - 1,
         is_stored=lambda _: True,
     )

@@ -129,6 +129,12 @@ class SampleLayout:
                 groups.setdefault((depth[number], nth), []).append((queries, keys))
         return groups
 
+    @cached_property
+    def numbers(self) -> torch.Tensor:
+        """The segment of each token of the only row, as causal-conv1d takes it. (1, T) int32"""
+        numbers = torch.arange(len(self.lengths), dtype=torch.int32)
+        return _to_device(numbers.repeat_interleave(torch.tensor(self.lengths))[None], self._device)
+
     def keys_of(self, number: int, pieces: Sequence[torch.Tensor], window: int | None, *, dim: int) -> torch.Tensor:
         """Return the keys (or values) that a segment sees: the last window - 1 of its prefix, or all, then its own."""
         missing = self.shared[number] if window is None else min(self.shared[number], window - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from grpo_async.errors import ConfigError
@@ -12,6 +13,9 @@ from grpo_async.servers.embedded.families import other_layers
 _LOGIT_CHANGES = ("output_multiplier", "logits_mup_width_multiplier")
 _STATEFUL = {"linear_attention", "conv", "hybrid", "mamba", "mamba2", "recurrent"}
 """Layer types that carry a state along the row. Nemotron-H lists its layers without attention, too: mlp, moe."""
+
+_PACKED_BY_KERNELS = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"}
+"""Families whose layers hand `cu_seq_lens_q` to flash-linear-attention and `seq_idx` to causal-conv1d, in transformers 5.19."""
 
 
 def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
@@ -45,10 +49,16 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
         )
 
 
-def one_sample_per_row(config: Mapping[str, Any]) -> bool:
-    """Whether samples cannot be packed: layers carry a state along the row (linear attention, convolutions, state spaces), or
-    count positions by it (Llama 4's temperature)."""
-    return config.get("model_type") == "llama4_text" or not _STATEFUL.isdisjoint(other_layers(config))
+def shares_prefixes(config: Mapping[str, Any]) -> bool:
+    """Whether samples can share a prefix. False: layers carry a state along the row (linear attention, convolutions, state spaces),
+    or count positions by it (Llama 4's temperature)."""
+    return config.get("model_type") != "llama4_text" and _STATEFUL.isdisjoint(other_layers(config))
+
+
+def one_sample_per_row(config: Mapping[str, Any], *, device_type: str = "cpu") -> bool:
+    """Whether samples that share nothing cannot be packed either. Kernels for GPUs begin a new state where a sample begins."""
+    has_kernels = device_type == "cuda" and all(find_spec(package) for package in ("fla", "causal_conv1d"))
+    return not shares_prefixes(config) and not (has_kernels and config.get("model_type") in _PACKED_BY_KERNELS)
 
 
 def count_attention_layers(config: Any) -> int:

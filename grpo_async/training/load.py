@@ -87,6 +87,7 @@ def build_policy(
         attention=attention,
         head_in_float32=section.head_dtype == "float32",
         router_aux=router_aux,
+        device_type=device_type,
     )
 
 

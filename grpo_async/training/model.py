@@ -23,7 +23,7 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import SampleLayout, use_attention
-from grpo_async.training.families import count_attention_layers, one_sample_per_row
+from grpo_async.training.families import count_attention_layers, one_sample_per_row, shares_prefixes
 from grpo_async.training.logprobs import (
     LogitTransform,
     PolicyOutput,
@@ -54,7 +54,7 @@ class Policy(nn.Module):
     """See the module's docstring. `model` is the Hugging Face model; its parameter names are those of its checkpoints.
 
     Attributes:
-        one_sample_per_row: see `families.one_sample_per_row`.
+        one_sample_per_row, shares_prefixes: how samples may be packed; see `families`.
         router_aux: factor of the load-balancing loss of routers in the objective (`loss.router_aux`)."""
 
     def __init__(
@@ -66,6 +66,7 @@ class Policy(nn.Module):
         attention: AttentionName = "mask",
         head_in_float32: bool = False,
         router_aux: float = 0.0,
+        device_type: str = "cpu",
     ) -> None:
         super().__init__()
         if _decoder_of(model) is None:
@@ -85,9 +86,9 @@ class Policy(nn.Module):
         config = model.config.get_text_config()
         self._transform = LogitTransform.from_config(config)
         self._num_attention_layers = count_attention_layers(config)
-        self.one_sample_per_row = one_sample_per_row(
-            {**config.to_dict(), "layer_types": getattr(config, "layer_types", None)}
-        )
+        described = {**config.to_dict(), "layer_types": getattr(config, "layer_types", None)}
+        self.shares_prefixes = shares_prefixes(described)
+        self.one_sample_per_row = one_sample_per_row(described, device_type=device_type)
         use_attention(model, attention)
 
     def forward(
@@ -149,13 +150,16 @@ class Policy(nn.Module):
     def _decode(self, batch: MicroBatch, *, has_routers: bool) -> Any:
         """The output of the model before its head."""
         layout = SampleLayout(batch.segments, batch.input_ids.shape, batch.input_ids.device)
+        more: dict[str, Any] = {"output_router_logits": True} if has_routers else {}
+        if not (self.shares_prefixes or self.one_sample_per_row):
+            more |= {"cu_seq_lens_q": layout.parts[0].ends[0], "seq_idx": layout.numbers}
         output = _decoder_of(self.model)(
             input_ids=batch.input_ids,
             attention_mask=layout.no_padding,
             position_ids=batch.position_ids,
             use_cache=False,
             sample_layout=layout,
-            **({"output_router_logits": True} if has_routers else {}),
+            **more,
         )
         if layout.num_uses < self._num_attention_layers:
             raise ConfigError(

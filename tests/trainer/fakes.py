@@ -117,7 +117,7 @@ def fake_context(config: ExperimentConfig, **more: Any) -> Any:
         "step": lambda *_, **__: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
         "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
         "device": torch.device("cpu"),
-        "policy": SimpleNamespace(one_sample_per_row=False),
+        "policy": SimpleNamespace(one_sample_per_row=False, shares_prefixes=True),
         "peaks": None,
     }
     return SimpleNamespace(config=config, **{**default, **more})

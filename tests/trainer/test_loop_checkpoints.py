@@ -40,7 +40,7 @@ class _Stub(FakeSource):
         # a TrainerContext
         self.world_size = 1
         self.device, self.peaks = torch.device("cpu"), None
-        self.policy: Any = SimpleNamespace(one_sample_per_row=False)
+        self.policy: Any = SimpleNamespace(one_sample_per_row=False, shares_prefixes=True)
         self.run_dir = RunDir(Path("unused"))
         self.channel = FakeChannel()
         self.checkpoints = self

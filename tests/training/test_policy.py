@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutSample
+from grpo_async.training import families
+from grpo_async.training.families import one_sample_per_row
 from grpo_async.training.load import build_policy
 from grpo_async.training.lora import add_adapters
 from grpo_async.training.model import Policy, recompute_activations
@@ -31,6 +34,8 @@ from tests.training.tiny_families import (
     tree_samples,
 )
 from tests.training.tiny_models import load_tiny, sum_of_logprobs
+
+PACKED_BY_KERNELS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "olmo-hybrid"]
 
 
 def _save_config(folder: Path, model_type: str, **settings: Any) -> Path:
@@ -64,6 +69,18 @@ def test_a_gpu_computes_what_the_cpu_does(family: str) -> None:
         torch.testing.assert_close(ours, wanted, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", PACKED_BY_KERNELS)
+def test_kernels_keep_packed_samples_apart(family: str) -> None:
+    for package in ("fla", "causal_conv1d"):
+        pytest.importorskip(package, reason="the extra `hybrid` is not installed")
+    model, samples = build_family(family), samples_of(LENGTHS)
+    packed = Policy(copy.deepcopy(model).cuda(), temperature=0.7, chunk_tokens=16, device_type="cuda")
+    batch = pack_rows(samples, [range(len(samples))], sum(LENGTHS)).to(torch.device("cuda"))
+    expected = _alone(model, samples, temperature=0.7)
+    torch.testing.assert_close(packed(batch).logprobs.cpu(), expected.detach(), atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: str) -> None:
     """Neither a neighbor in the row, nor padding, nor a later token changes them, in every family: windows, soft-capped scores
@@ -77,6 +94,51 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: st
     for seed in range(2):
         samples = tree_samples(seed)
         _assert_as_alone(model, samples, pack_tree(samples))
+
+
+@pytest.mark.parametrize("family", PACKED_BY_KERNELS)
+def test_layers_with_a_state_are_packed_where_kernels_begin_anew_at_each_sample(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of the kernels, which need a GPU, the reference functions that they replace, applied to each sample."""
+    model, samples = build_family(family), samples_of(LENGTHS)
+    module = sys.modules[type(model).__module__]
+    convolve, update = module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule
+
+    def causal_conv1d_fn(x: torch.Tensor, *weights: Any, seq_idx: torch.Tensor, **options: Any) -> torch.Tensor:
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        return torch.cat([convolve(part, *weights, **_known(options)) for part in x.split(lengths, -1)], -1)
+
+    def chunk_gated_delta_rule(
+        *columns: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        lengths = cu_seqlens.diff().tolist()
+        parts = zip(*(column.split(lengths, 1) for column in (*columns, g, beta)), strict=True)
+        made = [update(q, k, v, g=decay, beta=rate, **_known(options))[0] for q, k, v, decay, rate in parts]
+        return torch.cat(made, 1), None
+
+    assert one_sample_per_row(model.config.to_dict(), device_type="cuda")  # without the packages
+    monkeypatch.setattr(families, "find_spec", lambda name: name)
+    monkeypatch.setattr(module, "causal_conv1d_fn", causal_conv1d_fn)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule)
+    batch = pack_rows(samples, [range(len(samples))], sum(LENGTHS))
+    policy = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16, device_type="cuda")
+    assert (policy.one_sample_per_row, policy.shares_prefixes) == (False, False)
+    packed = policy(batch, objective=sum_of_logprobs)
+    packed.objective.backward()
+    monkeypatch.undo()
+    alone = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)
+    rows = alone(
+        pack_rows(samples, [[index] for index in range(len(samples))], max(LENGTHS)), objective=sum_of_logprobs
+    )
+    rows.objective.backward()
+    torch.testing.assert_close(packed.logprobs, rows.logprobs, atol=2e-5, rtol=1e-5)
+    for ours, theirs in zip(policy.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-3)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("sample_layout", "seq_idx", "cu_seq_lens_q")}
 
 
 def test_samples_that_share_prefixes_are_computed_as_each_alone() -> None:
