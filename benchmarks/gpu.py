@@ -2,6 +2,7 @@
 
     python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network
     python -m benchmarks gpu [--shape 0.6b] [--json FILE]
+    python -m benchmarks gpu --top-logprobs 0 20 128   # what the likeliest tokens cost (score centering, top_k)
     python -m benchmarks gpu --device cpu                                           # the same code, as a test of itself
     python -m benchmarks gpu --device cpu --part N
 
@@ -67,6 +68,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--in-flight", nargs="+", type=int, help=_default("in_flight"))
     parser.add_argument("--prompt-tokens", type=int, help=_default("prompt_tokens"))
     parser.add_argument("--completion-tokens", type=int, help=_default("completion_tokens"))
+    parser.add_argument(
+        "--top-logprobs", nargs="+", type=int, default=[0], help="likeliest tokens that requests ask for, in turns"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     import torch
@@ -90,9 +94,14 @@ def main(arguments: list[str]) -> int:
     if options.device == "cpu":
         report.note("on a CPU: this proves that the code runs, and says nothing of a GPU")
     peaks = listed_peaks(torch.cuda.get_device_name()) if options.device == "cuda" else None
-    for in_flight, seconds in _generate(shape, options).items():
-        name, tokens = f"{in_flight} in flight", in_flight * options.completion_tokens
+    found = _generate(shape, options)
+    for (in_flight, top), seconds in found.items():
+        name, tokens = f"{in_flight} in flight" + (f", top {top}" if top else ""), in_flight * options.completion_tokens
         report.row(name, [tokens / each for each in seconds], "tokens/s")
+        if top != options.top_logprobs[0]:
+            first = found[in_flight, options.top_logprobs[0]]
+            ratios = [without / each for without, each in zip(first, seconds, strict=True)]
+            report.row(f"{name} / top {options.top_logprobs[0]}", ratios, "ratio")
         if peaks is not None:
             bound_s = generation_bound_s(
                 shape, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
@@ -176,8 +185,9 @@ def _run_part(report: Report, commands: Sequence[str], options: argparse.Namespa
 # -------------------------------------------------------------------------------------------------------------- generation
 
 
-def _generate(shape: ModelShape, options: argparse.Namespace) -> dict[int, list[float]]:
-    """In flight -> seconds of each round of that many completions, of --completion-tokens each. A first round warms up."""
+def _generate(shape: ModelShape, options: argparse.Namespace) -> dict[tuple[int, int], list[float]]:
+    """(In flight, likeliest tokens) -> seconds of each round of that many completions of --completion-tokens. A first round warms
+    up."""
     from grpo_async.quickstart.model import train_tokenizer
 
     most, length = max(options.in_flight), options.prompt_tokens + options.completion_tokens
@@ -200,35 +210,35 @@ def _generate(shape: ModelShape, options: argparse.Namespace) -> dict[int, list[
             return asyncio.run(_rounds(server.url, shape, options))
 
 
-async def _rounds(url: str, shape: ModelShape, options: argparse.Namespace) -> dict[int, list[float]]:
+async def _rounds(url: str, shape: ModelShape, options: argparse.Namespace) -> dict[tuple[int, int], list[float]]:
     from grpo_async.inference.api import GenerateRequest
     from grpo_async.inference.client import InferenceClient
     from grpo_async.inference.router import FixedServers
 
     draw, numbers = random.Random(options.seed), itertools.count()
 
-    def request() -> GenerateRequest:
+    def request(top: int) -> GenerateRequest:
         number = next(numbers)
         return GenerateRequest(
             request_id=f"gpu-{number}", token_ids=[draw.randrange(min(256, shape.vocab)) for _ in range(options.prompt_tokens)],
             max_tokens=options.completion_tokens, temperature=1.0, seed=number, ignore_eos=True,
+            top_logprobs=top,
         )  # fmt: skip
 
-    found: dict[int, list[float]] = {}
+    found: dict[tuple[int, int], list[float]] = {}
     async with InferenceClient(
         FixedServers([url]), token=os.environ["GRPO_ASYNC_TOKEN"], request_timeout_s=_ROUND_TIMEOUT_S,
         wait_timeout_s=_server.START_TIMEOUT_S,
     ) as client:  # fmt: skip
         for in_flight in options.in_flight:
-            seconds: list[float] = []
-            for _ in range(options.rounds + 1):
-                requests = [request() for _ in range(in_flight)]
+            for number, top in itertools.product(range(options.rounds + 1), options.top_logprobs):
+                requests = [request(top) for _ in range(in_flight)]
                 began = time.perf_counter()
                 async with asyncio.timeout(_ROUND_TIMEOUT_S):
                     made = await asyncio.gather(*(client.generate(each) for each in requests))
-                seconds.append(time.perf_counter() - began)
+                if number:
+                    found.setdefault((in_flight, top), []).append(time.perf_counter() - began)
                 lengths = {len(each.token_ids) for each in made}
                 if lengths != {options.completion_tokens}:
                     raise RuntimeError(f"completions of {sorted(lengths)} tokens, not {options.completion_tokens}")
-            found[in_flight] = seconds[1:]
     return found
