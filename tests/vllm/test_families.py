@@ -40,7 +40,16 @@ _LFM2 = {
 }  # of real checkpoints
 SERVED: dict[str, dict[str, Any]] = {
     "llama": {},
+    "qwen2": {},
     "qwen3": {},
+    "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": 0},
+    "gpt2": {},
+    "opt": {},
+    "gemma2": {"sliding_window": 64, "query_pre_attn_scalar": 64},
+    "mixtral": {},
+    "qwen2-moe": _SHARED,
+    "olmoe": {},
     "gemma3": {"sliding_window": 64, "query_pre_attn_scalar": 64},
     "qwen3-moe": _EXPERTS,
     "qwen3.5": _LINEAR,
