@@ -94,6 +94,16 @@ def test_model_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when
     assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
 
 
+@pytest.mark.parametrize(("groups_per_step", "expected"), [(4, "96"), (1000, "8192")])
+def test_requests_that_run_at_once_are_those_that_may_be_in_flight_and_fit_a_step(
+    groups_per_step: int, expected: str
+) -> None:
+    raw = experiment("some/model")
+    raw["rollout"] |= {"max_in_flight": "auto", "max_staleness": 2, "groups_per_step": groups_per_step, "group_size": 8}
+    config = ExperimentConfig.model_validate(raw)
+    assert _value(vllm_command(config, 1, platform="cpu", environment={}).argv, "--max-num-seqs") == expected
+
+
 def test_what_would_open_the_server_is_taken_out_of_the_environment() -> None:
     environment = dict.fromkeys(("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "A"), "1")
     assert environment.keys() & _made(environment=environment).env.keys() == {"A"}

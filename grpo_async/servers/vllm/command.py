@@ -187,11 +187,12 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
 
 def _cpu_arguments(config: ExperimentConfig) -> list[str]:
     inference = config.inference
+    batch_tokens = max(_MIN_CPU_BATCH_TOKENS, inference.max_model_len)
     arguments = [
         "--enforce-eager",
         *("--kv-cache-memory-bytes", str((inference.vllm.kv_cache_mb or CPU_CACHE_MB) << 20)),
-        *("--max-num-batched-tokens", str(max(_MIN_CPU_BATCH_TOKENS, inference.max_model_len))),
-        *("--max-num-seqs", str(config.rollout.max_in_flight)),
+        *("--max-num-batched-tokens", str(batch_tokens)),
+        *("--max-num-seqs", str(min(config.rollout.most_in_flight, batch_tokens))),  # each has a token in a step
     ]
     if inference.vllm.num_gpus == 1:
         # worker and engine core in one process: torch is imported once less, and there are fewer hops per token
