@@ -14,7 +14,7 @@ SYNCHRONOUS = (*SMALL, "rollout.max_staleness=0", "optimizer.lr=0.001", "rollout
 
 
 def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_leaves_no_vllm(tmp_path: Path) -> None:
-    settings = (*SYNCHRONOUS, "training.max_steps=5000", "evaluation=null")
+    settings = (*SYNCHRONOUS, "training.max_steps=5000", "evaluation=null", "rollout.max_in_flight=auto")
     run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
     process = run.start()
     run.wait_for_step(3, process, timeout_s=400.0)
