@@ -41,6 +41,7 @@ _PATHS |= {each.name: each.here for each in OTHER_NAMES if each.trainer == "TRL"
 _WHY = {each.name: each.why for each in OTHER_NAMES if each.trainer == "TRL" and each.here is None}
 _LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
 _DEFAULTS = {"learning_rate": 1e-6, "lr_scheduler_type": "linear", "num_train_epochs": 3.0, "seed": 42}
+_ASYNC_DEFAULTS = {**_DEFAULTS, "lr_scheduler_type": "constant", "max_completion_length": 2048, "max_staleness": 4}
 """Of TRL's, where ours are others; and of what decides the number of groups."""
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
 _PROMPT_TOKENS = 1536
@@ -151,8 +152,11 @@ class _Script:
         self._put("model", given.get("model"), "model.path", settings.pop("model_name_or_path", None))
         self._data(given)
         self._batch(settings)
-        for name, value in ({**_DEFAULTS, **settings}).items():
+        is_async = _name_of(self._call.func) == "AsyncGRPOTrainer"
+        weights, no_dropout = settings.pop("reward_weights", None), settings.pop("disable_dropout", False)
+        for name, value in {**(_ASYNC_DEFAULTS if is_async else _DEFAULTS), **settings}.items():
             self._setting(name, value)
+        result.put("rollout.zero_variance", "train")
         if "max_steps" in result.values["training"]:  # it goes first in TRL
             result.values["training"].pop("epochs", None)
         self._clip()
@@ -165,7 +169,15 @@ class _Script:
                 f"inference.max_model_len leaves {_PROMPT_TOKENS} tokens for a prompt; TRL has no such limit"
             )
         self._callables(given)
+        rewards = result.values.get("rewards", [])
+        if isinstance(weights, list) and len(weights) == len(rewards):
+            for reward, weight in zip(rewards, weights, strict=True):
+                reward["weight"] = weight
+        elif weights is not None:
+            result.comments.append(f"reward_weights: {weights!r}: see rewards[].weight")
         self._lora(given.get("peft_config"))
+        if (lora := result.values["model"].get("lora") if "model" in result.values else None) is not None:
+            self._complete(lora, no_dropout)
         left += [
             f"{name}: a {_name_of(self._call.func)} argument without a counterpart"
             for name in given
@@ -274,6 +286,16 @@ class _Script:
                 return
             case "scale_rewards", _:
                 put("advantage.type", {True: "group", False: "none"}.get(value, value))
+            case "multi_objective_aggregation", str():
+                put("advantage.rewards", "normalize_each" if value == "normalize_then_sum" else "sum")
+            case "max_tool_calling_iterations", int():
+                put("rollout.max_turns", value + 1)  # the last turn calls none
+            case "optim", str() if "adamw" in value:
+                return
+            case "warmup_steps", float() if 0 < value < 1:
+                self._result.comments.append(
+                    f"warmup_steps: {value} of the run's steps: set optimizer.warmup_steps by hand"
+                )
             case "mask_truncated_completions", bool():
                 put("rollout.overlong", "mask" if value else "train")
             case "bf16" | "fp16", bool():
@@ -307,6 +329,9 @@ class _Script:
     def _clip(self) -> None:
         """TRL's clip range has one width unless it is given two; a ratio of whole samples keeps the reduction of its loss_type."""
         loss = self._result.values.setdefault("loss", {})
+        if loss.get("type") == "cispo":
+            loss.setdefault("epsilon_high", loss.pop("epsilon", 0.2))
+            loss.pop("epsilon", None)
         if loss.get("type", "dapo") in ("dapo", "grpo", "bnpo", "dr_grpo", "gspo"):
             loss.setdefault("epsilon", 0.2)
             loss.setdefault("epsilon_high", loss["epsilon"])
@@ -317,13 +342,22 @@ class _Script:
             if node is not None and not self._arguments.get("use_peft"):
                 self._result.comments.append(f"peft_config: `{ast.unparse(node)}`; see model.lora")
             return
-        self._result.put("model.lora", {})
-        self._result.put("model.lora.rank", 8)  # peft's
+        self._result.put("model.lora", {"rank": 8, "alpha": 8})  # peft's
         for each in call.keywords:
             if (name := _LORA.get(str(each.arg))) is not None:
                 self._put("peft_config", each.value, f"model.lora.{name}")
             elif each.arg not in ("bias", "task_type"):
                 self._result.comments.append(f"peft_config.{each.arg}: `{ast.unparse(each.value)}`; see model.lora")
+
+    def _complete(self, lora: dict[str, Any], no_dropout: bool) -> None:
+        """Write out what peft would choose."""
+        if no_dropout:
+            lora["dropout"] = 0.0
+        if "target_modules" not in lora:
+            lora["target_modules"] = ["q_proj", "v_proj"]
+            self._result.comments.append(
+                "model.lora.target_modules: peft chooses by the family of the model: these for most, others for a few"
+            )
 
     # ---- code and data ----
 

@@ -166,6 +166,7 @@ def test_a_flat_script_with_a_dataset_of_the_hub(tmp_path: Path) -> None:
     assert (config.rollout.group_size, config.rollout.groups_per_step) == (8, 1)
     assert (config.optimizer.schedule, config.training.epochs, config.run.seed) == ("linear", 3.0, 42)
     assert config.loss.epsilon_high == 0.2  # type: ignore[union-attr]
+    assert config.rollout.zero_variance == "train"
     assert "accelerate launch" in comments
 
 
@@ -205,6 +206,35 @@ def test_an_environment_adapters_and_a_ratio_of_sequences(tmp_path: Path) -> Non
     assert "use_dora" in comments
     assert "callbacks" in comments
     assert "bias" not in comments
+
+
+def test_settings_whose_values_are_others_here(tmp_path: Path) -> None:
+    script = """
+        from trl import AsyncGRPOTrainer, GRPOConfig
+        from peft import LoraConfig
+
+        def first(completions, **kwargs): ...
+        def second(completions, **kwargs): ...
+
+        config = GRPOConfig(loss_type="cispo", epsilon=0.1, reward_weights=[0.5, -2.0], optim="paged_adamw_8bit",
+                            multi_objective_aggregation="normalize_then_sum", max_tool_calling_iterations=3,
+                            warmup_steps=0.1, disable_dropout=True)
+        AsyncGRPOTrainer("m", [first, second], config, [], peft_config=LoraConfig(lora_dropout=0.1))
+    """
+    config, comments, _ = _imported(tmp_path, script)
+    assert (config.loss.type, config.loss.epsilon_high) == ("cispo", 0.1)  # type: ignore[union-attr]
+    assert [each.weight for each in config.rewards] == [0.5, -2.0]
+    assert config.advantage.rewards == "normalize_each"
+    assert config.optimizer.type == "adamw"
+    assert config.rollout.max_turns == 4
+    # AsyncGRPOConfig's and peft's defaults
+    assert (config.optimizer.schedule, config.rollout.max_staleness) == ("constant", 4)
+    assert config.rollout.max_completion_tokens == 2048
+    lora = config.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.target_modules, lora.dropout) == (8, 8, ["q_proj", "v_proj"], 0.0)
+    assert "warmup_steps" in comments
+    assert "peft chooses" in comments
 
 
 def test_a_script_that_reads_its_command_line_gets_it_from_the_user(tmp_path: Path) -> None:
