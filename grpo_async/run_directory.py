@@ -37,6 +37,8 @@ class RunDir:
     """The planned processes."""
     fork = _Entry("fork.json")
     """Of a run that `train --fork` began: the parent's directory, and the step."""
+    replays = _Entry("replays")
+    """Comparisons that `replay` made, a file each: step_26.1.json."""
     preflight = _Entry("preflight.json")
     """The results of the checks before step 1."""
     summary = _Entry("summary.json")

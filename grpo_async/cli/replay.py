@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from grpo_async.cli.options import RunArgument, SetOption
 
 if TYPE_CHECKING:
+    from grpo_async.run_directory import RunDir
     from grpo_async.trainer.replay import Comparison
 
 _TOKENS = 10
@@ -23,25 +25,42 @@ def replay(
     overrides: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Replay a stored step: its loss, gradient and tokens, as they were and under other settings. Generates and changes nothing.
+    """Replay a stored step: its loss, gradient and tokens, as they were and under other settings. Generates nothing.
 
     The step is computed from the checkpoint before it and from its rollouts in the run's store, first with the run's own settings
-    (to be compared with what was recorded), then with those of --set: loss, advantage, optimizer, rewards.N.weight,
+    (to be compared with what was recorded), then with those of --set: loss, advantage, optimizer, rewards,
     rollout.overlong, training.minibatches and training.num_iterations. Shows the metrics of both, the cosine of the angle
     between their gradients, and the tokens whose slope differs most: the derivative of the loss by the token's
-    log-probability (below 0: the token is made likelier). Step 1 needs no checkpoint. Exit code: 0 replayed, 2 it cannot be.
+    log-probability (below 0: the token is made likelier). A comparison is also kept for the run's page in the inspector. Step 1
+    needs no checkpoint. Exit code: 0 replayed, 2 it cannot be.
 
     \b
     Examples:
       grpo-async replay quickstart --step 26
       grpo-async replay quickstart --step 26 --set 'loss={type: gspo, epsilon: 3e-4, epsilon_high: 4e-4}'
       grpo-async replay quickstart --step 26 --set advantage.type=none
+      grpo-async replay quickstart --step 26 --set 'rewards=[{function: mine:stricter}]'
     """
     from grpo_async.trainer.replay import replay as replay_step
     from grpo_async.viewer.runs import find_run
 
-    found = replay_step(find_run(run), step, overrides or ())
+    directory = find_run(run)
+    found = replay_step(directory, step, overrides or ())
     typer.echo(json.dumps(_as_json(found))) if as_json else _show(found)
+    if found.other is not None:
+        _keep(found, directory, step)
+
+
+def _keep(found: Comparison, run: RunDir, step: int) -> None:
+    from grpo_async.chat.renderer import load_renderer
+    from grpo_async.utils.files import write_atomically
+
+    texts = load_renderer(found.config).token_text
+    tokens = [[name, at, texts(token_id), own, other] for name, at, token_id, own, other in found.tokens(_TOKENS)]
+    run.replays.mkdir(exist_ok=True)
+    paths = (run.replays / f"step_{step}.{number}.json" for number in count(1))
+    content = json.dumps({"step": step, **_as_json(found), "tokens": tokens})
+    write_atomically(next(path for path in paths if not path.exists()), content)
 
 
 def _as_json(found: Comparison) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Nothing is generated and nothing of the run is written. One process takes all ra
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,11 +23,12 @@ from grpo_async.chat.renderer import load_renderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import load_config
+from grpo_async.data import first_rows, make_prompt
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings.history import read_metrics
 from grpo_async.processes.assignment import Assignment
-from grpo_async.records import FinishReason as Finish
 from grpo_async.records import (
+    AGENT_REWARD,
     FloatArray,
     GroupStatus,
     Prompt,
@@ -34,11 +36,15 @@ from grpo_async.records import (
     RolloutGroup,
     RolloutSample,
     ScoredGroup,
+    TaggedMessage,
     TurnRecord,
 )
+from grpo_async.records import FinishReason as Finish
+from grpo_async.rewards import TrainerState, load_rewards
 from grpo_async.rollout.components import load_components
 from grpo_async.run_directory import RunDir
 from grpo_async.scoring.advantages import Advantages, combine_rewards
+from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
@@ -53,7 +59,9 @@ from grpo_async.training.ranks import StepCommand
 from grpo_async.training.schedule import lr_factors
 from grpo_async.utils.seeds import seed_of
 
-_MAY_DIFFER = ("loss", "advantage", "optimizer", "training.minibatches", "training.num_iterations", "rollout.overlong")
+_MAY_DIFFER = (
+    "loss", "advantage", "rewards", "optimizer", "training.minibatches", "training.num_iterations", "rollout.overlong",
+)  # fmt: skip
 _SAME = 1e-3  # relative difference of two slopes that no one needs to see
 _TRAINED = (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.FAILED)
 
@@ -128,10 +136,14 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
             "the step cannot be replayed (record.rollouts keeps a part of them only, or they were removed)"
         )
     changes = [str(each) for each in differences([own.model_dump(mode="json"), other.model_dump(mode="json")])]
-    is_rescored = (own.advantage, own.rewards, own.rollout) != (other.advantage, other.rewards, other.rollout)
+    others = groups
+    if (own.advantage, own.rewards, own.rollout) != (other.advantage, other.rewards, other.rollout):
+        unweighted = [[each.model_dump(exclude={"weight"}) for each in config.rewards] for config in (own, other)]
+        parts = None if unweighted[0] == unweighted[1] else _rewarded(rows, other, step)
+        others = _rescored(rows, other, parts)
     with _alone(run, own) as assignment:
         mine = _train(assignment, own, groups, step)
-        theirs = _train(assignment, other, _rescored(rows, other) if is_rescored else groups, step) if changes else None
+        theirs = _train(assignment, other, others, step) if changes else None
     return Comparison(config=own, recorded=recorded, own=mine, other=theirs, changes=changes, groups=rows)
 
 
@@ -143,12 +155,10 @@ def _check(run: RunDir, step: int, own: ExperimentConfig, other: ExperimentConfi
             f"that can be: {', '.join(map(str, known)) or 'none'} (checkpoint.every_steps, keep_last and keep_every decide)"
         )
     for each in differences([own.model_dump(mode="json"), other.model_dump(mode="json")]):
-        is_weight = each.path.startswith("rewards.") and each.path.endswith(".weight")
-        sections = each.path, each.path.partition(".")[0]
-        if not is_weight and not any(section in _MAY_DIFFER for section in sections):
+        if not any(section in _MAY_DIFFER for section in (each.path, each.path.partition(".")[0])):
             raise ConfigError(
-                f"--set {each.path}: a replay can change {', '.join(_MAY_DIFFER)} and rewards.N.weight, which decide what a step "
-                "computes from its rollouts"
+                f"--set {each.path}: a replay can change {', '.join(_MAY_DIFFER)}, which decide what a step computes from its "
+                "rollouts"
             )
     for config in (own, other):
         if config.num_top_logprobs or config.distillation is not None:
@@ -178,11 +188,18 @@ def _scored(row: GroupRow, config: ExperimentConfig) -> ScoredGroup:
     )
 
 
-def _completion(rollout: RolloutRow) -> RolloutCompletion:
-    """As much of it as advantages look at: its id, and how many tokens were sampled."""
-    tokens = np.zeros(rollout.num_tokens, np.int32)
-    logprobs = np.zeros(rollout.num_tokens, np.float32)
-    turn = TurnRecord(output_ids=tokens, output_logprobs=logprobs, policy_versions=tokens, finish_reason=Finish.STOP)
+def _completion(
+    rollout: RolloutRow, *, ids: Sequence[int] | None = None, messages: Sequence[TaggedMessage] = ()
+) -> RolloutCompletion:
+    """As much of it as advantages look at: its id, and how many tokens were sampled. `ids`, `messages`: what rewards look at."""
+    tokens = np.array(ids, np.int32) if ids is not None else np.zeros(rollout.num_tokens, np.int32)
+    turn = TurnRecord(
+        output_ids=tokens,
+        output_logprobs=np.zeros(len(tokens), np.float32),
+        policy_versions=np.zeros(len(tokens), np.int32),
+        finish_reason=Finish.STOP,
+        messages=messages,
+    )
     return RolloutCompletion(rollout_id=rollout.rollout_id, prompt_ids=tokens[:0], turns=[turn], status=rollout.status)
 
 
@@ -211,15 +228,77 @@ def _as_trained(rows: Sequence[GroupRow], config: ExperimentConfig) -> list[Scor
     return [replace(g, samples=[]) if out else g for g, out in zip(groups, is_filtered, strict=True)]
 
 
-def _rescored(rows: Sequence[GroupRow], config: ExperimentConfig) -> list[ScoredGroup]:
+def _rewarded(
+    rows: Sequence[GroupRow], config: ExperimentConfig, step: int
+) -> list[Sequence[Mapping[str, float | None]]]:
+    """The rewards of each trainable rollout of each group, by other functions. Those of environments and agents are the stored
+    ones."""
+    components, renderer = load_components(config), load_renderer(config)
+    sources = {source.resolved_label: source for source in config.data.sources.values()}
+    prompts = {
+        label: make_prompt(first_rows(source, 1, needs_prompt=False)[0], 0, source.system_prompt)
+        for label, source in sources.items()
+    }
+    functions = load_rewards(config.rewards, opened_by_template=renderer.thinking_is_open)
+    scorer = Scorer(
+        functions,
+        advantage=config.advantage,
+        train_zero_variance=False,
+        environment_weights=components.reward_weights,
+        state=TrainerState(global_step=step - 1, max_steps=config.num_steps),
+    )
+
+    def group_of(row: GroupRow) -> RolloutGroup:
+        kept = [each for each in row.rollouts if each.status.is_trainable and each.num_tokens > 0]
+        columns = {name: value for name, value in row.columns.items() if name != "source_label"}
+        label = row.columns.get("source_label", next(iter(sources)))
+        prompt = replace(
+            prompts[label],
+            prompt_id=row.prompt_id,
+            messages=row.messages,
+            columns=columns,
+            rewards=sources[label].rewards,
+        )
+        return RolloutGroup(
+            prompt=prompt,
+            completions=[
+                replace(
+                    _completion(each, ids=each.completion_ids, messages=each.messages),
+                    prompt_messages=each.reset_messages,
+                    environment_rewards={name: each.rewards.get(name) for name in components.reward_weights},
+                    reward_columns=each.extra,
+                )
+                for each in kept
+            ],
+        )
+
+    async def score_all() -> list[Sequence[Mapping[str, float | None]]]:
+        return [(await scorer.score(group_of(row), is_trained=False)).reward_parts for row in rows]
+
+    try:
+        return asyncio.run(score_all())
+    finally:
+        for function in functions:
+            function.close()
+
+
+def _rescored(
+    rows: Sequence[GroupRow],
+    config: ExperimentConfig,
+    parts: Sequence[Sequence[Mapping[str, float | None]]] | None = None,
+) -> list[ScoredGroup]:
     """The groups as they would have been trained: scored anew, and without samples where that leaves no signal. With
-    `zero_variance: resample` another group took the place of one that was filtered, which stays out."""
+    `zero_variance: resample` another group took the place of one that was filtered, which stays out. `parts`: their rewards; None:
+    those that were stored."""
     weights = {each.name or each.own_name: each.weight for each in config.rewards}
     weights |= load_components(config).reward_weights
     advantages, changed = Advantages(config.advantage, weights), []
     zero_variance = config.rollout.zero_variance
-    for row in rows:
+    for number, row in enumerate(rows):
         group = _scored(row, config)
+        stored = group.reward_parts
+        if parts is not None:
+            group = replace(group, reward_parts=parts[number])
         rewards = combine_rewards(group.reward_parts, weights)
         indexes = {each.rollout_id: index for index, each in enumerate(group.group.completions)}
         of_group = advantages.of_group(rewards, group.reward_parts)
@@ -227,8 +306,9 @@ def _rescored(rows: Sequence[GroupRow], config: ExperimentConfig) -> list[Scored
         for sample in group.samples:
             index = indexes[sample.root_id]
             advantage = of_group[index]
-            if sample.rewards != group.reward_parts[index]:  # a branch with its own reward
-                sample = replace(sample, reward=combine_rewards([sample.rewards], weights)[0])
+            if sample.rewards != stored[index]:  # a branch with its own reward
+                mine = {**group.reward_parts[index], AGENT_REWARD: sample.rewards.get(AGENT_REWARD)}
+                sample = replace(sample, rewards=mine, reward=combine_rewards([mine], weights)[0])
                 advantage = advantages.of_sample(sample, index, rewards, group.reward_parts)
             samples.append(replace(sample, advantage=advantage))
         has_signal = any(of_group) or any(sample.advantage for sample in samples)

@@ -18,6 +18,7 @@ from grpo_async.findings.study import Study
 from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import describe
+from grpo_async.utils.files import numbers, read_object
 from grpo_async.utils.run_state import (
     EVALUATED,
     FAILED,
@@ -103,7 +104,7 @@ def page(source: Source) -> dict[str, Any]:
         "statistics": _headline(run)["statistics"],
         "plots": [drawing for name in _MAIN_PLOTS if (drawing := drawn[name])][:_MAX_MAIN_PLOTS],
         "findings": findings,
-        "evaluations": list(_evaluation_tables(run)),
+        "tables": [*_evaluation_tables(run), *_replay_tables(source.run, problems)],
         "error": run.error,
         "problems": problems,
     }
@@ -164,6 +165,27 @@ def _evaluation_names(run: RunHistory) -> list[str]:
 def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
     """The value of each name; "" where there is none."""
     return [format_number(metrics[name]) if name in metrics else "" for name in names]
+
+
+# -- replays
+
+
+def _replay_tables(run: RunDir, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Of each comparison that `grpo-async replay` made, both columns, and the tokens that differ most."""
+    for path in sorted(run.replays.glob("step_*.json"), key=lambda path: path.stat().st_mtime):
+        found = read_object(path, problems)
+        if not found:
+            continue
+        caption = f"Replay of step {found['step']}: {'; '.join(found['changes'])}"
+        columns = [numbers(found[name]) for name in ("recorded", "own", "other")]
+        names = list(dict.fromkeys([*columns[1], *columns[2]]))
+        rows = [[name, *(_values(each, [name])[0] for each in columns)] for name in names]
+        rows.append(["cosine of the angle between the gradients", "", "", f"{found['cosine']:.4f}"])
+        yield {"caption": caption, "head": ["", "#recorded", "#replayed", "#with --set"], "rows": rows}
+        if found["tokens"]:
+            rows = [[rollout, str(at), text, f"{a:+.2e}", f"{b:+.2e}"] for rollout, at, text, a, b in found["tokens"]]
+            head = ["rollout", "#token", "text", "#slope as it was", "#with --set"]
+            yield {"caption": f"{caption}: the tokens that differ most", "head": head, "rows": rows}
 
 
 # -- the top of its page

@@ -54,7 +54,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert top["outcome"] == "The run finished after 20 of 20 steps, 2:05 of training."
     assert ["held-out reward", "0.1 → 0.9", "always the most frequent answer: 0.2"] in top["statistics"]
     assert "from 0.1 to 0.9: +0.800" in top["verdict"]["text"]
-    (table,) = top["evaluations"]
+    (table,) = top["tables"]
     assert [row[0] for row in table["rows"]] == ["step 0, before training", "step 20"]
     assert table["rows"][1][1:] == ["0.9", "0.02", "100", "0.9", "12,346", "0.2"]
     assert [row["reward"] for row in found["rollouts"]["rows"]] == [1.0, 0.0, 1.0, 1.0]
@@ -98,13 +98,30 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
 def test_a_value_of_group_by_may_have_any_name(tmp_path: Path) -> None:
     parts = {"by_group": {"all": {"reward": 0.125}}}
     run = write_run(tmp_path, evaluations=[{**evaluation(0, 0.5), **parts}])
-    _, table = _answers(run)["run"]["evaluations"]
+    _, table = _answers(run)["run"]["tables"]
     assert [row[:2] for row in table["rows"]] == [["all", "0.125"], ["all prompts", "0.5"]]
+
+
+def test_replayed_steps_are_side_by_side_with_the_tokens_that_differ_most(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(4))
+    run.replays.mkdir()
+    found = {
+        "step": 3, "changes": ["loss.type: dapo -> gspo"], "cosine": 0.75, "recorded": {"loss": 0.5, "grad_norm": None},
+        "own": {"loss": 0.5, "grad_norm": 2.0}, "other": {"loss": 0.25}, "tokens": [["g1-r0", 7, HOSTILE, 1e-3, -2e-3]],
+    }  # fmt: skip
+    (run.replays / "step_3.1.json").write_text(json.dumps(found))
+    (run.replays / "step_3.2.json").write_text("{")  # is being written, or damaged
+    page = _answers(run)["run"]
+    metrics, tokens = page["tables"]
+    assert metrics["caption"] == "Replay of step 3: loss.type: dapo -> gspo"
+    assert metrics["rows"][:2] == [["loss", "0.5", "0.5", "0.25"], ["grad_norm", "", "2", ""]]
+    assert tokens["rows"][0][3:] == ["+1.00e-03", "-2.00e-03"]
+    assert any("step_3.2.json" in each for each in page["problems"])
 
 
 def test_an_evaluation_that_failed_says_why_it_has_no_result(tmp_path: Path) -> None:
     run = write_run(tmp_path, evaluations=[{"step": 0, "when": "before", "error": "the scorer died"}])
-    (table,) = _answers(run)["run"]["evaluations"]
+    (table,) = _answers(run)["run"]["tables"]
     assert table["rows"][0][1] == "none: the scorer died"
 
 

@@ -27,7 +27,7 @@ export async function runView({ app, main, parameters, signal }) {
     panel(statistics(numbers)),
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
-  const evaluations = part((tables) => tables.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
+  const tables = part((all) => all.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
   const relatives = part(() => family(app.runs, run));
   const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folders.join(", ")}.`);
   let found = null;
@@ -39,9 +39,9 @@ export async function runView({ app, main, parameters, signal }) {
     head.show({ status, level, outcome, verdict, error });
     findings.show(found.findings);
     foot.show({ statistics: found.statistics, problems });
-    evaluations.show(found.evaluations);
+    tables.show(found.tables);
     relatives.show(app.runs.map(({ name, fork }) => [name, fork]));
-    arrange(main, [head.element, relatives.element, place, findings.element, foot.element, evaluations.element, made]);
+    arrange(main, [head.element, relatives.element, place, findings.element, foot.element, tables.element, made]);
     plots.show(place, found.plots);
   }
 
