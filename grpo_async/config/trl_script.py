@@ -1,6 +1,7 @@
 """`grpo-async import`: a training script of TRL as a configuration, without running it.
 
-    train.py -> train.yaml       settings of GRPOConfig and of the trainer, by their names here (names.json)
+    train.py -> train.yaml       settings of GRPOConfig and of the trainer, by their names here (names.json), and of accelerate's
+                                 YAML beside it
              -> train_parts.py   the script's own statements that rewards, tools, environments and data need, unchanged
 
 The script is read as a syntax tree. A value that only running it would give, and a setting that has no counterpart, becomes a
@@ -17,6 +18,7 @@ import shlex
 import symtable
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,8 @@ _PATHS |= {each.name: each.here for each in OTHER_NAMES if each.trainer == "TRL"
 _WHY = {each.name: each.why for each in OTHER_NAMES if each.trainer == "TRL" and each.here is None}
 _LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
 _DEFAULTS = {"learning_rate": 1e-6, "lr_scheduler_type": "linear", "num_train_epochs": 3.0, "seed": 42}
-_ASYNC_DEFAULTS = {**_DEFAULTS, "lr_scheduler_type": "constant", "max_completion_length": 2048, "max_staleness": 4}
 """Of TRL's, where ours are others; and of what decides the number of groups."""
+_ASYNC_DEFAULTS = {**_DEFAULTS, "lr_scheduler_type": "constant", "max_completion_length": 2048, "max_staleness": 4}
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
 _PROMPT_TOKENS = 1536
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
@@ -96,7 +98,20 @@ def import_script(path: Path, arguments: str = "") -> ImportedScript:
         tree = ast.parse(text)
     except (OSError, UnicodeDecodeError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read as a Python script: {error}") from error
-    return _Script(tree, text.splitlines(), path.stem, _read_arguments(arguments)).imported()
+    return _Script(
+        tree, text.splitlines(), path.stem, _read_arguments(arguments), _accelerate_files(path.parent)
+    ).imported()
+
+
+def _accelerate_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """The configurations of `accelerate launch` in a folder, by name."""
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and {"distributed_type", "num_processes"} <= content.keys():
+                found[path.name] = content
+    return found
 
 
 def _read_arguments(text: str) -> dict[str, Any]:
@@ -124,7 +139,15 @@ def _scalar(word: str) -> Any:
 
 
 class _Script:
-    def __init__(self, tree: ast.Module, lines: Sequence[str], stem: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tree: ast.Module,
+        lines: Sequence[str],
+        stem: str,
+        arguments: Mapping[str, Any],
+        accelerate: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._accelerate = accelerate
         self._lines = lines
         self._stem = stem
         self._arguments = arguments
@@ -267,7 +290,26 @@ class _Script:
         self._result.put("rollout.groups_per_step", max(groups, 1))
         about = f"{per_device} x {accumulated} samples of one process in groups of {size}"
         about += "; multiply it by the processes of `accelerate launch`" + (f" ({rest} left over)" if rest else "")
-        self._result.comments.append(f"rollout.groups_per_step: {about}")
+        if len(self._accelerate) != 1:
+            self._result.comments.append(f"rollout.groups_per_step: {about}")
+        if len(self._accelerate) > 1:
+            names = ", ".join(self._accelerate)
+            self._result.comments.append(f"launch: {names} are all of accelerate; none of them was read")
+        for name, each in self._accelerate.items() if len(self._accelerate) == 1 else ():
+            processes, machines = int(each["num_processes"]), int(each.get("num_machines") or 1)
+            self._result.put("rollout.groups_per_step", max(per_device * accumulated * processes // size, 1))
+            self._result.put("launch.num_trainer_ranks", max(processes // machines, 1))
+            if machines > 1:
+                self._result.put("launch.trainer_nodes", machines)
+                self._result.put("launch.ray", "auto")
+                self._result.comments.append(
+                    f"launch.trainer_nodes: {machines}, as in {name}; they are reached with launch.ray"
+                )
+            if (dtype := {"bf16": "bfloat16", "fp16": "float16"}.get(str(each.get("mixed_precision")))) is not None:
+                self._result.put("model.compute_dtype", dtype)
+            self._result.comments.append(
+                f"{name}: {each['distributed_type']} is FSDP2 here, which shards all, as ZeRO-3"
+            )
 
     def _setting(self, name: str, value: Any) -> None:
         path, put = _PATHS.get(name), self._result.put
