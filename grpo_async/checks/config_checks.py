@@ -142,7 +142,7 @@ class _InputChecks:
                         self.notes.append(
                             "training.pack: layers of this model carry a state, or count positions, along the row, so samples "
                             "cannot share one; each gets its own, and those of similar length are computed together (GPUs pack "
-                            "Qwen 3.5, Qwen3-Next and OLMo hybrid with flash-linear-attention and causal-conv1d: extra `hybrid`)"
+                            "Qwen 3.5, Qwen3-Next and OLMo hybrid with flash-linear-attention and causal-conv1d)"
                         )
                 if engine.engine == "embedded":
                     check_embedded_family(text, longest)

@@ -37,6 +37,7 @@ from grpo_async.utils.text import last_line
 
 _STEPS, _GROUPS, _GROUP_SIZE, _TOKENS = 2, 2, 4, 32
 _LR = 1e-3  # so that the first update shows in the second step
+_TIMEOUT_S = 1800  # of each side
 _TOLERANCE = 1e-4  # absolute and relative
 _OF_UPDATE = 1e-3  # relative to its length: Adam's first one is the sign of gradients, some of which are all but 0
 _WHERE = {
@@ -172,7 +173,14 @@ def _run(command: Sequence[str], what: str) -> None:
     words = [sys.executable, "-m", *command]
     quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "WANDB_MODE": "disabled"}
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **quiet}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        done = subprocess.run(
+            words, env=env, capture_output=True, text=True, errors="replace", check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{what} was not done after {_TIMEOUT_S} s; is its data large, or its reward slow?"
+        ) from error
     if done.returncode:
         tail = "\n".join(f"{done.stdout}\n{done.stderr}".strip().splitlines()[-12:])
         raise ConfigError(f"{what} does not run (exit code {done.returncode}):\n{tail}")
