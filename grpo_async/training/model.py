@@ -151,7 +151,7 @@ class Policy(nn.Module):
         """The output of the model before its head."""
         layout = SampleLayout(batch.segments, batch.input_ids.shape, batch.input_ids.device)
         more: dict[str, Any] = {"output_router_logits": True} if has_routers else {}
-        if not (self.shares_prefixes or self.one_sample_per_row):
+        if not (self.shares_prefixes or self.one_sample_per_row) and len(batch.input_ids) == 1:  # else a row for each
             more |= {"cu_seq_lens_q": layout.parts[0].ends[0], "seq_idx": layout.numbers}
         output = _decoder_of(self.model)(
             input_ids=batch.input_ids,

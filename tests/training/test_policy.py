@@ -105,13 +105,21 @@ def test_layers_with_a_state_are_packed_where_kernels_begin_anew_at_each_sample(
     module = sys.modules[type(model).__module__]
     convolve, update = module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule
 
-    def causal_conv1d_fn(x: torch.Tensor, *weights: Any, seq_idx: torch.Tensor, **options: Any) -> torch.Tensor:
+    def causal_conv1d_fn(
+        x: torch.Tensor, *weights: Any, seq_idx: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        if seq_idx is None:
+            return convolve(x, *weights, **_known(options))
+        assert seq_idx.shape == (len(x), x.shape[-1])
         lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
         return torch.cat([convolve(part, *weights, **_known(options)) for part in x.split(lengths, -1)], -1)
 
     def chunk_gated_delta_rule(
-        *columns: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor, **options: Any
+        *columns: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, None]:
+        if cu_seqlens is None:
+            return update(*columns, g=g, beta=beta, **_known(options))
+        assert len(g) == 1  # as the kernel wants it
         lengths = cu_seqlens.diff().tolist()
         parts = zip(*(column.split(lengths, 1) for column in (*columns, g, beta)), strict=True)
         made = [update(q, k, v, g=decay, beta=rate, **_known(options))[0] for q, k, v, decay, rate in parts]
@@ -126,12 +134,13 @@ def test_layers_with_a_state_are_packed_where_kernels_begin_anew_at_each_sample(
     assert (policy.one_sample_per_row, policy.shares_prefixes) == (False, False)
     packed = policy(batch, objective=sum_of_logprobs)
     packed.objective.backward()
+    one_each = pack_rows(samples, [[index] for index in range(len(samples))], max(LENGTHS))  # training.pack: false
+    unpacked = policy(one_each)
     monkeypatch.undo()
     alone = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)
-    rows = alone(
-        pack_rows(samples, [[index] for index in range(len(samples))], max(LENGTHS)), objective=sum_of_logprobs
-    )
+    rows = alone(one_each, objective=sum_of_logprobs)
     rows.objective.backward()
+    torch.testing.assert_close(unpacked.logprobs, rows.logprobs, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(packed.logprobs, rows.logprobs, atol=2e-5, rtol=1e-5)
     for ours, theirs in zip(policy.model.parameters(), alone.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-3)

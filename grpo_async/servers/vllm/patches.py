@@ -66,12 +66,13 @@ def rotate_every_head() -> None:
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
     rotate = ops.rotary_embedding
+    if not current_platform.is_cpu() or rotate.__module__ == __name__:  # done before: some processes register twice
+        return
 
     def rotary_embedding(positions: Any, query: Any, key: Any, *rest: Any, **options: Any) -> None:
-        rotate(positions, query.view(len(query), -1), None if key is None else key.view(len(key), -1), *rest, **options)
+        query, key = (None if each is None else each.view(*positions.shape, -1) for each in (query, key))
+        rotate(positions, query, key, *rest, **options)
 
     ops.rotary_embedding = rotary_embedding
 
