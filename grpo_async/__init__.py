@@ -22,7 +22,7 @@ Layers. Imports only go down; packages on one line do not import each other:
 
     cli | api                                       commands; the same for notebooks
     launch                                          starts, watches and restarts the other processes; several machines: Ray;
-                                                    studies and forks: runs of runs
+                                                    studies and forks: runs of runs; import --check: TRL's steps beside ours
     trainer                                         the trainer's process, which connects all below; replays a stored step
     display                                         what a terminal shows of a run
     checks | evaluation | quickstart                before step 1; during training; tasks that come with their data

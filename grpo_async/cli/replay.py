@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from grpo_async.trainer.replay import Comparison
 
 _TOKENS = 10
+_Token = tuple[str, int, str, float, float]
+"""Rollout, number among its trained tokens, text, its slope as it was and with --set."""
 
 
 def replay(
@@ -41,26 +44,27 @@ def replay(
       grpo-async replay quickstart --step 26 --set advantage.type=none
       grpo-async replay quickstart --step 26 --set 'rewards=[{function: mine:stricter}]'
     """
+    from grpo_async.chat.renderer import load_renderer
     from grpo_async.trainer.replay import replay as replay_step
     from grpo_async.viewer.runs import find_run
 
     directory = find_run(run)
     found = replay_step(directory, step, overrides or ())
-    typer.echo(json.dumps(_as_json(found))) if as_json else _show(found)
+    content = _as_json(found)
+    tokens: list[_Token] = []
     if found.other is not None:
-        _keep(found, directory, step)
+        text_of = load_renderer(found.config).token_text
+        tokens = [(name, at, text_of(number), own, other) for name, at, number, own, other in content["tokens"]]
+        _keep({"step": step, **content, "tokens": tokens}, directory)
+    typer.echo(json.dumps(content)) if as_json else _show(found, tokens)
 
 
-def _keep(found: Comparison, run: RunDir, step: int) -> None:
-    from grpo_async.chat.renderer import load_renderer
+def _keep(content: Mapping[str, Any], run: RunDir) -> None:
     from grpo_async.utils.files import write_atomically
 
-    texts = load_renderer(found.config).token_text
-    tokens = [[name, at, texts(token_id), own, other] for name, at, token_id, own, other in found.tokens(_TOKENS)]
     run.replays.mkdir(exist_ok=True)
-    paths = (run.replays / f"step_{step}.{number}.json" for number in count(1))
-    content = json.dumps({"step": step, **_as_json(found), "tokens": tokens})
-    write_atomically(next(path for path in paths if not path.exists()), content)
+    paths = (run.replays / f"step_{content['step']}.{number}.json" for number in count(1))
+    write_atomically(next(path for path in paths if not path.exists()), json.dumps(content))
 
 
 def _as_json(found: Comparison) -> dict[str, Any]:
@@ -74,11 +78,10 @@ def _as_json(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _show(found: Comparison) -> None:
+def _show(found: Comparison, most: Sequence[_Token]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from grpo_async.chat.renderer import load_renderer
     from grpo_async.utils.console import stdout_console
     from grpo_async.utils.safe_text import plain
     from grpo_async.utils.text import format_number
@@ -96,15 +99,12 @@ def _show(found: Comparison) -> None:
     if found.cosine is None:
         return
     console.print(f"\ncosine of the angle between the gradients: {found.cosine:.4f}\n")
-    most = found.tokens(_TOKENS)
     if not most:
         console.print("no token's slope differs by more than 0.1%")
         return
     tokens = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for head in ("rollout", "token", "", "slope as it was", "with --set"):
         tokens.add_column(head, justify="left" if head in ("rollout", "") else "right")
-    renderer = load_renderer(found.config)
-    for rollout, at, token_id, own, changed in most:
-        text = Text(plain(repr(renderer.token_text(token_id))))
-        tokens.add_row(rollout, str(at), text, f"{own:+.2e}", f"{changed:+.2e}")
+    for rollout, at, text, own, changed in most:
+        tokens.add_row(rollout, str(at), Text(plain(repr(text))), f"{own:+.2e}", f"{changed:+.2e}")
     console.print(tokens)

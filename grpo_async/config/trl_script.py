@@ -290,26 +290,29 @@ class _Script:
         self._result.put("rollout.groups_per_step", max(groups, 1))
         about = f"{per_device} x {accumulated} samples of one process in groups of {size}"
         about += "; multiply it by the processes of `accelerate launch`" + (f" ({rest} left over)" if rest else "")
-        if len(self._accelerate) != 1:
-            self._result.comments.append(f"rollout.groups_per_step: {about}")
-        if len(self._accelerate) > 1:
+        if len(self._accelerate) == 1:
+            self._processes(per_device * accumulated, size)
+            return
+        self._result.comments.append(f"rollout.groups_per_step: {about}")
+        if self._accelerate:
             names = ", ".join(self._accelerate)
             self._result.comments.append(f"launch: {names} are all of accelerate; none of them was read")
-        for name, each in self._accelerate.items() if len(self._accelerate) == 1 else ():
-            processes, machines = int(each["num_processes"]), int(each.get("num_machines") or 1)
-            self._result.put("rollout.groups_per_step", max(per_device * accumulated * processes // size, 1))
-            self._result.put("launch.num_trainer_ranks", max(processes // machines, 1))
-            if machines > 1:
-                self._result.put("launch.trainer_nodes", machines)
-                self._result.put("launch.ray", "auto")
-                self._result.comments.append(
-                    f"launch.trainer_nodes: {machines}, as in {name}; they are reached with launch.ray"
-                )
-            if (dtype := {"bf16": "bfloat16", "fp16": "float16"}.get(str(each.get("mixed_precision")))) is not None:
-                self._result.put("model.compute_dtype", dtype)
+
+    def _processes(self, samples: int, size: int) -> None:
+        """Those of accelerate's YAML, each with `samples` in groups of `size`."""
+        ((name, each),) = self._accelerate.items()
+        processes, machines = int(each["num_processes"]), int(each.get("num_machines") or 1)
+        self._result.put("rollout.groups_per_step", max(samples * processes // size, 1))
+        self._result.put("launch.num_trainer_ranks", max(processes // machines, 1))
+        if machines > 1:
+            self._result.put("launch.trainer_nodes", machines)
+            self._result.put("launch.ray", "auto")
             self._result.comments.append(
-                f"{name}: {each['distributed_type']} is FSDP2 here, which shards all, as ZeRO-3"
+                f"launch.trainer_nodes: {machines}, as in {name}; they are reached with launch.ray"
             )
+        if (dtype := {"bf16": "bfloat16", "fp16": "float16"}.get(str(each.get("mixed_precision")))) is not None:
+            self._result.put("model.compute_dtype", dtype)
+        self._result.comments.append(f"{name}: {each['distributed_type']} is FSDP2 here, which shards all, as ZeRO-3")
 
     def _setting(self, name: str, value: Any) -> None:
         path, put = _PATHS.get(name), self._result.put

@@ -30,7 +30,6 @@ from grpo_async.config.loader import load_config, set_options
 from grpo_async.errors import ConfigError
 from grpo_async.findings.history import read_metrics
 from grpo_async.run_directory import RunDir
-from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.console import print_rows
 from grpo_async.utils.text import last_line
@@ -189,8 +188,7 @@ def _run(command: Sequence[str], what: str) -> None:
 def _record(run: RunDir, step: int) -> dict[str, Any]:
     """What a step came to, and the tokens that it came from."""
     with RolloutTable.open(run.rollouts) as table:
-        keys = table.group_page(parse_query(f"step = {step}"), limit=_GROUPS)
-        groups = sorted((table.group_at(key["seq"]) for key in keys), key=lambda group: group.prompt_id)
+        groups = sorted(table.groups_of_step(step)[-_GROUPS:], key=lambda group: group.prompt_id)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error]
     if errors or len(groups) < _GROUPS:

@@ -26,7 +26,7 @@ from grpo_async.records import root_id
 from grpo_async.store.blocks import ALL, Blocks, Row
 from grpo_async.store.database import quote
 from grpo_async.store.names import KNOWN, SMALL
-from grpo_async.store.query import EVERYTHING, Query, QueryError
+from grpo_async.store.query import EVERYTHING, Query, QueryError, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, PARQUET_OPTIONS
 from grpo_async.utils.text import did_you_mean
@@ -250,6 +250,11 @@ class RolloutTable:
         if not rows:
             raise RunError(f"{self.folder} has no group with seq {seq}")
         return from_columns(rows)
+
+    def groups_of_step(self, step: int) -> list[GroupRow]:
+        """The groups that an optimizer step used or dropped, in the order of writing."""
+        page = self.group_page(parse_query(f"step = {step}"), sort="seq", limit=1_000_000)
+        return [self.group_at(row["seq"]) for row in page]
 
     def group_summary_at(self, seq: int) -> Row:
         """One group, by its seq; all its rollouts count as matching. RunError: there is none."""

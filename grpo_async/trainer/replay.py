@@ -45,7 +45,6 @@ from grpo_async.rollout.components import load_components
 from grpo_async.run_directory import RunDir
 from grpo_async.scoring.advantages import Advantages, combine_rewards
 from grpo_async.scoring.scorer import Scorer
-from grpo_async.store.query import parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
 from grpo_async.trainer.context import build_context, join_process_group
@@ -125,9 +124,8 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
     _check(run, step, own, other, steps)
     recorded = steps[step]
     with RolloutTable.open(run.rollouts) as table:
-        keys = table.group_page(parse_query(f"step = {step}"), sort="seq", limit=1_000_000)
-        rows = [table.group_at(key["seq"]) for key in keys]
-    rows = sorted((row for row in rows if row.status in _TRAINED), key=lambda row: row.group_id)
+        rows = [row for row in table.groups_of_step(step) if row.status in _TRAINED]
+    rows.sort(key=lambda row: row.group_id)
     groups = _as_trained(rows, own)
     num_tokens = sum(sample.num_trained_tokens for group in groups for sample in group.samples)
     if num_tokens != recorded["num_tokens"]:
@@ -139,8 +137,9 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
     others = groups
     if (own.advantage, own.rewards, own.rollout) != (other.advantage, other.rewards, other.rollout):
         unweighted = [[each.model_dump(exclude={"weight"}) for each in config.rewards] for config in (own, other)]
-        parts = None if unweighted[0] == unweighted[1] else _rewarded(rows, other, step)
-        others = _rescored(rows, other, parts)
+        given = load_components(other).reward_weights  # rewards that do not come from functions
+        parts = None if unweighted[0] == unweighted[1] else _rewarded(rows, other, step, given)
+        others = _rescored(rows, other, given, parts)
     with _alone(run, own) as assignment:
         mine = _train(assignment, own, groups, step)
         theirs = _train(assignment, other, others, step) if changes else None
@@ -229,11 +228,11 @@ def _as_trained(rows: Sequence[GroupRow], config: ExperimentConfig) -> list[Scor
 
 
 def _rewarded(
-    rows: Sequence[GroupRow], config: ExperimentConfig, step: int
+    rows: Sequence[GroupRow], config: ExperimentConfig, step: int, given: Mapping[str, float]
 ) -> list[Sequence[Mapping[str, float | None]]]:
-    """The rewards of each trainable rollout of each group, by other functions. Those of environments and agents are the stored
-    ones."""
-    components, renderer = load_components(config), load_renderer(config)
+    """The rewards of each trainable rollout of each group, by other functions. Those in `given`, of environments and agents,
+    are the stored ones."""
+    renderer = load_renderer(config)
     sources = {source.resolved_label: source for source in config.data.sources.values()}
     prompts = {
         label: make_prompt(first_rows(source, 1, needs_prompt=False)[0], 0, source.system_prompt)
@@ -244,7 +243,7 @@ def _rewarded(
         functions,
         advantage=config.advantage,
         train_zero_variance=False,
-        environment_weights=components.reward_weights,
+        environment_weights=given,
         state=TrainerState(global_step=step - 1, max_steps=config.num_steps),
     )
 
@@ -265,7 +264,7 @@ def _rewarded(
                 replace(
                     _completion(each, ids=each.completion_ids, messages=each.messages),
                     prompt_messages=each.reset_messages,
-                    environment_rewards={name: each.rewards.get(name) for name in components.reward_weights},
+                    environment_rewards={name: each.rewards.get(name) for name in given},
                     reward_columns=each.extra,
                 )
                 for each in kept
@@ -285,13 +284,13 @@ def _rewarded(
 def _rescored(
     rows: Sequence[GroupRow],
     config: ExperimentConfig,
+    given: Mapping[str, float],
     parts: Sequence[Sequence[Mapping[str, float | None]]] | None = None,
 ) -> list[ScoredGroup]:
     """The groups as they would have been trained: scored anew, and without samples where that leaves no signal. With
     `zero_variance: resample` another group took the place of one that was filtered, which stays out. `parts`: their rewards; None:
     those that were stored."""
-    weights = {each.name or each.own_name: each.weight for each in config.rewards}
-    weights |= load_components(config).reward_weights
+    weights = {each.name or each.own_name: each.weight for each in config.rewards} | dict(given)
     advantages, changed = Advantages(config.advantage, weights), []
     zero_variance = config.rollout.zero_variance
     for number, row in enumerate(rows):
