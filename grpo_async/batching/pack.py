@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
 from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, TopArray, joined
+
+Rows: TypeAlias = slice | torch.Tensor
+"""Some of the trained tokens of a micro-batch: a slice, or their numbers, int64."""
 
 
 class Segment(NamedTuple):
@@ -50,6 +53,7 @@ class MicroBatch:
     )
     teacher_weights: torch.Tensor | None = None  # (N,) float32, the sum of these weights
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
+    tokens_of_ranks: Sequence[int] = ()  # trained tokens that each rank of a context-parallel group predicts
     top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, if the loss needs them
     top_logprobs: torch.Tensor | None = None  # (N, K) float32, the sampler's
     temperatures: torch.Tensor | None = None  # (N,) float32, NaN for that of the run; None: all are
@@ -58,7 +62,7 @@ class MicroBatch:
     def num_trained_tokens(self) -> int:
         return int(self.target_ids.numel())
 
-    def of_tokens(self, rows: slice) -> MicroBatch:
+    def of_tokens(self, rows: Rows) -> MicroBatch:
         """The same micro-batch with only these of its trained tokens."""
         names = ["source_index", "target_ids", "sample_index", "sampler_logprobs", "advantages", "weights", "staleness"]
         if self.teacher_logprobs is not None:
@@ -101,7 +105,8 @@ class RankSamples:
     teacher_weights: FloatArray | None = None  # (S,)
     top: TopArray | None = None  # (trained tokens, K)
 
-    def pack(self) -> list[MicroBatch]:
+    def pack(self, *, context_parallel: int = 1) -> list[MicroBatch]:
+        """`context_parallel`: ranks that compute each micro-batch together; they predict its tokens in turns."""
         packed: list[MicroBatch] = []
         first, begin, num_trained = 0, 0, 0  # sample, token, trained token
         for plan in self.micro_batches:
@@ -109,7 +114,10 @@ class RankSamples:
             first = samples.stop
             tokens = slice(begin, begin + int(self.lengths[samples].sum()))
             begin = tokens.stop
-            packed.append(self._pack(plan, samples, tokens, num_trained))
+            micro_batch = self._pack(plan, samples, tokens, num_trained)
+            predicted_by = micro_batch.source_index % context_parallel
+            counts = torch.bincount(predicted_by, minlength=context_parallel).tolist()
+            packed.append(replace(micro_batch, tokens_of_ranks=counts))
             num_trained += packed[-1].num_trained_tokens
         return packed
 
@@ -130,7 +138,7 @@ class RankSamples:
         trained = np.flatnonzero(mask)  # (N,)
         owner = sample[trained]  # (N,)
         temperatures = self.temperatures[samples][owner]  # (N,)
-        more: dict[str, torch.Tensor] = {}
+        more: dict[str, Any] = {}
         if self.teacher_logprobs is not None and self.teacher_weights is not None:
             more["teacher_logprobs"] = torch.from_numpy(self.teacher_logprobs[tokens][trained])
             more["teacher_weights"] = torch.from_numpy(self.teacher_weights[samples][owner])

@@ -104,13 +104,15 @@ def plan_batch(
     micro_batch_tokens: int,
     pack: bool,
     prefixes: PrefixOrder | None = None,
+    row_multiple: int = 1,
 ) -> BatchPlan:
     """Plan one optimizer update of samples with these `lengths`. [num_samples]
 
     Args:
         micro_batch_tokens: maximum number of tokens (each shared prefix once, padding included) of one forward on one rank.
         pack: False puts one sample into each row; rows are as long as the longest sample of their micro-batch.
-        prefixes: what the samples share; None: nothing."""
+        prefixes: what the samples share; None: nothing.
+        row_multiple: rows are padded to a multiple of so many tokens."""
     if not lengths:
         raise ValueError("a step needs at least one sample")
     longest = max(lengths)
@@ -126,7 +128,9 @@ def plan_batch(
         bins = _bins(tree.parts(limit), world_size, micro_batch_tokens, pack=pack)
         plans.append(_distribute([tree.merged(each) for each in bins] if pack else bins, world_size))
     best = min(plans, key=_time)
-    return BatchPlan(ranks=[[tree.micro_batch(each, pack=pack) for each in rank] for rank in best])
+    return BatchPlan(
+        ranks=[[tree.micro_batch(each, pack=pack, row_multiple=row_multiple) for each in rank] for rank in best]
+    )
 
 
 class _Tree:
@@ -168,14 +172,15 @@ class _Tree:
             part.cost += (length - prefix) * _ATTENTION_BREAK_EVEN_TOKENS + length**2 - prefix**2
         return parts
 
-    def micro_batch(self, each: _Bin, *, pack: bool) -> MicroBatchPlan:
+    def micro_batch(self, each: _Bin, *, pack: bool, row_multiple: int) -> MicroBatchPlan:
         if not each.places:
-            return MicroBatchPlan(rows=[], row_tokens=EMPTY_ROW_TOKENS)
+            return MicroBatchPlan(rows=[], row_tokens=EMPTY_ROW_TOKENS * row_multiple)
         places = np.array(each.places, np.int64)
         indices = self._prefixes.order[places].tolist()
         rows = [indices] if pack else [[index] for index in indices]
         shared = self._prefixes.between(places).tolist() if pack else ()
-        return MicroBatchPlan(rows=rows, row_tokens=each.tokens // len(rows), shared=shared)
+        row_tokens = -(-each.tokens // len(rows) // row_multiple) * row_multiple
+        return MicroBatchPlan(rows=rows, row_tokens=row_tokens, shared=shared)
 
 
 def _time(ranks: Sequence[Sequence[_Bin]]) -> int:

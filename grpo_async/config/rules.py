@@ -149,12 +149,23 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
         "rows are not used equally often, so max_steps has to end the run",
     )
     yield (
-        training.micro_batch_tokens < config.inference.max_model_len,
-        "{training.micro_batch_tokens} is less than {inference.max_model_len}; the longest possible sample would not fit into a "
-        "micro-batch",
+        training.micro_batch_tokens * training.context_parallel < config.inference.max_model_len,
+        "{training.micro_batch_tokens} x {training.context_parallel} is less than {inference.max_model_len}; the longest possible "
+        "sample would not fit into a micro-batch",
     )
     yield (
-        config.launch.world_size > rollout.groups_per_step * min(config.group_sizes),
+        config.launch.num_trainer_ranks % training.context_parallel != 0,
+        "{training.context_parallel} does not divide {launch.num_trainer_ranks}; ranks that compute a sample together are on one "
+        "machine",
+    )
+    yield _clash(
+        training.context_parallel > 1 and config.loss.router_aux > 0.0,
+        "{training.context_parallel}",
+        "{loss.router_aux}",
+        "the balance of the routers depends on all tokens, and each rank has its own",
+    )
+    yield (
+        config.launch.world_size // training.context_parallel > rollout.groups_per_step * min(config.group_sizes),
         f"launch.num_trainer_ranks x launch.trainer_nodes: {config.launch.world_size} is more than the samples of a step "
         f"({count(rollout.groups_per_step, 'group')} x {min(config.group_sizes)})",
     )

@@ -938,6 +938,9 @@ class TrainingSection(StrictModel):
     """Push weights to the server every N optimizer steps."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Maximum number of tokens of one forward pass on one rank; a prefix that samples share counts once, padding counts."""
+    context_parallel: SmallCount = 1
+    """Ranks that compute each sample together (DeepSpeed-Ulysses, arXiv 2309.14509): samples may then be so many times
+    micro_batch_tokens long. A divisor of launch.num_trainer_ranks and of the model's attention heads."""
     pack: bool = True
     """Put the samples of a forward pass into one row, without padding, and compute each prefix that they share once: the prompt of
     a group, the history of an agent's calls. false: one sample per row, padded to the longest

@@ -17,6 +17,7 @@ from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.training.checkpoint import CheckpointWriter
+from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.families import check_tokenizer_size, check_vocabulary
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
@@ -64,7 +65,8 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
     mesh = make_mesh(
         kind, world_size=assignment.world_size, num_nodes=config.launch.trainer_nodes, sharding=config.launch.sharding
     )
-    policy = _build_policy(config, config.model, mesh, device)
+    together = ContextGroup.join(config.training.context_parallel)
+    policy = _build_policy(config, config.model, mesh, device, together)
     check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)
     objective = Objective(
         config.loss, num_updates=config.training.num_updates, keeps_sampling_mask=config.keeps_sampling_mask
@@ -105,7 +107,13 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
     )
 
 
-def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceMesh, device: torch.device) -> Policy:
+def _build_policy(
+    config: ExperimentConfig,
+    section: ModelSection,
+    mesh: DeviceMesh,
+    device: torch.device,
+    together: ContextGroup | None,
+) -> Policy:
     training = config.training
     policy = build_policy(
         section,
@@ -114,6 +122,7 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
         max_model_len=config.inference.max_model_len,
         device_type=device.type,
         router_aux=config.loss.router_aux if section is config.model else 0.0,
+        context=together,
     )
     if training.compile:
         compile_layers(policy.model)
@@ -145,7 +154,7 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
         }
     )
     try:
-        other = _build_policy(config, section, mesh, device)
+        other = _build_policy(config, section, mesh, device, policy.context)
     except ConfigError as error:
         if wanted == "initial":
             raise

@@ -73,7 +73,7 @@ class Packer:
         packed, commands = divide_step(
             groups,
             context.config,
-            world_size=context.world_size,
+            world_size=context.world_size // context.config.training.context_parallel,
             pack=context.config.training.pack and not context.policy.one_sample_per_row,
             shares_prefixes=context.policy.shares_prefixes,
             trainer_version=step - 1,
@@ -95,8 +95,9 @@ def divide_step(
     trainer_version: int,
     is_stored: Callable[[int], bool],
 ) -> tuple[PackedStep, list[PackCommand]]:
-    """Divide the step. Returns it, and the part that each rank has to pack. [world_size] `is_stored`: whether the rollout store
-    keeps the statistics of the tokens of a group, by its id."""
+    """Divide the step. Returns it, and the part that each rank has to pack. `world_size`: ranks, or groups of those that compute
+    together. `is_stored`: whether the rollout store keeps the statistics of the tokens of a group, by its id."""
+    together = config.training.context_parallel
     minibatches = split_groups(groups, config.training.minibatches)
     parts: list[list[RankSamples]] = []  # [num_minibatches][world_size]
     tokens = TokenPlan(world_size)
@@ -107,7 +108,8 @@ def divide_step(
         plan = plan_batch(
             lengths,
             world_size=world_size,
-            micro_batch_tokens=config.training.micro_batch_tokens,
+            micro_batch_tokens=config.training.micro_batch_tokens * together,
+            row_multiple=together,
             pack=pack,
             prefixes=prefix_order([sample.token_ids for sample in samples]) if shares_prefixes else None,
         )
@@ -136,4 +138,4 @@ def divide_step(
         },
         attention_pairs=pairs,
     )
-    return step, [PackCommand(minibatches=part) for part in zip(*parts, strict=True)]
+    return step, [PackCommand(minibatches=part) for part in zip(*parts, strict=True) for _ in range(together)]

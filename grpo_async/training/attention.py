@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise, starmap
 from typing import Any, Literal
 from weakref import WeakSet
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_async.batching.pack import Segment
 from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
+from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.utils.text import dtype_name
 
 _QUERY_BLOCK = 256  # queries that attend at a time in a window, or soft-capped
@@ -84,8 +85,17 @@ class SampleLayout:
     Worked example, samples a a a b and a a a c c: segments of 4 tokens, and of 2 after 3 shared ones. Parts: each segment by itself
     (causal), and the queries 4 and 5 with the keys 0 to 2."""
 
-    def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
-        """`shape`: (R, T), rows and their tokens. `device`: where attention runs."""
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        context: ContextGroup | None = None,
+    ) -> None:
+        """`shape`: (R, T), rows and the tokens of each that this rank computes. `device`: where attention runs.
+        `context`: the ranks that compute the samples together."""
+        self.context = context
         self.lengths = [segment.length for segment in segments]
         self.shared = [segment.shared for segment in segments]
         starts = [0, *accumulate(self.lengths)]
@@ -208,7 +218,9 @@ def use_attention(model: Any, name: AttentionName) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     full_name = f"grpo_async_{name}"
-    AttentionInterface.register(full_name, _mask_attention if name == "mask" else _varlen_attention)
+    AttentionInterface.register(
+        full_name, partial(_attention, _mask_attention if name == "mask" else _varlen_attention)
+    )
     AttentionMaskInterface.register(full_name, _make_mask)
     model.set_attn_implementation(full_name)
     for module in model.modules():
@@ -232,8 +244,16 @@ def _make_mask(**arguments: Any) -> CausalMask:
     return CausalMask(arguments.get("local_size"))
 
 
-# both use the layout's Python numbers, which change with every batch: torch.compile would recompile for each
+# the layout's Python numbers change with every batch: torch.compile would recompile for each
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attention(inner: Callable[..., Any], module: nn.Module, *states: Any, **arguments: Any) -> Any:
+    """The attention function that transformers calls: `inner`, over the tokens of this rank or of all that compute the samples."""
+    layout: SampleLayout | None = arguments.get("sample_layout")
+    if layout is None or layout.context is None:
+        return inner(module, *states, **arguments)
+    return layout.context.attend(inner, module, *states, **arguments)
+
+
 def _mask_attention(
     module: nn.Module,
     query: torch.Tensor,  # (R, H, T, D)
@@ -256,7 +276,6 @@ def _mask_attention(
     return _as_rows(torch.cat(pieces, dim=2)[0].transpose(0, 1), query), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _varlen_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -265,7 +284,7 @@ def _varlen_attention(
     attention_mask: CausalMask | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls for `varlen`. Shapes as above."""
+    """Attention by one kernel for all segments. Shapes as above."""
     from torch.nn.attention.varlen import varlen_attn
 
     layout, scale, window, softcap, sinks = _settings(module, query, attention_mask, arguments)

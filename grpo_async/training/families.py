@@ -49,6 +49,22 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
         )
 
 
+def check_context_parallel(config: Mapping[str, Any], path: str, size: int) -> None:
+    """Check that `size` ranks can compute a sample of this model together. Raises ConfigError."""
+    if not shares_prefixes(config):
+        raise ConfigError(
+            f"training.context_parallel: layers of {path!r} carry a state along the row, or count positions by it, so ranks cannot "
+            "divide it; leave it out"
+        )
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise ConfigError(
+            f"training.context_parallel: {size} ranks cannot share the {heads} attention heads of {path!r}, {kv_heads} of keys and "
+            "values; set it to a number that divides both"
+        )
+
+
 def shares_prefixes(config: Mapping[str, Any]) -> bool:
     """Whether samples can share a prefix. False: layers carry a state along the row (linear attention, convolutions, state spaces),
     or count positions by it (Llama 4's temperature)."""

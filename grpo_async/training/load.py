@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.training.attention import choose_attention
-from grpo_async.training.families import check_family
+from grpo_async.training.context_parallel import ContextGroup
+from grpo_async.training.families import check_context_parallel, check_family
 from grpo_async.training.lora import adapter_values, add_adapters
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.parameters import is_leader, list_sources, local_of, num_ranks
@@ -46,6 +47,7 @@ def build_policy(
     max_model_len: int,
     device_type: str = "cpu",
     router_aux: float = 0.0,
+    context: ContextGroup | None = None,
 ) -> Policy:
     """Build the model without memory for its parameters and buffers (device "meta"), with adapters and activation checkpointing as
     configured. Only adapters keep their dropout: the server that samples has none. It will compute samples of at most
@@ -57,6 +59,8 @@ def build_policy(
             section.path, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
         check_family(config.get_text_config().to_dict(), section.path, max_model_len)
+        if context is not None:
+            check_context_parallel(config.get_text_config().to_dict(), section.path, context.size)
         for part in (config, config.get_text_config()):
             for name, value in part.to_dict().items():
                 if "drop" in name and isinstance(value, float):
@@ -88,6 +92,7 @@ def build_policy(
         head_in_float32=section.head_dtype == "float32",
         router_aux=router_aux,
         device_type=device_type,
+        context=context,
     )
 
 

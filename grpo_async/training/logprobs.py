@@ -13,6 +13,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from grpo_async.batching.pack import Rows
+
 _VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
 
 # number of logits whose softmax, entropy and gradients are computed at a time
@@ -51,9 +53,9 @@ class LogitTransform:
 
 _IDENTITY = LogitTransform()
 
-TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice, torch.Tensor], torch.Tensor]
-"""Computes what the tokens in a slice add to the objective, (), with gradient, from their logprobs and entropies, (n,) each, and
-the logprobs of other ids in their places, (n, K)."""
+TokenObjective = Callable[[torch.Tensor, torch.Tensor, Rows, torch.Tensor], torch.Tensor]
+"""Computes what some tokens add to the objective, (), with gradient, from their logprobs and entropies, (n,) each, and the logprobs
+of other ids in their places, (n, K)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from grpo_async.batching.pack import MicroBatch
+from grpo_async.batching.pack import MicroBatch, Rows
 from grpo_async.config.sections import (
     BaseLoss,
     CispoLoss,
@@ -434,7 +434,7 @@ class Objective:
         """The objective of some of the trained tokens of `batch`; of all of them unless `is_per_token`. For `Policy.forward`."""
 
         def of(
-            logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, top: torch.Tensor | None = None
+            logprobs: torch.Tensor, entropy: torch.Tensor, rows: Rows, top: torch.Tensor | None = None
         ) -> torch.Tensor:
             return self(
                 PolicyOutput(logprobs=logprobs, entropy=entropy, top_logprobs=top),

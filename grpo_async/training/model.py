@@ -23,6 +23,7 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import SampleLayout, use_attention
+from grpo_async.training.context_parallel import ContextGroup, num_likeliest
 from grpo_async.training.families import count_attention_layers, one_sample_per_row, shares_prefixes
 from grpo_async.training.logprobs import (
     LogitTransform,
@@ -55,7 +56,8 @@ class Policy(nn.Module):
 
     Attributes:
         one_sample_per_row, shares_prefixes: how samples may be packed; see `families`.
-        router_aux: factor of the load-balancing loss of routers in the objective (`loss.router_aux`)."""
+        router_aux: factor of the load-balancing loss of routers in the objective (`loss.router_aux`).
+        context: the ranks that compute each micro-batch together; None: each computes its own."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Policy(nn.Module):
         head_in_float32: bool = False,
         router_aux: float = 0.0,
         device_type: str = "cpu",
+        context: ContextGroup | None = None,
     ) -> None:
         super().__init__()
         if _decoder_of(model) is None:
@@ -79,7 +82,7 @@ class Policy(nn.Module):
             )
         if router_aux and "router_logits" not in (_decoder_of(model)._can_record_outputs or {}):
             raise ConfigError(f"loss.router_aux: {type(model).__name__} has no router logits to balance; leave it out")
-        self.model, self.router_aux = model, router_aux
+        self.model, self.router_aux, self.context = model, router_aux, context
         self._head_in_float32 = head_in_float32
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
@@ -100,11 +103,36 @@ class Policy(nn.Module):
         is_per_token: bool = True,
         loss_scale: float = 1.0,
     ) -> PolicyOutput:
-        """Log-probabilities and entropies of the trained tokens. `temperature`: None = that of the sample or else of the run; for
-        the others see `chunked_logprobs`. Raises ConfigError: the model's layers do not keep packed samples apart."""
+        """Log-probabilities and entropies of the trained tokens. Of ranks that compute them together, each has all of them, and an
+        objective with the gradient of its own. `temperature`: None = that of the sample or else of the run; for the others see
+        `chunked_logprobs`. Raises ConfigError: the model's layers do not keep packed samples apart."""
         decoded = self._decode(batch, has_routers=objective is not None and self.router_aux > 0.0)
         hidden = decoded.last_hidden_state  # (R, T, H)
         flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
+        context = self.context if batch.num_trained_tokens else None
+        own = batch if context is None else context.own_tokens(batch)
+        if context is not None and objective is not None:
+            objective = context.own_objective(batch, objective, is_per_token=is_per_token)
+        settings: dict[str, Any] = {"is_per_token": is_per_token, "loss_scale": loss_scale}
+        output = self._of_tokens(flat, own, temperature, objective, **settings)
+        if context is not None:
+            output = context.gathered(output, batch)
+        if output.objective is None or not self.router_aux or not batch.num_trained_tokens:
+            return output
+        aux = self._balance(batch, decoded.router_logits) * (batch.num_trained_tokens / batch.minibatch_tokens)
+        return replace(output, objective=output.objective + self.router_aux * aux, router_aux=aux.detach())
+
+    def _of_tokens(
+        self,
+        flat: torch.Tensor,  # (R x T, H)
+        batch: MicroBatch,
+        temperature: float | None,
+        objective: TokenObjective | None,
+        *,
+        is_per_token: bool,
+        loss_scale: float,
+    ) -> PolicyOutput:
+        """What the head gives for the trained tokens of `batch`."""
         states = flat[batch.source_index]  # (N, H)
         head = self.model.get_output_embeddings()
         given: float | torch.Tensor = self._temperature if temperature is None else temperature
@@ -114,8 +142,10 @@ class Policy(nn.Module):
             # a rank without trained tokens: every parameter, the head's too, still has to get a gradient (of zeros),
             # because FSDP reduces the same parameters on every rank
             nothing = states.detach().sum(-1).float()
-            return PolicyOutput(logprobs=nothing, entropy=nothing, objective=head(flat[:1]).float().sum() * 0.0)
-        output = chunked_logprobs(
+            top = None if objective is None else nothing.new_empty(0, num_likeliest(batch))
+            total = head(flat[:1]).float().sum() * 0.0
+            return PolicyOutput(logprobs=nothing, entropy=nothing, top_logprobs=top, objective=total)
+        return chunked_logprobs(
             states,
             batch.target_ids,
             head,
@@ -128,10 +158,6 @@ class Policy(nn.Module):
             in_float32=self._head_in_float32,
             loss_scale=loss_scale,
         )
-        if output.objective is None or not self.router_aux:
-            return output
-        aux = self._balance(batch, decoded.router_logits) * (batch.num_trained_tokens / batch.minibatch_tokens)
-        return replace(output, objective=output.objective + self.router_aux * aux, router_aux=aux.detach())
 
     def _balance(self, batch: MicroBatch, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The load-balancing loss of the routers over all tokens but padding, as transformers computes it. ()"""
@@ -149,14 +175,17 @@ class Policy(nn.Module):
 
     def _decode(self, batch: MicroBatch, *, has_routers: bool) -> Any:
         """The output of the model before its head."""
-        layout = SampleLayout(batch.segments, batch.input_ids.shape, batch.input_ids.device)
+        ids, positions = batch.input_ids, batch.position_ids
+        if self.context is not None:
+            ids, positions = self.context.own_columns(ids), self.context.own_columns(positions)
+        layout = SampleLayout(batch.segments, ids.shape, ids.device, context=self.context)
         more: dict[str, Any] = {"output_router_logits": True} if has_routers else {}
         if not (self.shares_prefixes or self.one_sample_per_row) and len(batch.input_ids) == 1:  # else a row for each
             more |= {"cu_seq_lens_q": layout.parts[0].ends[0], "seq_idx": layout.numbers}
         output = _decoder_of(self.model)(
-            input_ids=batch.input_ids,
+            input_ids=ids,
             attention_mask=layout.no_padding,
-            position_ids=batch.position_ids,
+            position_ids=positions,
             use_cache=False,
             sample_layout=layout,
             **more,

@@ -219,7 +219,8 @@ class TrainerContext:
         )
 
     def pack(self, command: PackCommand) -> None:
-        self.packed = [samples.pack() for samples in command.minibatches]
+        size = self.config.training.context_parallel
+        self.packed = [samples.pack(context_parallel=size) for samples in command.minibatches]
 
     def step(self, command: StepCommand, *, before_sync: Callable[[], None]) -> StepResult:
         """Run this rank's part of one training step on the packed samples, one update for each minibatch (see StepCommand). A
@@ -251,7 +252,10 @@ class TrainerContext:
         if wakes_servers or self.peaks is None:  # rank 0 wakes the servers when every rank has freed it
             peaks = self.channel.gather(torch.tensor([peak]))
             self.peaks = self.peaks or [int(each) for each in peaks or ()]
-        return result if tokens is None else replace(result, token_statistics=self.channel.gather(tokens.on_host()))
+        if tokens is None:
+            return result
+        statistics = self.channel.gather(tokens.on_host()) or ()  # of ranks that compute together the first has them
+        return replace(result, token_statistics=statistics[:: self.config.training.context_parallel])
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
         model = self.config.model

@@ -53,7 +53,8 @@ def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, devic
     scores: list[list[float]] = []
     with torch.no_grad():
         for sequence in sequences:
-            output: PolicyOutput = policy(one_row(sequence).to(device), temperature=1.0)
+            batch = one_row(sequence, context_parallel=1 if policy.context is None else policy.context.size)
+            output: PolicyOutput = policy(batch.to(device), temperature=1.0)
             scores.append(output.logprobs.tolist())
     reshard(policy)
     return scores
@@ -97,19 +98,21 @@ def _perturbed_rounding(
         hook.remove()
 
 
-def one_row(sequence: Sequence[int]) -> MicroBatch:
+def one_row(sequence: Sequence[int], *, context_parallel: int = 1) -> MicroBatch:
     length, num_scored = len(sequence), len(sequence) - 1
-    ids = torch.tensor(sequence, dtype=torch.int64)
+    padding = -length % context_parallel
+    ids = torch.tensor([*sequence, *[0] * padding], dtype=torch.int64)
     unused = torch.zeros(num_scored, dtype=torch.float32)
     return MicroBatch(
         input_ids=ids[None],
-        position_ids=torch.arange(length)[None],
-        segments=[Segment(length)],
+        position_ids=torch.arange(len(ids))[None],
+        segments=[Segment(len(ids))],  # padding comes last: no token of the sequence sees it
         source_index=torch.arange(num_scored),
-        target_ids=ids[1:],
+        target_ids=ids[1:length],
         sample_index=torch.zeros(num_scored, dtype=torch.int64),
         sampler_logprobs=unused,
         advantages=unused,
         weights=unused,
         staleness=torch.zeros(num_scored, dtype=torch.int64),
+        tokens_of_ranks=[len(range(rank, num_scored, context_parallel)) for rank in range(context_parallel)],
     )

@@ -109,8 +109,8 @@ def train_step(
                 with span("backward", micro_batch=number):
                     assert output.objective is not None
                     torch.autograd.backward(output.objective * (num_ranks() * loss_scale))
-                if batch.num_trained_tokens == 0:
-                    continue
+                if batch.num_trained_tokens == 0 or (policy.context is not None and policy.context.rank > 0):
+                    continue  # of ranks that compute together the first counts their tokens
                 with torch.no_grad():
                     terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
                 sums.add(terms)

@@ -13,6 +13,7 @@ from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.batching.prefixes import prefix_order
 from grpo_async.config.sections import BaseLoss, ClippedLoss, LoraSection, ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
+from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy, make_mesh, shard_policy
@@ -54,13 +55,20 @@ def build(
     optimizer: Literal["adamw", "muon"] = "adamw",
     lora: dict[str, Any] | None = None,
     num_nodes: int = 1,
+    context_parallel: int = 1,
     compute_dtype: str = "float32",
     reshard_after_forward: bool = True,
     **settings: Any,
 ) -> tuple[Policy, torch.optim.Optimizer]:
     """A policy as a run builds it: on "meta", sharded, then loaded."""
     section = ModelSection(path=model, lora=LoraSection(**lora) if lora else None, **settings)
-    policy = build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=256)
+    policy = build_policy(
+        section,
+        temperature=1.0,
+        chunk_tokens=16,
+        max_model_len=256,
+        context=ContextGroup.join(context_parallel),
+    )
     mesh = make_mesh("cpu", world_size=dist.get_world_size(), num_nodes=num_nodes, sharding="hybrid")
     shard_policy(policy, mesh, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)
     load_weights(policy, section, device=torch.device("cpu"))

@@ -71,13 +71,15 @@ def make_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: An
         inference={"max_model_len": 64},
         rollout={"groups_per_step": 4, "group_size": GROUP_SIZE, "max_staleness": 4, "max_completion_tokens": 32},
         training={"max_steps": 9, "minibatches": minibatches, **training},
+        launch={"num_trainer_ranks": dist.get_world_size() if dist.is_initialized() else 1},
         optimizer={"lr": 1e-3},
         loss=loss,
     )
 
 
 def make_context(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> TrainerContext:
-    policy, optimizer = build(model, num_nodes=num_nodes)
+    sharing = {"num_nodes": num_nodes, "context_parallel": config.training.context_parallel}
+    policy, optimizer = build(model, **sharing)
     unused: Any = None
     return TrainerContext(
         config=config,
@@ -85,7 +87,7 @@ def make_context(model: str, config: ExperimentConfig, *, reference: str | None,
         policy=policy,
         optimizer=optimizer,
         objective=Objective(config.loss, num_updates=config.training.num_updates),
-        reference=None if reference is None else Reference(build(reference, num_nodes=num_nodes)[0]),
+        reference=None if reference is None else Reference(build(reference, **sharing)[0]),
         parameters=unused,
         channel=CommandChannel(timeout_s=60.0),
         checkpoints=SimpleNamespace(wait=lambda: None),  # type: ignore[arg-type]

@@ -85,8 +85,10 @@ def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
         (1, {"pack": False, "micro_batch_tokens": 78}),  # rows of up to 39 tokens: two or more samples in a micro-batch
         (2, {"micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
         (4, {"num_nodes": 2, "pack": False, "micro_batch_tokens": 78}),  # 2 x 2: hybrid sharding
+        (2, {"context_parallel": 2, "micro_batch_tokens": 32}),  # less than the longest sample
+        (4, {"context_parallel": 2, "num_nodes": 2, "pack": False, "micro_batch_tokens": 39}),
     ],
-    ids=["packed", "many-micro-batches", "two-ranks", "hybrid"],
+    ids=["packed", "many-micro-batches", "two-ranks", "hybrid", "context-parallel", "context-parallel-hybrid"],
 )
 def test_every_loss_is_the_same_however_a_step_is_cut(
     models: dict[str, Path], tmp_path: Path, plain: dict[str, Any], world_size: int, settings: dict[str, Any]

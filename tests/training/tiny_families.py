@@ -206,7 +206,7 @@ def tree_samples(seed: int, count: int = 8) -> list[RolloutSample]:
     return [make_sample(prompt=trees[index][:1].tolist(), completion=trees[index][1:].tolist()) for index in order]
 
 
-def pack_tree(samples: Sequence[RolloutSample]) -> MicroBatch:
+def pack_tree(samples: Sequence[RolloutSample], *, context_parallel: int = 1) -> MicroBatch:
     """One micro-batch with each distinct prefix once."""
     plan = plan_batch(
         [len(sample.token_ids) for sample in samples],
@@ -214,6 +214,8 @@ def pack_tree(samples: Sequence[RolloutSample]) -> MicroBatch:
         micro_batch_tokens=4096,
         pack=True,
         prefixes=prefix_order([sample.token_ids for sample in samples]),
+        row_multiple=context_parallel,
     )
-    (batch,) = split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack()
+    (part,) = split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)
+    (batch,) = part.pack(context_parallel=context_parallel)
     return batch
