@@ -2,13 +2,17 @@
 
     build_policy (structure on the device "meta") -> [adapters, checkpointing, compile, shard_policy] -> load_weights
 
-Rank 0 reads the model with transformers into its machine's memory and sends each rank its rows, one tensor at a time. The
-others never hold more than their shards and one whole tensor.
+Rank 0 opens the files with transformers, mapped into memory in their own dtype, and sends each rank its rows, one tensor at a
+time: no rank holds more than its shards and one whole tensor. What transformers converts, the experts of a mixture, rank 0
+holds until it is sent.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -27,8 +31,11 @@ from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.parameters import is_leader, list_sources, local_of, num_ranks
 from grpo_async.training.quantize import layers_in_4_bits, quantized, use_4_bits
 from grpo_async.utils.text import shortlist
+from grpo_async.weights.adapters import BaseWeights
 
 logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
 
 
 def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int) -> Policy:
@@ -100,38 +107,61 @@ def load_weights(policy: Policy, section: ModelSection, *, device: torch.device,
     """Give every parameter and buffer of `policy` memory on `device` (each rank its shard) and its values from the files at
     `model.path`; adapters get initial values by `seed`. A collective. Raises ConfigError on every rank."""
     model: Any = policy.model
-    values: dict[str, torch.Tensor] = {}
-    found: list[Any] = [None, None]  # the error; how transformers converted the files
-    if is_leader():
-        try:
-            values, found[1] = _read(section)
-        except ConfigError as error:
-            found[0] = str(error)
-    if num_ranks() > 1:
-        dist.broadcast_object_list(found, src=0)
-    problem, model._weight_conversions = found
-    if problem is not None:
-        raise ConfigError(problem)
+    values = _open_on_leader(model, section)
     if is_leader():
         values |= adapter_values(model, seed=seed)
         for name, _ in layers_in_4_bits(model):
             values[f"{name}.weight"], values[f"{name}.absmax"] = quantized(values[f"{name}.weight"])
+    dtypes: dict[str, torch.dtype] = _from_leader({name: value.dtype for name, value in values.items()})
     _materialize(policy, device)
     targets = {source.name: source.tensor for source in list_sources(model)}
     targets |= {name.replace(".base_layer", ""): buffer for name, buffer in model.named_buffers()}
     targets |= {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     with torch.no_grad():
         for name, target in targets.items():
-            _fill(target, values.pop(name) if is_leader() else None)
+            _fill(target, values.pop(name) if is_leader() else None, dtypes[name])
 
 
-def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
-    """Copy this rank's part of `whole`, which rank 0 has, to `target`. A collective."""
+def _open_on_leader(model: Any, section: ModelSection) -> dict[str, torch.Tensor]:
+    """On rank 0, the values of the model; elsewhere nothing. Give `model` transformers' conversions. A collective, in which the
+    others wait as long as it takes. Raises ConfigError."""
+    result: Any = None  # what is wrong; how transformers converted the files
+    values: dict[str, torch.Tensor] = {}
+    if is_leader():
+        dtypes = {name.replace(".base_layer", ""): buffer.dtype for name, buffer in model.named_buffers()}
+        with ThreadPoolExecutor(1) as reader:
+            opened = reader.submit(_open, section, dtypes)
+            while not wait([opened], timeout=_HEARTBEAT_S).done:
+                _from_leader(None)
+        try:
+            values, conversions = opened.result()
+            result = None, conversions
+        except ConfigError as error:
+            result = str(error), None
+        _from_leader(result)
+    else:
+        while result is None:
+            result = _from_leader(None)
+    problem, model._weight_conversions = result
+    if problem is not None:
+        raise ConfigError(problem)
+    return values
+
+
+def _from_leader(value: Any) -> Any:
+    values = [value]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Copy this rank's part of `whole`, of `dtype`, which rank 0 has, to `target`. A collective."""
     if isinstance(target, DTensor):
         mesh = target.device_mesh
         if whole is None:
-            whole = torch.empty(target.shape, dtype=target.dtype, device=mesh.device_type)
-        sharded = distribute_tensor(whole.to(mesh.device_type, target.dtype), mesh, target.placements)
+            whole = torch.empty(target.shape, dtype=dtype, device=mesh.device_type)
+        sharded = distribute_tensor(whole.to(mesh.device_type), mesh, target.placements)
         local_of(target).copy_(sharded.to_local())
         return
     if whole is not None:
@@ -140,8 +170,9 @@ def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
         dist.broadcast(target, src=0)
 
 
-def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
-    """Read the model's tensors as transformers loads them, buffers included, and how it converted those of the files."""
+def _open(section: ModelSection, buffer_dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str, torch.Tensor], Any]:
+    """The model's tensors as transformers loads them, those of the files in the files' dtype, buffers that are not in them in
+    `buffer_dtypes`; and how it converted those of the files."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -152,7 +183,7 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
             path,
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
-            dtype=getattr(torch, section.dtype),
+            dtype=_dtype_of_files(section),  # tensors of another would be copied
             attn_implementation="eager",
             use_safetensors=True,
             ignore_mismatched_sizes=True,
@@ -175,8 +206,26 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
         problems.append("ties the head to the embedding in its config.json, but they differ in its files")
     if problems:
         raise ConfigError(f"model.path: {path!r} {'; it '.join(problems)}; copy the model again")
+    for name, buffer in list(model.named_buffers()):
+        module, _, last = name.rpartition(".")
+        owner = model.get_submodule(module)
+        if last in owner._non_persistent_buffers_set and buffer.dtype != buffer_dtypes[name]:
+            owner._buffers[last] = torch.full_like(buffer, math.nan, dtype=buffer_dtypes[name])
+    for owner in model.modules():
+        owner._is_hf_initialized = False
+    model.initialize_weights()  # what has not this mark: these buffers
     values = {source.name: source.tensor.detach() for source in list_sources(model)}
     return values | dict(model.named_buffers()), model._weight_conversions
+
+
+def _dtype_of_files(section: ModelSection) -> torch.dtype:
+    """That of all tensors of the model's files; `model.dtype` if they differ or are not on this machine."""
+    with suppress(ConfigError):
+        dtypes = {spec.dtype for spec in BaseWeights(section.path, revision=section.revision).specs.values()}
+        if len(dtypes) == 1 and (dtype := dtypes.pop()).is_floating_point:
+            return dtype
+    configured: torch.dtype = getattr(torch, section.dtype)
+    return configured
 
 
 def _build_model(section: ModelSection, config: Any) -> Any:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from grpo_async.config.sections import ModelSection
+from grpo_async.training import load as load_module
 from grpo_async.training import step as step_module
-from grpo_async.training.model import Policy
+from grpo_async.training.model import Policy, make_mesh, shard_policy
 from grpo_async.training.parameters import list_sources
 from grpo_async.training.reference import Reference, one_row, score_sequences
 from tests.support.rank_jobs import build, one_step, random_samples
@@ -31,6 +38,41 @@ def load_sharded(model: str, out: str) -> dict[str, Any]:
     sizes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, local)
     return {"local": sizes, "logprobs": score_sequences(policy, SEQUENCES, device=torch.device("cpu"))[0]}
+
+
+def load_slowly(model: str, seconds: float, deadline_s: float) -> dict[str, Any]:
+    """Load files that take so long to open, with a shorter deadline of collectives. Returns the bytes of the shards, of the largest
+    tensor in float32, and, of each rank, the most that its own memory (without the mapped files) grew."""
+    opened = load_module._open
+    load_module._open = lambda *arguments: (time.sleep(seconds), opened(*arguments))[1]
+    distributed_c10d._set_pg_timeout(timedelta(seconds=deadline_s))
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - its memory is not that of the load
+
+    begin = most = _own_bytes()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_over.wait(0.002):
+            most = max(most, _own_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    section = ModelSection(path=model)
+    policy = load_module.build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=256)
+    shard_policy(policy, make_mesh("cpu", world_size=dist.get_world_size()), compute_dtype=torch.float32)
+    load_module.load_weights(policy, section, device=torch.device("cpu"))
+    is_over.set()
+    watcher.join()
+    grown: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(grown, most - begin)
+    sizes = [parameter.numel() * 4 for parameter in policy.parameters()]
+    return {"shard": sum(sizes) // dist.get_world_size(), "largest": max(sizes), "grown": grown}
+
+
+def _own_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
 
 
 def train(

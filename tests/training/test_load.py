@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from grpo_async.training.reference import score_sequences
 from grpo_async.weights.adapters import BaseWeights
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE, SEQUENCES
+from tests.training.tiny_families import FAMILIES, build_family
 from tests.training.tiny_models import load_tiny, save_model
 
 
@@ -26,7 +28,7 @@ def _load(folder: Path, **settings: Any) -> Any:
 def _pretrained(folder: Path, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **settings)
+    return AutoModelForCausalLM.from_pretrained(folder, **{"attn_implementation": "sdpa", **settings})
 
 
 def _assert_equal(model: Any, expected: Any) -> None:
@@ -78,6 +80,25 @@ def test_two_ranks_hold_the_model_of_from_pretrained_in_shards(tmp_path: Path, f
     assert max(done["local"]) <= 0.52 * total
     (logprobs,) = score_sequences(load_tiny(folder), SEQUENCES[:1], device=torch.device("cpu"))
     assert done["logprobs"] == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama4", "deepseek-v3.2", "glm-5"}))  # short contexts
+def test_files_of_another_dtype_give_what_from_pretrained_makes_of_them(tmp_path: Path, family: str) -> None:
+    """16-bit files for 32-bit master weights; buffers, such as Gemma's scale of embeddings, are not rounded to the files' dtype."""
+    model = build_family(family)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    attention = model.config._attn_implementation
+    _assert_equal(_load(tmp_path), _pretrained(tmp_path, dtype=torch.float32, attn_implementation=attention))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_no_rank_holds_more_than_its_shard_and_one_tensor_and_files_may_be_slow(tmp_path: Path) -> None:
+    """57 M parameters in 16 bits, a third of them in the embedding, to be trained in 32."""
+    sizes = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3}
+    folder = save_model(tmp_path / "model", "qwen3", tied=True, dtype="bfloat16", **sizes)
+    done = run_on_ranks("load_slowly", 2, tmp_path / "run", module=MODULE, model=folder, seconds=3.0, deadline_s=2.0)
+    assert max(done["grown"]) < done["shard"] + done["largest"] + (24 << 20), done
 
 
 def _change(folder: Path, change: Any) -> None:

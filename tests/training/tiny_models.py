@@ -23,7 +23,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save_model(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **settings: Any) -> Path:
+def save_model(
+    folder: Path, family: str, *, tied: bool = False, seed: int = 0, dtype: str = "float32", **settings: Any
+) -> Path:
     """Write a random model of a family (llama, qwen3, qwen3_moe, gemma) and return the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,7 +41,7 @@ def save_model(folder: Path, family: str, *, tied: bool = False, seed: int = 0, 
             }
         }  # fmt: skip
     config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied, initializer_range=0.08)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, **settings)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder, **settings)
     return folder
 
 
