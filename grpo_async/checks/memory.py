@@ -21,8 +21,8 @@ from grpo_async.utils.text import count, format_bytes
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADVICE = (
     "if memory runs out, set model.activation_checkpointing: full, lower training.micro_batch_tokens or "
-    "training.logprob_chunk_tokens, use bfloat16 (model.compute_dtype, inference.dtype), train adapters (model.lora), set "
-    "training.cpu_offload: true, or use more trainer ranks"
+    "training.logprob_chunk_tokens, use bfloat16 (model.compute_dtype, inference.dtype), optimizer.type: adamw_8bit or adapters "
+    "(model.lora), set training.cpu_offload: true, or use more trainer ranks"
 )
 _MARGIN = 1.15  # of an estimate: fragments of the allocator, and what the formulas leave out
 _CONTEXT_BYTES = 2 << 30  # of trainer and server on one GPU: CUDA contexts, workspaces, kernels
@@ -82,7 +82,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
         weights      (N m + reference N c) / R; a synced one: N m; in 4 bits 9/16 of a byte for all but the embedding, on each rank
         gathered     two layers and the embedding, in c
         gradients    4 T / R (a GPU reduces them after every micro-batch)
-        optimizer    T / R times 2 m (two moments; the fused update needs no more)
+        optimizer    T / R times 2 m (two moments; the fused update needs no more); adamw_8bit: T / R times 2 (1 + 4 / 256)
         activations  t x hidden x c x (36 L, 18 L with selective or L + 36 with full checkpointing)
         logits       `training.logprob_chunk_tokens` x vocabulary x 5 float32
 
@@ -99,7 +99,6 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
         weights = embedding * master + 9 / 16 * (model.parameters - embedding) * ranks
     if config.loss.needs_reference and not config.reference_is_policy:
         weights += model.parameters * (master if config.loss.sync_ref_model else compute)
-    moments = 2.0 * (master if lora is None else 4)
     kept = {"none": 36 * model.layers, "selective": 18 * model.layers, "full": model.layers + 36}
     share, trained = 0.0 if training.cpu_offload else 1 / ranks, model.trained(config)
     gathered = min(model.parameters, 2 * model.parameters / model.layers + model.hidden * model.vocabulary)
@@ -108,10 +107,17 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
         "weights": weights * share,
         "gathered": gathered * compute,
         "gradients": 4 * trained * share,
-        "optimizer": moments * trained * share,
+        "optimizer": _moment_bytes(config) * trained * share,
         "activations": activations * compute,
         "logits": min(training.logprob_chunk_tokens, training.micro_batch_tokens) * model.vocabulary * 4 * 5,
     }
+
+
+def _moment_bytes(config: ExperimentConfig) -> float:
+    """Bytes of the two moments of a trained parameter."""
+    if config.optimizer.type == "adamw_8bit":
+        return 2 * (1 + 4 / 256)  # a code, and its part of the scale of a block
+    return 2 * (4 if config.model.lora is not None else ITEM_BYTES[config.model.dtype])
 
 
 def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float) -> dict[str, float]:
@@ -187,13 +193,15 @@ def _nearest(run_dir: RunDir) -> Path:
 def disk_room(config: ExperimentConfig, run_dir: RunDir, size: ModelSize) -> Found:
     """The run directory's disk holds the checkpoints and the exported model.
 
-    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes, and N m for a synced reference.
+    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes (in 8 bits T m and about 2 T),
+    and N m for a synced reference.
     keep_last + keep_best of them stay at most, and each whose step is a multiple of keep_every (see `checkpoint`); one more is
     there while it is written; what is there already (a resume) counts. The export is N m.
     """
     section = config.checkpoint
     item = ITEM_BYTES[config.model.dtype]
-    model, each = size.parameters * item, 3 * size.trained(config) * (item if config.model.lora is None else 4)
+    trained_item = (item if config.model.lora is None else 4) + _moment_bytes(config)
+    model, each = size.parameters * item, size.trained(config) * trained_item
     if config.loss.sync_ref_model:
         each += model  # the synced reference
     multiples = config.num_steps // math.lcm(section.every_steps, section.keep_every) if section.keep_every else 0

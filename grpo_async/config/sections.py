@@ -894,8 +894,9 @@ LossSection = Annotated[
 
 
 class OptimizerSection(StrictModel):
-    type: Literal["adamw", "muon"] = "adamw"
-    """adamw (arXiv 1711.05101). muon: orthogonalized momentum for the matrices of the layers, adamw for everything else."""
+    type: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw (arXiv 1711.05101). adamw_8bit: its moments in 8 bits (arXiv 2110.02861), a quarter of their memory. muon:
+    orthogonalized momentum for the matrices of the layers, adamw for everything else."""
     lr: float = Field(default=1e-6, gt=0.0, le=10.0)
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)

@@ -1,16 +1,21 @@
-"""The optimizer of a policy: AdamW or Muon, on the shards of FSDP. Weight decay applies to matrices, not to biases and norms.
+"""The optimizer of a policy: AdamW, AdamW with moments in 8 bits, or Muon, on the shards of FSDP. Weight decay applies to matrices,
+not to biases and norms.
 
-(torch.optim.Muon does not support stacks of matrices, such as fused experts, and cannot share an optimizer with AdamW.)"""
+(torch.optim.Muon does not support stacks of matrices, such as fused experts, and cannot share an optimizer with AdamW. torchao's
+AdamW8bit compiles its step, on a CPU for half a minute, and its state is of a tensor class of its own.)"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import zeros as distributed_zeros
+from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from grpo_async.config.sections import OptimizerSection
@@ -18,6 +23,8 @@ from grpo_async.errors import ConfigError
 from grpo_async.training.model import Policy, decoder_layers
 from grpo_async.training.parameters import local_of
 
+_BLOCK = 256  # elements that share a scale
+_AT_A_TIME = 2**24  # elements whose moments are in 32 bits at the same time
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 
@@ -31,7 +38,11 @@ def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Opt
         optimizer = _make_muon(policy, trained, section)
     else:
         groups = _decay_groups(trained, section)
-        optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+        settings: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+        if section.type == "adamw_8bit":
+            optimizer = AdamW8bit(groups, settings)
+        else:
+            optimizer = torch.optim.AdamW(groups, fused=True, **settings)
     _begin_state(optimizer)
     return optimizer
 
@@ -79,6 +90,122 @@ def _make_muon(policy: Policy, trained: Mapping[str, nn.Parameter], section: Opt
     return Muon([muon, *adamw], lr=section.lr, momentum=section.momentum, betas=section.betas, eps=section.eps)
 
 
+def _adamw(states: dict[torch.Tensor, Any], parameters: Iterable[torch.Tensor], group: Mapping[str, Any]) -> None:
+    """One fused update of AdamW of those parameters that have a gradient."""
+    updated = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in updated if parameter.grad is not None]
+    for parameter in updated:
+        state = states[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)  # on the device, as the fused update expects
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+    adamw(
+        updated,
+        gradients,
+        [states[parameter]["exp_avg"] for parameter in updated],
+        [states[parameter]["exp_avg_sq"] for parameter in updated],
+        [],
+        [states[parameter]["step"] for parameter in updated],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW whose moments of matrices have 8 bits (arXiv 2110.02861): each is one of 256 levels times the largest of its block, 256
+    neighbors in a row. Codes and scales are sharded as the parameter is, by rows, so that a checkpoint loads on any number of
+    ranks. Vectors keep moments of 32 bits."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("AdamW8bit takes no closure")
+        for group in self.param_groups:
+            _adamw(self.state, [parameter for parameter in group["params"] if parameter.ndim < 2], group)
+            for parameter in group["params"]:
+                if parameter.ndim >= 2 and parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())  # on the CPU, which reads it
+            for name in _MOMENTS:
+                state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[f"{name}_scale"] = _scales_of(parameter)
+        state["step"] += 1
+        step, (first, second) = int(state["step"]), group["betas"]
+        rate = group["lr"] / (1 - first**step)
+        tensors = [local_of(each) for each in (parameter, parameter.grad, *(state[name] for name in _MOMENTS))]
+        scales = [local_of(state[f"{name}_scale"]) for name in _MOMENTS]
+        rows = max(1, _AT_A_TIME // max(1, math.prod(parameter.shape[1:])))
+        parts = ([part.flatten(1) for part in torch.split(each, rows)] for each in (*tensors, *scales))
+        for weight, gradient, codes, square_codes, scale, square_scale in zip(*parts, strict=True):
+            if not weight.numel():
+                continue
+            moment = _read_levels(codes, scale, is_signed=True).lerp_(gradient.float(), 1 - first)
+            square = _read_levels(square_codes, square_scale, is_signed=False).mul_(second)
+            square.addcmul_(gradient.float(), gradient.float(), value=1 - second)
+            _write_levels(moment, codes, scale, is_signed=True)
+            _write_levels(square, square_codes, square_scale, is_signed=False)
+            divisor = square.div_(1 - second**step).sqrt_().add_(group["eps"])
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.sub_(moment.div_(divisor).mul_(rate).to(weight.dtype))
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _scales_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros, one for each block of a row: (rows, blocks), sharded as the parameter is."""
+    shape = len(parameter), -(-math.prod(parameter.shape[1:]) // _BLOCK)
+    if isinstance(parameter, DTensor):
+        sharded: DTensor = distributed_zeros(*shape, device_mesh=parameter.device_mesh, placements=parameter.placements)
+        return sharded
+    return torch.zeros(shape, device=parameter.device)
+
+
+@cache
+def _levels(device: torch.device, *, is_signed: bool) -> torch.Tensor:
+    """The 256 values of dynamic tree quantization, in order: 0, 1, and for each exponent e from 0 to 6 10^-e times the middles of
+    2^(6 - e) equal parts (unsigned: 2^(7 - e)) of [0.1, 1], with either sign."""
+    levels = [torch.tensor([0.0, 1.0])]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (6 + (not is_signed) - exponent) + 1)
+        middles = (edges[1:] + edges[:-1]) / 2 * 10.0**-exponent
+        levels += [middles, -middles] if is_signed else [middles]
+    ordered: torch.Tensor = torch.cat(levels).sort().values
+    return ordered.to(device)
+
+
+def _read_levels(codes: torch.Tensor, scale: torch.Tensor, *, is_signed: bool) -> torch.Tensor:
+    """(rows, columns) uint8, (rows, blocks) -> (rows, columns) float32"""
+    values = _levels(codes.device, is_signed=is_signed)[codes.int()]
+    scaled: torch.Tensor = values * scale.repeat_interleave(_BLOCK, dim=1)[:, : codes.shape[1]]
+    return scaled
+
+
+def _write_levels(values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, *, is_signed: bool) -> None:
+    """Round `values` to the nearest levels, in place of `codes` and `scale`. A square above 0 stays above it: the update divides by
+    its root."""
+    rows, columns = values.shape
+    blocks = F.pad(values, (0, -columns % _BLOCK)).view(rows, -1, _BLOCK)
+    torch.amax(blocks.abs(), dim=-1, out=scale)
+    relative = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    levels = _levels(values.device, is_signed=is_signed)
+    nearest = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    if not is_signed:
+        nearest = torch.where(relative > 0, nearest.clamp(min=1), nearest)
+    codes.copy_(nearest.flatten(1)[:, :columns])
+
+
 class Muon(torch.optim.Optimizer):
     """See the module's docstring. A group with `is_muon` holds matrices, or stacks of them (experts, rows, columns)."""
 
@@ -105,7 +232,7 @@ class Muon(torch.optim.Optimizer):
                     if parameter.grad is not None:
                         self._update_matrix(parameter, group)
             else:
-                self._adamw(group)
+                _adamw(self.state, group["params"], group)
 
     def _update_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         gradient, state = parameter.grad, self.state[parameter]
@@ -124,32 +251,6 @@ class Muon(torch.optim.Optimizer):
         rows, scale = local_of(parameter), 0.2 * math.sqrt(max(parameter.shape[-2:]))
         rows.mul_(1 - group["lr"] * group["weight_decay"])
         rows.add_(direction.to(rows.dtype), alpha=-group["lr"] * scale)
-
-    def _adamw(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)  # on the device, as the fused update expects
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
 
 def orthogonalize(update: torch.Tensor) -> torch.Tensor:

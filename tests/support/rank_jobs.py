@@ -52,7 +52,7 @@ def random_samples(count: int = 12, *, seed: int = 0, spread: float = 0.1) -> li
 def build(
     model: str,
     *,
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw",
     lora: dict[str, Any] | None = None,
     num_nodes: int = 1,
     context_parallel: int = 1,

@@ -20,7 +20,9 @@ def run_on_ranks(job: str, world_size: int, folder: Path, **arguments: Any) -> d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved_on", "loaded_on", "optimizer"), [(2, 2, "adamw"), (1, 2, "adamw"), (2, 1, "muon")])
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "optimizer"), [(2, 2, "adamw"), (1, 2, "adamw"), (2, 1, "muon"), (2, 1, "adamw_8bit")]
+)
 def test_a_loaded_run_goes_on_as_the_saved_one_did(
     tiny_model: Path, tmp_path: Path, saved_on: int, loaded_on: int, optimizer: str
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from grpo_async.config.sections import OptimizerSection
-from grpo_async.training.optimizer import Muon, make_optimizer
+from grpo_async.training.optimizer import AdamW8bit, Muon, make_optimizer
 from tests.training.tiny_models import load_tiny, save_model
 
 
@@ -32,7 +32,7 @@ def test_matrices_are_decayed_and_norms_are_not_and_muon_gets_those_of_the_layer
     assert (muon["weight_decay"], norms["weight_decay"]) == (0.1, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
 def test_biases_of_fused_experts_are_no_matrices(tmp_path: Path, kind: Any) -> None:
     """They have two dimensions: experts, columns."""
     policy = load_tiny(save_model(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2))
@@ -60,7 +60,33 @@ def test_muon_is_torchs_own_with_updates_as_large_as_those_of_adamw(monkeypatch:
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=3e-2 * 485 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_of_8_bits_take_a_quarter_of_the_memory_and_move_weights_as_those_of_32_do() -> None:
+    """Gradients whose sizes are 100 times as large in one place as in another of a row, and 10,000 times in one row as in another,
+    some of them rare, over 60 steps."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(24, 700, generator=generator)
+    sizes = 10.0 ** -(2 * torch.rand(24, 700, generator=generator) + 4 * torch.rand(24, 1, generator=generator))
+    ours, exact = (nn.Parameter(start.clone()) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-12, "weight_decay": 0.1}
+    own, torchs = AdamW8bit([ours], settings), torch.optim.AdamW([exact], **settings)
+    for step in range(60):
+        gradient = sizes * (torch.randn(24, 700, generator=generator) + 0.5)
+        if step % 10:
+            gradient[:8] = 0.0
+        ours.grad, exact.grad = gradient, gradient.clone()
+        own.step()
+        torchs.step()
+    moved, error = exact - start, ours - exact
+    assert error.norm() < 0.1 * moved.norm()
+    assert error.abs().max() < 0.5 * moved.abs().max(), "no element runs away"
+    own_bytes, exact_bytes = (
+        sum(value.nbytes for value in optimizer.state[parameter].values())
+        for optimizer, parameter in ((own, ours), (torchs, exact))
+    )
+    assert own_bytes < 0.27 * exact_bytes
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
 def test_every_parameter_has_the_state_from_the_start_that_its_first_update_begins_with(
     tied_model: Path, kind: Any
 ) -> None:
