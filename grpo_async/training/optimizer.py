@@ -166,10 +166,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def _scales_of(parameter: torch.Tensor) -> torch.Tensor:
     """Zeros, one for each block of a row: (rows, blocks), sharded as the parameter is."""
     shape = len(parameter), -(-math.prod(parameter.shape[1:]) // _BLOCK)
-    if isinstance(parameter, DTensor):
-        sharded: DTensor = distributed_zeros(*shape, device_mesh=parameter.device_mesh, placements=parameter.placements)
-        return sharded
-    return torch.zeros(shape, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, device=parameter.device)
+    sharded: torch.Tensor = distributed_zeros(
+        *shape, device_mesh=parameter.device_mesh, placements=parameter.placements
+    )
+    return sharded
 
 
 @cache
