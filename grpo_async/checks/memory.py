@@ -38,6 +38,13 @@ class ModelSize:
     vocabulary: int
     kv_elements_per_token: int
     """KV-cache elements per token and layer: 2 x num_key_value_heads x head_dim."""
+    is_tied: bool = False
+    """Whether the head is the embedding."""
+
+    @property
+    def ends(self) -> int:
+        """Parameters of embedding and head."""
+        return self.hidden * self.vocabulary * (1 if self.is_tied else 2)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int) -> ModelSize:
@@ -56,6 +63,7 @@ class ModelSize:
             layers=number("num_hidden_layers", max(1, parameters / (12 * hidden**2))),
             vocabulary=number("vocab_size", min(150_000, max(1024, parameters / (4 * hidden)))),
             kv_elements_per_token=2 * number("num_key_value_heads", heads) * number("head_dim", hidden / heads),
+            is_tied=bool(config.get("tie_word_embeddings")),
         )
 
     @classmethod
@@ -77,16 +85,19 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     """Bytes of one trainer rank at its peak, by what they are for.
 
     With N parameters on R ranks that share them (hybrid sharding: those of a machine), T of them trained, m bytes an element of
-    `model.dtype` (adapters: 4), c of the compute dtype, t tokens of a micro-batch, L layers:
+    `model.dtype` (adapters: 4), c of the compute dtype, t tokens of a micro-batch, L layers, E parameters of embedding and head:
 
         weights      (N m + reference N c) / R; a synced one: N m; in 4 bits 9/16 of a byte for all but the embedding, on each rank
-        gathered     two layers and the embedding, in c
+        gathered     two layers, embedding and head, in c
         gradients    4 T / R (a GPU reduces them after every micro-batch)
         optimizer    T / R times 2 m (two moments; the fused update needs no more); adamw_8bit: T / R times 2 (1 + 4 / 256)
         activations  t x hidden x c x (36 L, 18 L with selective or L + 36 with full checkpointing)
-        logits       `training.logprob_chunk_tokens` x vocabulary x 5 float32
+        logits       `training.logprob_chunk_tokens` x vocabulary x (4 + c), and the head's whole gradient in float32
+        reduction    what the gradients of embedding and head, E x (4 + c) while they are reduced, take beyond the last three
+                     and `gathered`, which are free again by then
 
-    With `training.cpu_offload` weights, gradients and optimizer are not on the device.
+    With `training.cpu_offload` weights, gradients and optimizer are not on the device. FSDP2 on fake ranks takes between 0.8 and 1
+    of it (tests/checks/test_memory.py).
 
     Worked example: N = 8e9 in float32 on 8 ranks -> weights 4e9, gradients 4e9, optimizer 8e9.
     """
@@ -101,15 +112,20 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
         weights += model.parameters * (master if config.loss.sync_ref_model else compute)
     kept = {"none": 36 * model.layers, "selective": 18 * model.layers, "full": model.layers + 36}
     share, trained = 0.0 if training.cpu_offload else 1 / ranks, model.trained(config)
-    gathered = min(model.parameters, 2 * model.parameters / model.layers + model.hidden * model.vocabulary)
-    activations = training.micro_batch_tokens * model.hidden * kept[config.model.activation_checkpointing]
+    gathered = min(model.parameters, 2 * max(0, model.parameters - model.ends) / model.layers + model.ends) * compute
+    activations = training.micro_batch_tokens * model.hidden * kept[config.model.activation_checkpointing] * compute
+    trains_ends = lora is None or bool(lora.modules_to_save)
+    logits = min(training.logprob_chunk_tokens, training.micro_batch_tokens) * model.vocabulary * (4 + compute)
+    logits += 4 * model.hidden * model.vocabulary * trains_ends
+    reduced = (4 + compute) * model.ends * trains_ends
     return {
         "weights": weights * share,
-        "gathered": gathered * compute,
+        "gathered": gathered,
         "gradients": 4 * trained * share,
         "optimizer": _moment_bytes(config) * trained * share,
-        "activations": activations * compute,
-        "logits": min(training.logprob_chunk_tokens, training.micro_batch_tokens) * model.vocabulary * 4 * 5,
+        "activations": activations,
+        "logits": logits,
+        "reduction": max(0.0, reduced - gathered - activations - logits),
     }
 
 
