@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_async.checks.memory import ModelSize, trainer_memory
+from grpo_async.config import ExperimentConfig
 from grpo_async.utils.devices import Peaks
 
 
@@ -83,6 +85,33 @@ SHAPES = {
     "70b": ModelShape(vocab=128256, hidden=8192, layers=80, heads=64, intermediate=28672, tied=False),  # Llama 3
 }
 """Shapes of Qwen3 models, except where a comment names another."""
+
+
+def trainer_bytes(shape: ModelShape, *, ranks: int, tokens: int, optimizer: str = "adamw") -> float:
+    """Bytes of one of `ranks` GPUs that train, by the plan's formula (grpo_async.checks.memory): float32 masters, bfloat16, full
+    checkpointing, micro-batches of `tokens`."""
+    config = ExperimentConfig.model_validate(
+        {
+            "run": {"name": "estimate"},
+            "model": {"path": "a-model", "compute_dtype": "bfloat16", "activation_checkpointing": "full"},
+            "data": {"train": {"type": "jsonl", "path": "rows.jsonl"}},
+            "rewards": [{"function": "a_module:reward"}],
+            "rollout": {"groups_per_step": ranks},
+            "training": {"micro_batch_tokens": tokens},
+            "inference": {"max_model_len": min(tokens, 2048)},
+            "optimizer": {"type": optimizer},
+            "launch": {"num_trainer_ranks": ranks},
+        }
+    )
+    size = ModelSize(
+        parameters=shape.num_stored,
+        hidden=shape.hidden,
+        layers=shape.layers,
+        vocabulary=shape.vocab,
+        kv_elements_per_token=shape.kv_bytes(1) // shape.layers,
+        is_tied=shape.tied,
+    )
+    return sum(trainer_memory(config, size).values())
 
 
 def generation_bound_s(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks._models import SHAPES, ModelShape
+from benchmarks._models import SHAPES, ModelShape, trainer_bytes
 from benchmarks._simulated import (
     Lengths,
     ServerSpeed,
@@ -74,13 +74,10 @@ _PUSH_S = 0.04
 _HOST_S = 0.3
 """Seconds to pack a step of 8 million tokens and send it to 8 ranks, where that does not hide behind the step before: the bound
 that `step --before-forward` keeps (NOTES.md)."""
-_STATE_BYTES = 16
-"""Bytes of a parameter on the trainer, sharded: float32 weight, gradient and two moments of Adam."""
 _OPTIMIZER_BYTES = 28
 """Bytes of a parameter that a step of the optimizer moves: it reads four values and writes three."""
-_RESERVED_BYTES = 8e9
-"""Bytes of a GPU for what is not counted: CUDA, NCCL, the largest layer in full, temporaries; a server reserves 10% of the GPU and
-4 GB."""
+_RESERVED_BYTES = 4e9
+"""Bytes of a trainer's GPU for CUDA, NCCL and fragments; a server reserves 10% of the GPU and 4 GB."""
 _MAX_SEQS = 1024
 """vLLM's own limit of rows on GPUs of 70 GiB and more (engine/arg_utils.py of 0.33)."""
 
@@ -106,17 +103,16 @@ class Scenario:
         return _PUSH_S + 2 * SHAPES[self.shape].num_stored / _WIRE_BYTES_S
 
     def trainer_bytes(self, trainers: int) -> float:
-        """Memory on a trainer's GPU: its shard, and the inputs of all layers for the longest sample (checkpointing)."""
-        shape = SHAPES[self.shape]
-        inputs = 2.0 * (self.prompt + self.longest) * shape.hidden * shape.layers
-        return _STATE_BYTES * shape.num_stored / trainers + inputs + _RESERVED_BYTES
+        """Memory on a trainer's GPU, with room for the longest sample."""
+        longest = self.prompt + self.longest
+        return trainer_bytes(SHAPES[self.shape], ranks=trainers, tokens=longest) + _RESERVED_BYTES
 
 
 SCENARIOS = {
     "7b": Scenario(shape="7b", gpus=16, unit=2),
     "32b": Scenario(shape="32b", gpus=32, tensor_parallel=4, unit=4),
-    # samples of 32768 tokens would need 87 GB on each of 32 trainers, and have room on 40
-    "70b": Scenario(shape="70b", gpus=64, tensor_parallel=8, unit=8, longest=24576),
+    # longer samples have no room on 40 trainers of 80 GB
+    "70b": Scenario(shape="70b", gpus=64, tensor_parallel=8, unit=8, longest=16384),
     # configs/math.yaml on one machine
     "math": Scenario(shape="4b", gpus=8, groups=16, group_size=8, prompt=300, tokens=4000, sigma=0.6, longest=7168),
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer.main
 
+from benchmarks._models import SHAPES, trainer_bytes
 from grpo_async.cli.app import app
 from grpo_async.config.keys import all_keys
 from grpo_async.config.names import OTHER_NAMES
@@ -30,6 +31,7 @@ def pages() -> dict[str, str]:
         "metrics.md": _metrics(),
         "commands.md": _commands(),
         "columns.md": _columns(),
+        "what-fits.md": _what_fits(),
     }
 
 
@@ -68,6 +70,37 @@ def _metrics() -> str:
         (f"`{each.name}`", f"{each.help} ({each.unit})" if each.unit else each.help, each.reduction) for each in CATALOG
     ]
     return _page(lines + _table(("metric", "meaning", "over steps"), rows))
+
+
+def _what_fits() -> str:
+    lines = [
+        "# What fits",
+        "",
+        "The longest samples, in thousands of tokens, that so many GPUs of 80 GB can train with all parameters: float32 master",
+        "weights, bfloat16, `model.activation_checkpointing: full`, one sample in a micro-batch, 4 GB of a GPU left to CUDA and",
+        "NCCL. Computed by the formula of the plan, not measured; `grpo-async train CONFIG --dry-run` applies it to your model.",
+        "With `training.context_parallel: N` that many GPUs compute a sample together, and `training.micro_batch_tokens` is an",
+        "Nth of it.",
+        "",
+    ]
+    columns = [(optimizer, together) for optimizer in ("adamw", "adamw_8bit") for together in (1, 2, 8)]
+    header = ["model", "GPUs", *(f"{optimizer}, context_parallel {together}" for optimizer, together in columns)]
+    rows = []
+    for name in ("4b", "8b", "32b", "70b"):
+        for ranks in (1, 2, 4, 8, 16, 32, 64):
+            longest = [_longest(name, ranks, *column) if column[1] <= ranks else 0 for column in columns]
+            if any(longest):
+                rows.append([name.upper(), str(ranks), *(str(each) if each else "-" for each in longest)])
+    return _page(lines + _table(header, rows))
+
+
+def _longest(name: str, ranks: int, optimizer: str, together: int) -> int:
+    """In thousands of tokens."""
+    few, many = (
+        trainer_bytes(SHAPES[name], ranks=ranks, tokens=tokens, optimizer=optimizer) for tokens in (2048, 4096)
+    )
+    room = 80e9 - 4e9 - few  # above 2048 tokens bytes grow by the same for each
+    return max(0, int((2048 + room / (many - few) * 2048) * together // 1000))
 
 
 def _columns() -> str:
