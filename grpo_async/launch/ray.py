@@ -38,10 +38,9 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError, RunError
-from grpo_async.launch.children import Child, Children, first_of, log_file
+from grpo_async.launch.children import Child, Children, first_of, log_file, private_folder
 from grpo_async.launch.gpus import fill_dtypes, gpus_of_a_server
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes, server_log, server_name
-from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.run import lead_run, prepared, report_end, warn_of_report, write_report
 from grpo_async.launch.signals import ENDING, Signals, exit_code_of, handling
 from grpo_async.launch.supervise import RunOutcome
@@ -248,20 +247,14 @@ class _RemoteServer(Child):
         self._problem: str | None = None
         self.exited = asyncio.ensure_future(self._wait(status))
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def end(self) -> str:
         return self._problem or super().end
 
     def terminate(self) -> None:
-        ray.kill(self._actor)
+        ray.kill(self._actor)  # when its node is lost, it may only be cut off
 
     kill = terminate
-
-    async def kill_all(self) -> None:
-        ray.kill(self._actor)  # when its node is lost, it may only be cut off
 
     async def _wait(self, status: Any) -> int:
         try:
@@ -518,7 +511,9 @@ class NodeActor:
         """Run a server until it ends; returns its exit status."""
 
         async def run(planned: ProcessPlan) -> int:
-            async with Children(planned.assignment.attempt_dir, logger.warning) as children:
+            async with Children(
+                planned.assignment.attempt_dir, planned.assignment.private_dir, logger.warning
+            ) as children:
                 server = await children.spawn(planned.servers[0], num_restarts=num_restarts)
                 return await server.exited
 
@@ -537,7 +532,10 @@ class NodeActor:
         async def run(planned: ProcessPlan) -> tuple[str | None, Sequence[RankEnd]]:
             folder = planned.assignment.attempt_dir
             assert planned.trainer is not None
-            async with Children(folder, warn) as children, Watcher(planned.assignment, config, warn) as watcher:
+            async with (
+                Children(folder, planned.assignment.private_dir, warn) as children,
+                Watcher(planned.assignment, config, warn) as watcher,
+            ):
                 trainer = await children.spawn(planned.trainer)
                 await first_of([trainer], [watcher.trouble])
                 failure, cause = watcher.failure, watcher.explain()

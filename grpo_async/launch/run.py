@@ -26,9 +26,9 @@ from grpo_async.display.summary import print_summary
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.inference.token import token_from_environment
+from grpo_async.launch.children import private_folder
 from grpo_async.launch.plan import own_urls, plan_processes
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock, writing
-from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.signals import exit_on_signals
 from grpo_async.launch.supervise import RunOutcome, supervise
 from grpo_async.processes.assignment import Assignment, Purpose

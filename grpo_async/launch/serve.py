@@ -15,10 +15,9 @@ from grpo_async.config.loader import dump_config
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
-from grpo_async.launch.children import Child, Children, first_of
+from grpo_async.launch.children import Child, Children, first_of, private_folder
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launch.prepare import writing
-from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.servers import Servers
 from grpo_async.launch.signals import Signals, exit_on_signals
 from grpo_async.processes.assignment import Assignment
@@ -67,7 +66,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
 
 
 async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> int:
-    children, signals = Children(plan.assignment.attempt_dir, display.warning), Signals()
+    children, signals = Children(plan.assignment.attempt_dir, plan.assignment.private_dir, display.warning), Signals()
 
     async def spawn(index: int, num_restarts: int) -> Child:
         return await children.spawn(plan.servers[index], num_restarts=num_restarts)

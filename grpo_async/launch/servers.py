@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.display.display import Display
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.launch.children import Child, end, first_of
+from grpo_async.launch.children import Child, end, first_of, kill
 from grpo_async.launch.signals import Signals
 from grpo_async.utils.concurrency import all_of, in_background
 from grpo_async.utils.retry import backoff_s
@@ -142,7 +142,7 @@ class _Server:
                 self._tell("exited", how)
             end_of_log = f"{self.name} {how}"
             if self.child is not None:
-                await self.child.kill_all()
+                await kill([self.child])
                 end_of_log = self.child.describe_end(how)
             self.child = None
             self._asked.clear()

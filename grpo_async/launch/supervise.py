@@ -76,7 +76,7 @@ class Supervisor:
         self._display = display
         self._nodes = nodes
         self._signals = Signals()
-        self._children = Children(self._assignment.attempt_dir, display.warning)
+        self._children = Children(self._assignment.attempt_dir, self._assignment.private_dir, display.warning)
         self._watcher = Watcher(self._assignment, config, display.warning)
         self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
         names, spawn = [spec.name for spec in plan.servers], self._spawn_server

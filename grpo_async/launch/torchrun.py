@@ -1,4 +1,4 @@
-"""Runs torchrun. It exits with the launcher, and reports to it how its ranks ended.
+"""Runs torchrun, and reports to the launcher how its ranks ended.
 
 Run as `python -m grpo_async.launch.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed.
 """
@@ -10,11 +10,10 @@ import sys
 
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
-from grpo_async.utils.processes import die_with_launcher, importing_much
+from grpo_async.utils.processes import importing_much
 
 
 def main() -> int:
-    die_with_launcher()
     assignment = Assignment.from_environment()
     Heartbeat("torchrun", assignment.heartbeat_socket)
     with importing_much():

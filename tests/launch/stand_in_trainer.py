@@ -24,7 +24,6 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.utils.files import write_atomically
-from grpo_async.utils.processes import die_with_parent
 
 HELPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 LIMIT_S = 120.0
@@ -121,7 +120,6 @@ def holds_the_gil() -> None:
 
 def main(mode: str, folder: Path) -> None:
     if mode == "never-connect":
-        die_with_parent()
         leave_pid(folder, "rank0")
         threading.Event().wait(LIMIT_S)
 

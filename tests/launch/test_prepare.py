@@ -17,8 +17,8 @@ from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch.children import private_folder
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
-from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.start import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest

@@ -44,8 +44,7 @@ def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_li
     with LauncherProcess(tmp_path, trainer="ignore-stop", server="crash") as launcher:
         assert launcher.end() == 1
         assert launcher.left() == {}
-        assert "the inference server (pid " in launcher.output
-        assert "ended with exit code 3" in launcher.output
+        assert "the inference server ended with exit code 3" in launcher.output
         assert "  KV cache does not fit\n  giving up\n" in launcher.output  # without the color's escape codes
         assert "there is no checkpoint yet" in launcher.output
 

@@ -56,7 +56,7 @@ def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder_and_nothing_lis
         launcher.wait_for_line("training")
         launcher.wait_for_processes("server", "rank0", "rank1", "helper")
         tree = psutil.Process(launcher.process.pid).children(recursive=True)
-        assert len(tree) == 6  # the reaper, the server, torchrun, two ranks, the helper
+        assert len(tree) == 7  # two keepers, the server, torchrun, two ranks, the helper
         listening = [c.laddr for p in tree for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
         assert listening == []
         launcher.process.kill()
