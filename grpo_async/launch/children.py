@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from grpo_async.errors import RunError
 from grpo_async.inference.token import TOKEN_VARIABLE
@@ -88,12 +88,13 @@ class Child:
         self._keeper.stdin.close()
 
 
-async def first_of(children: Sequence[Child], events: Sequence[asyncio.Event], timeout_s: float | None = None) -> None:
-    """Wait for the end of a child or for an event, `timeout_s` at most."""
+async def first_of(
+    tasks: Sequence[asyncio.Future[Any]], events: Sequence[asyncio.Event], timeout_s: float | None = None
+) -> None:
+    """Wait for the end of a task or for an event, `timeout_s` at most."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        tasks = [*waits, *(child.exited for child in children)]
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*waits, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
             wait.cancel()
@@ -105,11 +106,9 @@ async def end(children: Sequence[Child], signals: Signals) -> None:
     for child in children:
         child.terminate()
     if children:
-        ended = asyncio.ensure_future(asyncio.wait([child.exited for child in children], timeout=_GRACE_S))
-        signalled = asyncio.ensure_future(signals.arrived.wait())
-        await asyncio.wait([ended, signalled], return_when=asyncio.FIRST_COMPLETED)
+        ended = asyncio.ensure_future(asyncio.wait([child.exited for child in children]))
+        await first_of([ended], [signals.arrived], _GRACE_S)
         ended.cancel()
-        signalled.cancel()
 
 
 async def kill(children: Sequence[Child]) -> None:

@@ -9,11 +9,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -23,14 +24,16 @@ from grpo_async.display.display import Display, StatusFile, View
 from grpo_async.display.output import Output
 from grpo_async.display.progress import StatusContent
 from grpo_async.display.summary import print_summary
+from grpo_async.errors import message_of
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launch.children import private_folder
-from grpo_async.launch.plan import own_urls, plan_processes
+from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock, writing
 from grpo_async.launch.signals import exit_on_signals
-from grpo_async.launch.supervise import RunOutcome, supervise
+from grpo_async.launch.site import LocalSite
+from grpo_async.launch.supervise import MakeSite, RunOutcome, supervise
 from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
@@ -39,9 +42,6 @@ from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped, last_line
-
-if TYPE_CHECKING:
-    from grpo_async.launch.ray import RayNodes
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
@@ -60,6 +60,22 @@ def prepared(config: ExperimentConfig, run_dir: RunDir, *, resume: str | None, c
         yield start
 
 
+LayOut: TypeAlias = Callable[
+    [ExperimentConfig, EngineChoice, Assignment, str | None, Sequence[str]], tuple[ProcessPlan, MakeSite]
+]
+"""Decides where the processes of a run are to be. Gets the configuration, what serves, the assignment without addresses, the token
+and notes; returns the plan of the machine with rank 0, and what starts the processes."""
+
+
+def on_this_machine(
+    config: ExperimentConfig, engine: EngineChoice, assignment: Assignment, token: str | None, notes: Sequence[str]
+) -> tuple[ProcessPlan, MakeSite]:
+    """Put all processes on this machine (a LayOut)."""
+    assignment = assignment.model_copy(update={"server_urls": own_urls(config, config.inference.host)})
+    plan = plan_processes(config, engine=engine, assignment=assignment, token=token, notes=notes)
+    return plan, partial(LocalSite, config, plan)
+
+
 def lead_run(
     config: ExperimentConfig,
     engine: EngineChoice,
@@ -67,11 +83,11 @@ def lead_run(
     *,
     start: Start = Start(),  # noqa: B008 - it is frozen
     purpose: Purpose = "train",
-    nodes: RayNodes | None = None,
     notes: Sequence[str],
+    lay_out: LayOut = on_this_machine,
 ) -> RunOutcome:
-    """Carry out a run whose `config` was checked, in its run directory, which this process holds; `notes` are shown with the plan.
-    `nodes`: the other nodes of a run on several."""
+    """Carry out a run whose `config` was checked, in its run directory, which this process holds; `notes` are shown with the
+    plan."""
     run_dir = RunDir(config.run_path.absolute())
     with writing(run_dir):
         run_dir.create(dump_config(config))
@@ -89,18 +105,7 @@ def lead_run(
             resume_is_named=start.resume_is_named,
             purpose=purpose,
         )
-        if nodes is None:
-            assignment = assignment.model_copy(update={"server_urls": own_urls(config, config.inference.host)})
-        else:
-            assignment = nodes.gather(assignment, token)
-        plan = plan_processes(
-            config,
-            engine=engine,
-            assignment=assignment,
-            token=token,
-            servers=None if nodes is None else range(0),
-            notes=(*start.notes, *notes),
-        )
+        plan, make_site = lay_out(config, engine, assignment, token, (*start.notes, *notes))
         with writing(run_dir):
             write_atomically(run_dir.plan, plan.describe())
         output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
@@ -122,7 +127,7 @@ def lead_run(
         display.views.append(status)
         if purpose == "train":
             display.views.append(Advisor(display, every_steps=config.record.advise_every_steps, run_dir=run_dir))
-        outcome = supervise(config, plan, display, nodes)
+        outcome = supervise(config, plan.assignment, display, make_site)
         state = {0: FINISHED, 1: FAILED}.get(outcome.exit_code, STOPPED)
         status.end(state, exit_code=outcome.exit_code, error=outcome.error)
         return outcome
@@ -161,21 +166,15 @@ class Advisor(View):
 
 def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunDir, output: Output) -> None:
     """Say how the run ended, then write its report. A signal ends that, and changes no exit code."""
-    if not config.record.report:
-        report_end(outcome, run_dir, output)
-        return
+    report = run_dir.report if config.record.report else None
     problem: str | None = None
     try:
         with exit_on_signals():
-            report_end(outcome, run_dir, output, report=run_dir.report)
-            problem = write_report(run_dir, outcome.exit_code)
+            report_end(outcome, run_dir, output, report=report)
+            if report is not None:
+                problem = _write_report(run_dir, outcome.exit_code)
     except (KeyboardInterrupt, SystemExit):
         problem = "a signal ended it"
-    warn_of_report(problem, run_dir, output)
-
-
-def warn_of_report(problem: str | None, run_dir: RunDir, output: Output) -> None:
-    """Say why there is no report, if there is none."""
     if problem is not None:
         again = shlex.join(["grpo-async", "report", str(run_dir.root)])
         output.warn(f"report.html was not written: {plain(problem)}; try again: {again}")
@@ -199,7 +198,7 @@ def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: 
     output.console.file.flush()  # whatever comes after it
 
 
-def write_report(run_dir: RunDir, exit_code: int) -> str | None:
+def _write_report(run_dir: RunDir, exit_code: int) -> str | None:
     """Write the report; returns why there is none. A child writes it: reading a large store takes memory and may fail in a library,
     and neither is to touch the end of the run. An exception in this process (a signal) ends the child, too."""
     timeout_s = _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S
@@ -208,10 +207,8 @@ def write_report(run_dir: RunDir, exit_code: int) -> str | None:
         done = subprocess.run(
             command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, timeout=timeout_s, start_new_session=True, check=False
         )
-    except subprocess.TimeoutExpired:
-        return f"it was not finished after {timeout_s:g} s"
-    except OSError as error:
-        return str(error)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return message_of(error)
     if done.returncode == 0:
         return None
     said = last_line(done.stderr.decode(errors="replace")) if done.returncode > 0 else ""

@@ -203,9 +203,9 @@ class _Server:
             self._tell("starting", f"restart {self._in_a_row}", **({"url": child.url} if child.url else {}))
         if not servers.has_trainer:
             self._count_as_serving()
-        await first_of([child], [self._asked])
+        await first_of([child.exited], [self._asked])
         if child.is_running:
-            await first_of([child], [], _OWN_END_S)
+            await first_of([child.exited], [], _OWN_END_S)
         if child.is_running:
             return f"was killed: {self._asked_reason}"
         self._asked.clear()

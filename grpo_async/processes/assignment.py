@@ -61,13 +61,8 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def control_socket(self) -> Path:
-        """Socket of the launcher, for rank 0 (processes.control)."""
+        """Socket of the launcher (processes.control)."""
         return self.private_dir / "control"
-
-    @property
-    def heartbeat_socket(self) -> Path:
-        """Socket of the launcher for heartbeats (launch.watcher)."""
-        return self.private_dir / "heartbeat"
 
     @property
     def file_store(self) -> Path | None:

@@ -128,10 +128,11 @@ def main(mode: str, folder: Path) -> None:
 
     def work(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
         modes = Modes(folder, assignment, control)
-        control.send("phase", name="training")
+        if assignment.rank == 0:
+            control.send("phase", name="training")
         getattr(modes, mode.replace("-", "_"))()
 
-    run_process("trainer rank", work)
+    run_process(work)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from grpo_async.errors import ConfigError
 from grpo_async.launch.signals import Signals, exit_on_signals
 from grpo_async.launch.start import launch
-from grpo_async.launch.watcher import Watcher
+from grpo_async.launch.supervise import RunDirWatch
 from grpo_async.processes.assignment import Assignment
 from grpo_async.run_directory import RunDir
 from tests.launch.support import LauncherProcess, make_config
@@ -105,6 +105,10 @@ def test_after_the_event_loop_a_signal_still_leaves_time_to_clean_up() -> None:
         assert signal.getsignal(signal.SIGTERM) is before is not signal.SIG_DFL
 
 
+def _log(folder: Path) -> str:
+    return (folder / "runs" / "test" / "logs" / "latest" / "trainer.log").read_text()
+
+
 @pytest.mark.clock  # heartbeats of seconds
 def test_a_trainer_whose_gil_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
     """A regular expression that backtracks, in a thread: nothing within the process can say anything anymore. The warning
@@ -119,8 +123,7 @@ def test_a_trainer_whose_gil_is_held_is_named_with_the_place_in_the_code(tmp_pat
         status = launcher.status()
         assert status["state"] == "failed"
         assert f"pid {rank_0}" in status["last_warning"]["text"]
-    stacks = (tmp_path / "runs" / "test" / "logs" / "latest" / "stacks_trainer_rank_0.txt").read_text()
-    assert stacks.count("Thread") > 1
+    assert _log(tmp_path).count("Thread 0x") > 1
 
 
 def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None:
@@ -132,8 +135,7 @@ def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None
         assert "SIGSTOP" in launcher.output
         assert (tmp_path / "asked_to_stop").exists(), "it was asked to save"
         assert launcher.left() == {}
-    logs = tmp_path / "runs" / "test" / "logs" / "latest"
-    assert "in obey_stop" in (logs / "stacks_trainer_rank_0.txt").read_text()
+    assert "in obey_stop" in _log(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["deleted", "emptied", "renamed", "replaced"])
@@ -143,20 +145,17 @@ def test_a_run_directory_that_is_gone_is_noticed(tmp_path: Path, disk: str, kind
         run, other = Path(folder) / "run", Path(folder) / "other"
         run_dir = RunDir(run)
         run_dir.create("run: {}")
-        assignment = Assignment(run_dir=run_dir, attempt_dir=run_dir.new_attempt(), private_dir=tmp_path)
-        watcher = Watcher(assignment, make_config(tmp_path), pytest.fail)
-        assert watcher.lost_run_dir() is None
+        watch = RunDirWatch(Assignment(run_dir=run_dir, attempt_dir=run_dir.new_attempt(), private_dir=tmp_path))
+        assert watch.lost() is None
         if kind in ("renamed", "replaced"):
             run.rename(other)
         if kind == "replaced":  # by a copy: half of the run would go on writing elsewhere
             shutil.copytree(other, run, symlinks=True)
         if kind == "deleted":
             shutil.rmtree(run)
-        if (
-            kind == "emptied"
-        ):  # by an `rm -rf` that could not remove the directory, because status.json was written again
-            subprocess.run(["find", str(run), "-mindepth", "1", "-delete"], check=True)
-        assert f"the run directory {run} was deleted or renamed" in str(watcher.lost_run_dir())
+        if kind == "emptied":  # by an `rm -rf` that could not remove the directory: status.json was written again
+            subprocess.run(["find", str(run), "-mindepth", "1", "-delete"], check=True, timeout=60)
+        assert f"the run directory {run} was deleted or renamed" in str(watch.lost())
 
 
 def test_a_run_whose_directory_is_gone_fails_by_its_name(tmp_path: Path) -> None:
