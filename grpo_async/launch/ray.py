@@ -138,11 +138,6 @@ class _Remote:
             raise ConfigError(
                 f"other versions are installed on {place.host} than on the node with rank 0: {', '.join(others)}"
             )
-        if place.engine.engine != lead.engine.engine:
-            raise ConfigError(
-                f"{place.host} would serve with {place.engine.engine}, and the node with rank 0 with {lead.engine.engine}; set "
-                "inference.engine"
-            )
 
 
 class _RemoteChild(Child):
@@ -328,7 +323,7 @@ class Cluster:
     def _url(self, remote: _Remote) -> str:
         if remote.place is None:
             return ""
-        return own_urls(self._config, remote.place.address, ports=[remote.place.port])[0]
+        return own_urls(self._config, remote.place.address, [remote.place.port])[0]
 
 
 class NodeActor:
@@ -348,7 +343,7 @@ class NodeActor:
             os.chdir(self._directory)
         except OSError as error:
             raise ConfigError(
-                f"{host}: {error}: there the command was typed; code, data and run.dir have to be on a file system that all nodes share"
+                f"{host}: {error}; code, data and run.dir have to be on a file system that all nodes share"
             ) from error
         os.environ.update(self._variables)
         engine = choose_engine(config)

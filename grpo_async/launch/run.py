@@ -35,6 +35,7 @@ from grpo_async.launch.signals import exit_on_signals
 from grpo_async.launch.site import LocalSite
 from grpo_async.launch.supervise import MakeSite, RunOutcome, supervise
 from grpo_async.processes.assignment import Assignment, Purpose
+from grpo_async.processes.machine import free_ports
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.files import write_atomically
@@ -71,7 +72,9 @@ def on_this_machine(
     config: ExperimentConfig, engine: EngineChoice, assignment: Assignment, token: str | None, notes: Sequence[str]
 ) -> tuple[ProcessPlan, MakeSite]:
     """Put all processes on this machine (a LayOut)."""
-    assignment = assignment.model_copy(update={"server_urls": own_urls(config, config.inference.host)})
+    inference = config.inference
+    ports = free_ports(inference.host, 0 if inference.urls else inference.max_replicas)
+    assignment = assignment.model_copy(update={"server_urls": own_urls(config, inference.host, ports)})
     plan = plan_processes(config, engine=engine, assignment=assignment, token=token, notes=notes)
     return plan, partial(LocalSite, config, plan)
 

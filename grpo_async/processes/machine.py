@@ -107,7 +107,8 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
 
 
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, ...], int | None]:
-    """Entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory of the smallest in bytes (None: not known).
+    """Return the entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory in bytes of the smallest GPU that the
+    machine has (None: it is not known).
 
     nvidia-smi says what there is, and CUDA_VISIBLE_DEVICES which of it is meant; as in CUDA an index that does not exist hides what
     follows it. A torch built for CPUs can use none of them.
@@ -119,7 +120,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     if is_torch_for_cpus() or (wanted is not None and wanted[0] in ("", "-1")):
         return (), None
     try:
-        found = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
+        sizes = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
     except RunError as error:
         if wanted is not None:  # the variable is all that is known
             return tuple(takewhile(lambda part: part not in ("", "-1"), wanted)), None
@@ -128,18 +129,12 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
                 f"this machine has GPUs, and {error}, or say in CUDA_VISIBLE_DEVICES which to use"
             ) from error
         return (), None
-    if wanted is None:
-        return tuple(map(str, range(len(found)))), min(found, default=None) if all(found) else None
-    visible: list[str] = []
-    for part in wanted:
-        if not part or (part.lstrip("-").isdecimal() and not 0 <= int(part) < len(found)):
-            break
-        visible.append(part)
-    if not all(part.isdecimal() for part in visible):
-        return tuple(visible), None  # a UUID, perhaps of a slice
-    if environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":  # else CUDA counts in its own order
-        found = [found[int(part)] for part in visible]
-    return tuple(visible), min(found) if visible and all(found) else None
+
+    def is_there(part: str) -> bool:  # a UUID, perhaps of a slice, is believed
+        return bool(part) and (not part.lstrip("-").isdecimal() or 0 <= int(part) < len(sizes))
+
+    visible = tuple(map(str, range(len(sizes)))) if wanted is None else tuple(takewhile(is_there, wanted))
+    return visible, min(sizes) if visible and all(sizes) else None
 
 
 def has_gpu_devices() -> bool:

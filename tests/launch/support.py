@@ -63,7 +63,7 @@ def make_plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: A
         assignment=Assignment(
             run_dir=run_dir,
             attempt_dir=run_dir.logs / "attempt_3",
-            server_urls=own_urls(config, config.inference.host, ports=ports),
+            server_urls=own_urls(config, config.inference.host, ports),
             **{"private_dir": Path("/private"), **given},
         ),
         machine=machine,
