@@ -281,6 +281,11 @@ def server_log(index: int, number: int) -> str:
     return "server.log" if number == 1 else f"server_{index}.log"
 
 
+def trainer_log(rank: int) -> str:
+    """Name of the log of the trainer on a machine."""
+    return f"trainer_node{rank}.log" if rank else "trainer.log"
+
+
 def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] | None) -> dict[str, str]:
     """Environment of one process: thread counts of OpenMP, MKL and OpenBLAS, and the GPUs that it may see (None: as they are)."""
     libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -341,7 +346,7 @@ def _trainer(
             *("-m", "grpo_async.trainer.main"),
         ),
         environment=environment,
-        log_name="trainer.log" if node.rank == 0 else f"trainer_node{node.rank}.log",
+        log_name=trainer_log(node.rank),
         num_processes=launch.num_trainer_ranks,
         threads=launch.trainer_threads,
         gpus=gpus or (),

@@ -18,7 +18,6 @@ import platform
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +34,7 @@ from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError, RunError
 from grpo_async.launch.children import Child, log_file, private_folder
 from grpo_async.launch.gpus import fill_dtypes, gpus_of_a_server
-from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes, server_log, server_name
+from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes, server_log, server_name, trainer_log
 from grpo_async.launch.prepare import check_start
 from grpo_async.launch.run import end_with_report, lead_run, prepared
 from grpo_async.launch.signals import exit_on_signals
@@ -104,49 +103,44 @@ class _Place(NamedTuple):
     machine: Machine
     versions: Mapping[str, str]
 
-
-@dataclass(slots=True)
-class _Remote:
-    """One NodeActor: what it is for, and where it is, as soon as that is known."""
-
-    name: str
-    actor: Any
-    looked: Any
-    place: _Place | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.place is None else f"{self.name} ({plain(self.place.host)}, {self.place.address})"
-
-    def locate(self) -> _Place:
-        """Wait until it has looked around."""
-        try:
-            self.place = self.place or ray.get(self.looked)
-        except RayTaskError as error:
-            raise ConfigError(f"{self.name}: {_cause(error)}") from None
-        except RayActorError:
-            raise RunError(f"{self.name} was lost before it began") from None
-        assert self.place is not None
-        return self.place
-
     def check_like(self, lead: _Place) -> None:
-        place = self.locate()
+        """Raise ConfigError where this node has other versions than that of rank 0."""
         if others := [
-            f"{name} {ours} -> {place.versions[name]}"
+            f"{name} {ours} -> {self.versions[name]}"
             for name, ours in lead.versions.items()
-            if place.versions[name] != ours
+            if self.versions[name] != ours
         ]:
             raise ConfigError(
-                f"other versions are installed on {place.host} than on the node with rank 0: {', '.join(others)}"
+                f"other versions are installed on {self.host} than on the node with rank 0: {', '.join(others)}"
             )
 
 
 class _RemoteChild(Child):
-    """A process on another node. It is killed with its actor. `messages`: what it says, the last of which is its exit status."""
+    """The process of one NodeActor, which ends with its actor. It has `looked` at its node before it is begun."""
 
-    def __init__(self, remote: _Remote, log: Path, messages: Any, receive: Callable[[Mapping[str, Any]], None]) -> None:
-        self.name, self.log = str(remote), log
-        self._actor = remote.actor
+    def __init__(self, name: str, actor: Any, looked: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self.looked = looked
         self._problem: str | None = None
+
+    def locate(self) -> _Place:
+        """Wait until it has looked around.
+
+        Raises:
+            ConfigError: its node lacks something that the run needs.
+        """
+        try:
+            place: _Place = ray.get(self.looked)
+        except RayTaskError as error:
+            raise ConfigError(f"{self.name}: {_cause(error)}") from None
+        except RayActorError:
+            raise RunError(f"{self.name} was lost before it began") from None
+        return place
+
+    def begin(self, place: _Place, log: Path, messages: Any, receive: Callable[[Mapping[str, Any]], None]) -> None:
+        """`messages`: what the process says, the last of which is its exit status."""
+        self.name, self.log = f"{self.name} ({plain(place.host)}, {place.address})", log
         self.exited = asyncio.ensure_future(self._receive(messages, receive))
 
     @property
@@ -154,7 +148,7 @@ class _RemoteChild(Child):
         return self._problem or super().end
 
     def terminate(self) -> None:
-        ray.kill(self._actor)  # when its node is lost, it may only be cut off
+        ray.kill(self.actor)  # when its node is lost, it may only be cut off
 
     kill = terminate
 
@@ -205,8 +199,7 @@ class Cluster:
 
     def __init__(self, config: ExperimentConfig, places: Any, bundle: Mapping[str, int]) -> None:
         self._config = config
-        self._all: list[_Remote] = []
-        self._servers: list[_Remote] = []
+        self._actors: list[Any] = []
         number = 0 if config.inference.urls else config.inference.max_replicas
         self.server_names = [server_name(index, number) for index in range(number)]
         self._trainers = [
@@ -219,7 +212,8 @@ class Cluster:
             )
             for rank in range(config.launch.trainer_nodes)
         ]
-        self._wait_for(self._trainers, len(self._trainers), "the machines that train")
+        looked, timeout_s = [trainer.looked for trainer in self._trainers], config.launch.placement_timeout_s
+        _wait_for(looked, len(looked), "the machines that train", timeout_s)
         self.lead = self._trainers[0].locate()
 
     def lay_out(
@@ -230,18 +224,11 @@ class Cluster:
         token: str | None,
         notes: Sequence[str],
     ) -> tuple[ProcessPlan, MakeSite]:
-        """Find places for the servers that the run needs; returns the plan of the node with rank 0 (see run.LayOut)."""
+        """Plan the node with rank 0 (see run.LayOut). Where servers are is known when each has found its place."""
         self._config = config
-        self._servers = [self._place_server(name) for name in self.server_names]
-        least = min(len(self._servers), config.inference.min_replicas)
-        self._wait_for(self._servers, least, "room for the servers")
-        for remote in (*self._trainers, *self._servers):
-            if ray.wait([remote.looked], timeout=0.0)[0]:
-                remote.check_like(self.lead)
-        address = self.lead.address
-        node = Node(count=config.launch.trainer_nodes, address=address, port=self.lead.port, own_address=address)
-        urls = tuple(map(self._url, self._servers))
         self._plan = partial(plan_processes, config, engine=engine, token=token)
+        address, urls = self.lead.address, ("",) * len(self.server_names)
+        node = Node(count=config.launch.trainer_nodes, address=address, port=self.lead.port, own_address=address)
         assignment = assignment.model_copy(update={"node": node, "server_urls": urls})
         plan = self._plan(assignment=assignment, machine=self.lead.machine, servers=range(0), notes=notes)
         self._assignment = plan.assignment
@@ -249,8 +236,8 @@ class Cluster:
 
     def kill(self) -> None:
         """End every actor; their processes die with them."""
-        for remote in self._all:
-            ray.kill(remote.actor)
+        for actor in self._actors:
+            ray.kill(actor)
 
     # ---- supervise.Site ----
 
@@ -263,27 +250,42 @@ class Cluster:
         yield  # processes end with their actors
 
     async def spawn_server(self, index: int, num_restarts: int) -> Child:
-        """Start a server as soon as there is room for it, on any node."""
-        if num_restarts:
-            self._servers[index] = self._place_server(self.server_names[index])
-        remote = self._servers[index]
-        await asyncio.wait([asyncio.wrap_future(remote.looked.future())])
-        remote.check_like(self.lead)
+        """Start a server as soon as there is room for it, on any node.
+
+        Raises:
+            DeadlineError: there is no room for one that the run needs from its beginning.
+        """
+        inference, launch, gpus = (
+            self._config.inference,
+            self._config.launch,
+            gpus_of_a_server(self._config, self.lead.engine),
+        )
+        child = self._start(
+            self.server_names[index],
+            trains=False,
+            num_gpus=gpus,
+            num_cpus=1 if gpus else inference.threads,
+            scheduling_strategy="SPREAD",
+        )
+        timeout_s = launch.placement_timeout_s if index < inference.min_replicas and not num_restarts else None
+        found = asyncio.wrap_future(child.looked.future())
+        if not (await asyncio.wait([found], timeout=timeout_s))[0]:
+            raise _no_room("room for the servers", launch.placement_timeout_s)
+        place = child.locate()
         urls = list(self._assignment.server_urls)
-        urls[index] = self._url(remote)
-        self._assignment = self._assignment.model_copy(update={"server_urls": tuple(urls)})
-        log = server_log(index, len(urls))
-        child = self._spawn(remote, Node(), log, num_restarts, trains=False, servers=range(index, index + 1))
+        (urls[index],) = own_urls(self._config, place.address, [place.port])
         child.url = urls[index]
-        return child
+        log, number = server_log(index, len(urls)), range(index, index + 1)
+        assignment = self._assignment.model_copy(update={"node": Node(), "server_urls": tuple(urls)})
+        return self._begin(child, place, assignment, log, num_restarts, trains=False, servers=number)
 
     async def spawn_trainers(self) -> Sequence[Child]:
         """Start torchrun on each node that trains; that of rank 0 is the first."""
-        logs = ["trainer.log", *(f"trainer_node{rank}.log" for rank in range(1, len(self._trainers)))]
-        return [
-            self._spawn(remote, self._assignment.node.model_copy(update={"rank": rank}), log, servers=range(0))
-            for rank, (remote, log) in enumerate(zip(self._trainers, logs, strict=True))
-        ]
+        for rank, child in enumerate(self._trainers):
+            node = self._assignment.node.model_copy(update={"rank": rank})
+            assignment = self._assignment.model_copy(update={"node": node})
+            self._begin(child, child.locate(), assignment, trainer_log(rank), servers=range(0))
+        return self._trainers
 
     def send(self, kind: str, **content: Any) -> None:
         """Tell the trainer, now or when it connects."""
@@ -292,38 +294,26 @@ class Cluster:
     async def read_the_rest(self) -> None:
         """All that a process has said comes before its end."""
 
-    def silent(self) -> str | None:
-        """Nothing is known of it here."""
-        return None
+    # ---- actors ----
 
-    def _spawn(self, remote: _Remote, node: Node, log: str, num_restarts: int = 0, **options: Any) -> _RemoteChild:
-        node = node.model_copy(update={"own_address": remote.locate().address})
-        assignment = self._assignment.model_copy(update={"node": node})
-        stream = remote.actor.run.options(num_returns="streaming")
-        messages = stream.remote(self._config, partial(self._plan, **options), assignment, num_restarts)
-        return _RemoteChild(remote, log_file(assignment.attempt_dir, log, num_restarts), messages, self._receive)
-
-    # ---- places ----
-
-    def _place_server(self, name: str) -> _Remote:
-        """Ask Ray for a place for a server, on any node."""
-        gpus = gpus_of_a_server(self._config, self.lead.engine)
-        num_cpus = 1 if gpus else self._config.inference.threads
-        return self._start(name, trains=False, num_gpus=gpus, num_cpus=num_cpus, scheduling_strategy="SPREAD")
-
-    def _start(self, name: str, *, trains: bool, **options: Any) -> _Remote:
+    def _start(self, name: str, *, trains: bool, **options: Any) -> _RemoteChild:
+        """Ask Ray for a place for an actor."""
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
         actor = ray.remote(NodeActor).options(**options).remote(os.getcwd(), variables)
-        self._all.append(_Remote(name, actor, actor.look.remote(self._config, trains=trains)))
-        return self._all[-1]
+        self._actors.append(actor)
+        return _RemoteChild(name, actor, actor.look.remote(self._config, trains=trains))
 
-    def _wait_for(self, remotes: Sequence[_Remote], number: int, what: str) -> None:
-        _wait_for([remote.looked for remote in remotes], number, what, self._config.launch.placement_timeout_s)
-
-    def _url(self, remote: _Remote) -> str:
-        if remote.place is None:
-            return ""
-        return own_urls(self._config, remote.place.address, [remote.place.port])[0]
+    def _begin(
+        self, child: _RemoteChild, place: _Place, assignment: Assignment, log: str, num_restarts: int = 0, **part: Any
+    ) -> Child:
+        """Let an actor start its process. `part`: what plan_processes is told of it."""
+        place.check_like(self.lead)
+        node = assignment.node.model_copy(update={"own_address": place.address})
+        assignment = assignment.model_copy(update={"node": node})
+        stream = child.actor.run.options(num_returns="streaming")
+        messages = stream.remote(self._config, partial(self._plan, **part), assignment, num_restarts)
+        child.begin(place, log_file(assignment.attempt_dir, log, num_restarts), messages, self._receive)
+        return child
 
 
 class NodeActor:
@@ -406,12 +396,12 @@ def _resources(resources: Mapping[str, float]) -> str:
 def _wait_for(references: Sequence[Any], number: int, what: str, timeout_s: float) -> None:
     """Wait until `number` of Ray's references are there."""
     ends_at = time.monotonic() + timeout_s
-    while number and len(ray.wait(list(references), num_returns=number, timeout=_POLL_S)[0]) < number:
+    while len(ray.wait(list(references), num_returns=number, timeout=_POLL_S)[0]) < number:
         if time.monotonic() > ends_at:
-            free, whole = _resources(ray.available_resources()), _resources(ray.cluster_resources())
-            raise DeadlineError(
-                what,
-                waited_s=timeout_s,
-                setting="launch.placement_timeout_s",
-                hint=f"Free in the cluster: {free}, of {whole} in all; see `ray status`.",
-            )
+            raise _no_room(what, timeout_s)
+
+
+def _no_room(what: str, timeout_s: float) -> DeadlineError:
+    free, whole = _resources(ray.available_resources()), _resources(ray.cluster_resources())
+    hint = f"Free in the cluster: {free}, of {whole} in all; see `ray status`."
+    return DeadlineError(what, waited_s=timeout_s, setting="launch.placement_timeout_s", hint=hint)

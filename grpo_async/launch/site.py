@@ -48,7 +48,6 @@ class LocalSite:
             warn,
         )
         self.send = self._control.send
-        self.silent = self._watcher.silent
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -52,7 +52,6 @@ class Site(Protocol):
     async def spawn_trainers(self) -> Sequence[Child]: ...
     def send(self, kind: str, **content: Any) -> None: ...
     async def read_the_rest(self) -> None: ...
-    def silent(self) -> str | None: ...
 
 
 MakeSite: TypeAlias = Callable[[Callable[[Mapping[str, Any]], None], Callable[[str], None]], Site]
@@ -70,29 +69,20 @@ class RunOutcome:
     has_lost_a_node: bool = False
 
 
-class RunDirWatch:
-    """Notices that the run directory was deleted, emptied, renamed or replaced."""
-
-    def __init__(self, assignment: Assignment) -> None:
-        # the run directory itself may survive `rm -rf`, by a file that is written meanwhile, or be another one of that name; nobody
-        # replaces this file, and while it is open no other can get its inode
-        self._root = assignment.run_dir.root
-        self._file = attempt_config(assignment.attempt_dir)
-        self._descriptor = os.open(self._file, os.O_RDONLY)
-
-    def lost(self) -> str | None:
-        """Return what happened and what to do, or None."""
-        try:
-            if os.path.samestat(os.stat(self._file), os.fstat(self._descriptor)):
-                return None
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError:  # a file system that cannot be reached for a while
-            return None
+def lost_run_dir(assignment: Assignment) -> str | None:
+    """Look whether the run directory is still there; return what happened and what to do, or None."""
+    try:
+        os.stat(
+            attempt_config(assignment.attempt_dir)
+        )  # the directory itself may survive `rm -rf`: status.json is written meanwhile
+    except (FileNotFoundError, NotADirectoryError):
         return (
-            f"the run directory {self._root} was deleted or renamed during the run; rename it back and continue with --resume, or "
-            "begin again"
+            f"the run directory {assignment.run_dir.root} was deleted or renamed during the run; rename it back and continue with "
+            "--resume, or begin again"
         )
+    except OSError:  # a file system that cannot be reached for a while
+        pass
+    return None
 
 
 def supervise(config: ExperimentConfig, assignment: Assignment, display: Display, make_site: MakeSite) -> RunOutcome:
@@ -112,7 +102,6 @@ class Supervisor:
         self._assignment = assignment
         self._display = display
         self._signals = Signals()
-        self._run_dir_watch = RunDirWatch(assignment)
         self._site = make_site(self._on_message, display.warning)
         tell_trainer = partial(self._site.send, "server_event")
         self._servers = Servers(
@@ -141,7 +130,7 @@ class Supervisor:
         lost: str | None = None
         while lost is None:
             await asyncio.sleep(_LOOK_S)  # back-off until the next look; cancelled with the run
-            lost = await asyncio.wrap_future(in_thread(self._run_dir_watch.lost, name="watch-run-dir"))
+            lost = await asyncio.wrap_future(in_thread(partial(lost_run_dir, self._assignment), name="watch-run-dir"))
         self._fail(lost)
 
     async def _wait(self, *events: asyncio.Event, timeout_s: float | None = None) -> None:
@@ -189,7 +178,6 @@ class Supervisor:
             return await self._finish(exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
         reason = "a second signal" if is_second else f"it did not stop within launch.stop_timeout_s: {timeout_s:g} s"
-        reason = "; ".join(filter(None, [reason, self._site.silent()]))
         error = f"{signals.first.name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
         return RunOutcome(exit_code=signals.exit_code, error=error)
 
@@ -211,7 +199,7 @@ class Supervisor:
         lost = next((trainer for trainer in self._trainers if trainer.is_lost), None)
         if lost is not None:  # which explains every failure of a rank
             return f"{lost.name} {lost.end}"
-        cause = "\nafter that ".join(filter(None, [self._site.silent(), self._explain()]))
+        cause = self._explain()
         if not cause or failed.exited.result() < 0:
             return "\n".join(filter(None, [cause, f"the {failed.describe_end()}"]))
         return f"{cause}\nlog: {failed.log}"
@@ -232,7 +220,7 @@ class Supervisor:
             self._trouble.set()
 
     def _failed(self, what: str) -> RunOutcome:
-        if (lost := self._run_dir_watch.lost()) is not None:
+        if (lost := lost_run_dir(self._assignment)) is not None:
             return RunOutcome(exit_code=1, error=lost)
         # where all rewards are equal, a resume of the same run would end in the same way
         how = "" if read_equal_rewards(what) is not None else self._how_to_continue()

@@ -67,11 +67,6 @@ class Watcher:
         """Take a sign of life."""
         self._processes[message["pid"]] = _Process(message["name"], message["pid"], time.monotonic())
 
-    def silent(self) -> str | None:
-        """Describe the process that the user was warned of, which is the cause of what fails after it; None: there is none."""
-        warned = [process for process in self._processes.values() if process.is_warned_of]
-        return min(warned, key=lambda process: process.seen_at).describe(time.monotonic()) if warned else None
-
     async def watch(self) -> None:
         """Look every second, until a process is given up."""
         looked_at, has_failed = time.monotonic(), False
@@ -91,8 +86,7 @@ class Watcher:
         if silent_s < INTERVAL_S:
             return False
         if not is_running(process.pid):  # others say how it has ended
-            if not process.is_warned_of:
-                del self._processes[process.pid]
+            del self._processes[process.pid]
         elif silent_s >= self._timeout_s:
             text, written = process.describe(now), self._log.stat().st_size
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

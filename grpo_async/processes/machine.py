@@ -81,9 +81,9 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
+def weights_host(config: ExperimentConfig, urls: Sequence[str], own_address: str = "") -> str:
     """Master address of the weight group: `weights.host`, else the address of this machine that the first of `urls` on another
-    machine reaches, else loopback. Only right on the machine of trainer rank 0.
+    machine reaches, else `own_address` in a cluster, else loopback. Only right on the machine of trainer rank 0.
 
     Raises:
         ConfigError: that server's name is not known, or no route leads there.
@@ -100,7 +100,7 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
             return own_address_towards(address, parts.port or 80)
         except OSError as error:
             raise ConfigError(f"the server {url} cannot be reached from this machine: {error}") from error
-    return LOOPBACK
+    return own_address or LOOPBACK
 
 
 # ---- GPUs ----

@@ -190,7 +190,7 @@ def _open_transport(assignment: Assignment, context: TrainerContext, stack: Exit
     num_bytes = sum(spec.num_bytes for spec in context.parameters.specs)
     transport = WeightTransport(
         assignment.transport,
-        host=weights_host(context.config, assignment.server_urls),
+        host=weights_host(context.config, assignment.server_urls, assignment.node.own_address),
         bucket_bytes=choose_bucket_bytes(settings, num_bytes, device=context.device),
         timeout_s=settings.timeout_s,
         device=context.device,

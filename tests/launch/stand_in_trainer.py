@@ -52,9 +52,6 @@ class Modes:
             (self.folder / "asked_to_stop").touch()
             self.control.send("summary", summary={"status": "stopped", **SUMMARY})
 
-    def silent(self) -> None:
-        pass
-
     def finish(self) -> None:
         self.control.send("evaluation", when="before", metrics={"reward": 0.4})
         for step in (1, 2):
@@ -71,13 +68,6 @@ class Modes:
 
     def hold(self) -> None:
         threading.Thread(target=holds_the_gil, daemon=True).start()
-        self.ignore_stop()
-
-    def fail_when_told(self) -> None:
-        if self.assignment.rank == 1:
-            leave_pid(self.folder, "ready")
-            signal.sigwait({signal.SIGUSR1})
-            raise TimeoutError("rank 0 sends nothing")
         self.ignore_stop()
 
     def full_disk(self) -> None:

@@ -147,14 +147,6 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
     assert {path.name for path in _logs(tmp_path).iterdir()} == names
 
 
-def test_a_run_with_servers_of_somebody_else_hears_of_them_and_finishes(tmp_path: Path) -> None:
-    """`inference.urls`: the trainer tells that they serve, and asks for no restart."""
-    with _served(tmp_path, urls=["http://127.0.0.1:9"]) as launcher:
-        launcher.wait_for_line("servers serve")
-        _signal(launcher, "rank0", signal.SIGUSR2)
-        assert launcher.end() == 0, launcher.output
-
-
 def test_a_signal_ends_the_wait_before_a_restart(tmp_path: Path) -> None:
     with _served(tmp_path, restart_delay_s=50.0) as launcher:
         _begin(launcher)
