@@ -1,6 +1,6 @@
 """The launcher with stand-ins for its children: `python -m tests.launch.driver JSON`, see `LauncherProcess`.
 
-Options: folder; trainer and server (modes of the stand-ins, or a server that is "missing"); torchrun; stop_timeout_s; inference and
+Options: folder; trainer and server (modes of the stand-ins); torchrun; stop_timeout_s; inference and
 launch (values of these sections).
 """
 
@@ -31,8 +31,6 @@ def main(options: dict[str, Any]) -> int:
             trainer = replace(trainer, command=(*(torchrun if options["torchrun"] else (sys.executable,)), *rank))
         names = ["server"] if len(plan.servers) == 1 else [f"server{index}" for index in range(len(plan.servers))]
         command = (sys.executable, str(HERE / "stand_in_server.py"), options["server"], str(folder))
-        if options["server"] == "missing":
-            command = ("/no/such/program",)
         servers = [replace(spec, command=(*command, name)) for spec, name in zip(plan.servers, names, strict=True)]
         return replace(plan, servers=tuple(servers), trainer=trainer)
 

@@ -78,6 +78,8 @@ def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_pat
     assert "note: 3 compute threads on 2 CPUs" in text  # 2 ranks + 1 server
     assert "note: look here" in text
     assert "optimizer.warmup_steps: 5 is cut to 2" in text  # the steps of the run
+    assert "weights    gloo: trainer and server are on the CPU; requests in flight: keep_kv (weights.mode)\n" in text
+    assert "server     http://127.0.0.1:4711\n" in text
     assert "very-secret" not in text
     assert all("very-secret" not in part for spec in plan.processes for part in spec.command)
 
@@ -98,21 +100,8 @@ def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reach
     assert [dict(pairwise(spec.command))["--port"] for spec in plan.servers] == ["4711", "4712", "4713"]
     assert [spec.name for spec in plan.servers] == [f"inference server {index}" for index in range(3)]
     assert [spec.log_name for spec in plan.servers] == ["server_0.log", "server_1.log", "server_2.log"]
-    assert "server     http://127.0.0.1:4712\n" in plan.describe()
-    plan = make_plan(make_config(tmp_path, inference={"host": "::1"}, weights={"mode": "keep_kv"}))
+    plan = make_plan(make_config(tmp_path, inference={"host": "::1"}))
     assert plan.assignment.server_urls == ("http://[::1]:4711",)
-    text = plan.describe()
-    assert "weights    gloo: " in text
-    assert "requests in flight: keep_kv (weights.mode)" in text
-
-
-@pytest.mark.parametrize("engine", ["embedded", "vllm"])
-def test_sleep_is_refused_where_no_server_can_sleep(tmp_path: Path, engine: Any) -> None:
-    """Else every server would be taken for a broken one at the first step."""
-    config = make_config(tmp_path, inference={"vllm": {"sleep_while_training": True}}, rollout={"max_staleness": 0})
-    choice = EngineChoice(engine=engine, reason="", on_gpu=False)
-    with pytest.raises(ConfigError, match=f"sleep_while_training: .* the engine is {engine} without a GPU"):
-        make_plan(config, engine=choice)
 
 
 def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the_trainer_has_gpus(
@@ -163,26 +152,19 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
     assert [note for note in shares.notes if "not used" in note] == idle
 
 
-def test_servers_beside_a_trainer_on_the_cpu_have_their_own_gpus_whatever_colocate_says(tmp_path: Path) -> None:
-    config = make_config(tmp_path, launch={"device": "cpu", "colocate": True}, inference={"replicas": 2})
-    assert share_gpus(config, VLLM_ON_GPU, ("0", "1")).servers == (("0",), ("1",))
-    with pytest.raises(ConfigError, match="this machine has 1 GPU for the run, and it needs 2 for 2 servers"):
-        share_gpus(config, VLLM_ON_GPU, ("0",))
-
-
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "parallel", "colocate", "words"),
+    ("gpus", "launch", "parallel", "words"),
     [
         # the servers would be on trainer GPUs 0 to 3, with 6 and 7 idle
-        (8, 6, 4, False, r"6 for the trainer's ranks .*launch\.ray.*launch\.colocate: true"),
-        (1, 3, 1, True, "3 for the trainer's ranks .*lower them"),
-        (2, 1, 4, True, "4 for 1 server of 4"),
+        (8, {"num_trainer_ranks": 6}, 4, r"6 for the trainer's ranks .*launch\.ray.*launch\.colocate: true"),
+        (1, {"num_trainer_ranks": 3, "colocate": True}, 1, "3 for the trainer's ranks .*lower them"),
+        (2, {"colocate": True}, 4, "4 for 1 server of 4"),
+        (1, {"device": "cpu", "colocate": True}, 2, "it needs 2 for 1 server"),  # nothing to share with
     ],
 )
 def test_too_few_gpus_are_an_error_that_says_what_to_do(
-    tmp_path: Path, gpus: int, ranks: int, parallel: int, colocate: bool, words: str
+    tmp_path: Path, gpus: int, launch: dict[str, Any], parallel: int, words: str
 ) -> None:
-    launch = {"num_trainer_ranks": ranks, "colocate": colocate}
     config = make_config(tmp_path, launch=launch, inference={"vllm": {"tensor_parallel_size": parallel}})
     with pytest.raises(ConfigError, match=rf"launch: this machine has {gpus} GPU.*{words}"):
         share_gpus(config, VLLM_ON_GPU, tuple(map(str, range(gpus))))
@@ -250,6 +232,14 @@ def test_the_transport_fits_the_devices_and_what_does_not_is_refused_but_for_glo
     else:
         kind, reason = plan_transport(config, engine, shares)
         assert (kind, reason[: len(found[1])]) == found
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_sleep_is_refused_where_no_server_can_sleep(tmp_path: Path, engine: Any) -> None:
+    """Else every server would be taken for a broken one at the first step."""
+    config = make_config(tmp_path, inference={"vllm": {"sleep_while_training": True}}, rollout={"max_staleness": 0})
+    with pytest.raises(ConfigError, match=f"sleep_while_training: .* the engine is {engine} without a GPU"):
+        make_plan(config, engine=EngineChoice(engine=engine, reason=""))
 
 
 def test_ports_that_are_chosen_together_differ() -> None:

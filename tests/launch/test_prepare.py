@@ -83,6 +83,7 @@ def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
 
 def test_a_new_or_empty_directory_is_taken_and_an_existing_run_refused_with_the_three_ways_out(tmp_path: Path) -> None:
     config = make_config(tmp_path)
+    _refused(config, "there is no run in", resume="latest")
     assert check_start(config, resume=None, clean=False).resume_step is None
     config.run_path.mkdir(parents=True)
     assert check_start(config, resume=None, clean=False).resume_step is None
@@ -99,6 +100,7 @@ def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Pat
     assert (named.resume_step, named.resume_is_named) == (9, True)
     _refused(config, "--resume 3", "2, 9, 10", resume="3")
     _refused(config, "--resume last", "latest, best, and the steps 2, 9, 10", resume="last")
+    _refused(config, "exclude each other", resume="latest", clean=True)
     by_path = check_start(config, resume=str(run_dir.checkpoint(2)), clean=False)
     assert (by_path.resume_step, by_path.resume_is_named) == (2, True)
     run_dir.evaluation_log.write_text(
@@ -147,14 +149,6 @@ def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp
     run_dir.config.write_text("a_key: of that version\n")
     for resume in ("latest", "2", "best"):
         _refused(config, f"--resume {resume}: ", "has format 2, of another version", resume=resume)
-
-
-def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    _refused(config, "there is no run in", resume="latest")
-    _old_run(config)
-    _refused(config, "--resume 3", "no checkpoint", resume="3")
-    _refused(config, "exclude each other", resume="latest", clean=True)
 
 
 @pytest.mark.parametrize(

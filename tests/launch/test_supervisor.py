@@ -13,7 +13,8 @@ import pytest
 
 from grpo_async.errors import ConfigError
 from grpo_async.launch.start import launch
-from tests.launch.support import LauncherProcess, make_config
+from tests.launch.support import START_S, LauncherProcess, make_config
+from tests.support.waiting import eventually
 
 
 def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kin
     reader, writer = os.pipe() if kind == "pipe" else os.openpty()
     with LauncherProcess(tmp_path, trainer="obey-stop", stdout=writer) as launcher:
         os.close(writer)
-        launcher.wait_for_phase("training")
+        assert eventually(lambda: launcher.status().get("phase") == "training", START_S), launcher.status()
         os.close(reader)
         launcher.process.send_signal(number)
         assert launcher.end() == 143
