@@ -202,7 +202,7 @@ def plan_processes(
     environment = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
         **({TOKEN_VARIABLE: token} if token else {}),
     }
     if (interface := interface_of(node.own_address)) is not None:  # gloo and NCCL listen there only
@@ -210,11 +210,11 @@ def plan_processes(
         environment |= {name: interface for name in names if not os.environ.get(name)}
     if sys.platform == "linux" and engine.engine != "external" and node.is_alone and trains:
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
-    specs = _servers(config, engine, assignment, machine, environment, memory, shares, servers)
+    specs = _servers(config, engine, assignment, environment, memory, shares, servers)
     trainer = None
     if trains:
         assignment = assignment.model_copy(update={"on_gpu": trains_on_gpu(config, machine.gpus)})
-        trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
+        trainer = _trainer(config, assignment, environment, shares.trainer, memory=memory.trainer)
     started = specs if trainer is None else (*specs, trainer)
     return ProcessPlan(
         run_name=config.run.name,
@@ -231,7 +231,6 @@ def _servers(
     config: ExperimentConfig,
     engine: EngineChoice,
     assignment: Assignment,
-    machine: Machine,
     common: Mapping[str, str],
     memory: MemoryPlan,
     shares: GpuShares,
@@ -252,7 +251,7 @@ def _servers(
         ProcessSpec(
             name=server_name(index, len(urls)),
             command=(
-                *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
+                *(sys.executable, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
                 *("--port", str(urlsplit(urls[index]).port or 0)),
                 *set_options(overrides),
             ),
@@ -296,7 +295,6 @@ def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] 
 def _trainer(
     config: ExperimentConfig,
     assignment: Assignment,
-    machine: Machine,
     common: Mapping[str, str],
     gpus: tuple[str, ...] | None,
     *,
@@ -341,7 +339,7 @@ def _trainer(
     return ProcessSpec(
         name="trainer",
         command=(
-            *(machine.python, "-m", "grpo_async.launch.torchrun"),
+            *(sys.executable, "-m", "grpo_async.launch.torchrun"),
             *(str(word) for option in options.items() for word in option),
             *("-m", "grpo_async.trainer.main"),
         ),

@@ -39,7 +39,7 @@ from grpo_async.launch.prepare import check_start
 from grpo_async.launch.run import end_with_report, lead_run, prepared
 from grpo_async.launch.signals import exit_on_signals
 from grpo_async.launch.site import LocalSite
-from grpo_async.launch.supervise import MakeSite, RunOutcome
+from grpo_async.launch.supervise import RunOutcome
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.processes.machine import Machine, free_ports, inspect_machine
 from grpo_async.run_directory import RunDir
@@ -87,10 +87,10 @@ def run_on_ray(config: ExperimentConfig, *, resume: str | None, clean: bool, out
 def _attempt(config: ExperimentConfig, run_dir: RunDir, resume: str | None, clean: bool, output: Output) -> RunOutcome:
     with _placed(config, output) as cluster:
         engine = cluster.lead.engine
-        config = fill_dtypes(config, engine, cluster.lead.machine.gpus)
+        config = cluster.config = fill_dtypes(config, engine, cluster.lead.machine.gpus)
         notes = check_inputs(config, engine=engine, is_here=False)
         with prepared(config, run_dir, resume=resume, clean=clean) as start:
-            return lead_run(config, engine, output, start=start, notes=notes, lay_out=cluster.lay_out)
+            return lead_run(config, engine, output, start=start, notes=notes, site=cluster)
 
 
 class _Place(NamedTuple):
@@ -195,10 +195,11 @@ class Cluster:
 
     Attributes:
         lead: where rank 0 is.
+        config: with the dtypes of the devices there.
     """
 
     def __init__(self, config: ExperimentConfig, places: Any, bundle: Mapping[str, int]) -> None:
-        self._config = config
+        self.config = config
         self._actors: list[Any] = []
         number = 0 if config.inference.urls else config.inference.max_replicas
         self.server_names = [server_name(index, number) for index in range(number)]
@@ -217,22 +218,16 @@ class Cluster:
         self.lead = self._trainers[0].locate()
 
     def lay_out(
-        self,
-        config: ExperimentConfig,
-        engine: EngineChoice,
-        assignment: Assignment,
-        token: str | None,
-        notes: Sequence[str],
-    ) -> tuple[ProcessPlan, MakeSite]:
-        """Plan the node with rank 0 (see run.LayOut). Where servers are is known when each has found its place."""
-        self._config = config
-        self._plan = partial(plan_processes, config, engine=engine, token=token)
+        self, engine: EngineChoice, assignment: Assignment, token: str | None, notes: Sequence[str]
+    ) -> ProcessPlan:
+        """Plan the node with rank 0. Where servers are is known when each has found its place."""
+        self._plan = partial(plan_processes, self.config, engine=engine, token=token)
         address, urls = self.lead.address, ("",) * len(self.server_names)
-        node = Node(count=config.launch.trainer_nodes, address=address, port=self.lead.port, own_address=address)
+        node = Node(count=len(self._trainers), address=address, port=self.lead.port, own_address=address)
         assignment = assignment.model_copy(update={"node": node, "server_urls": urls})
         plan = self._plan(assignment=assignment, machine=self.lead.machine, servers=range(0), notes=notes)
         self._assignment = plan.assignment
-        return plan, self._site
+        return plan
 
     def kill(self) -> None:
         """End every actor; their processes die with them."""
@@ -241,13 +236,13 @@ class Cluster:
 
     # ---- supervise.Site ----
 
-    def _site(self, receive: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]) -> Cluster:
-        self._receive = receive
-        return self
-
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        yield  # processes end with their actors
+    async def running(
+        self, receive: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
+    ) -> AsyncIterator[None]:
+        """Processes end with their actors."""
+        self._receive = receive
+        yield
 
     async def spawn_server(self, index: int, num_restarts: int) -> Child:
         """Start a server as soon as there is room for it, on any node.
@@ -256,9 +251,9 @@ class Cluster:
             DeadlineError: there is no room for one that the run needs from its beginning.
         """
         inference, launch, gpus = (
-            self._config.inference,
-            self._config.launch,
-            gpus_of_a_server(self._config, self.lead.engine),
+            self.config.inference,
+            self.config.launch,
+            gpus_of_a_server(self.config, self.lead.engine),
         )
         child = self._start(
             self.server_names[index],
@@ -273,7 +268,7 @@ class Cluster:
             raise _no_room("room for the servers", launch.placement_timeout_s)
         place = child.locate()
         urls = list(self._assignment.server_urls)
-        (urls[index],) = own_urls(self._config, place.address, [place.port])
+        (urls[index],) = own_urls(self.config, place.address, [place.port])
         child.url = urls[index]
         log, number = server_log(index, len(urls)), range(index, index + 1)
         assignment = self._assignment.model_copy(update={"node": Node(), "server_urls": tuple(urls)})
@@ -301,7 +296,7 @@ class Cluster:
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
         actor = ray.remote(NodeActor).options(**options).remote(os.getcwd(), variables)
         self._actors.append(actor)
-        return _RemoteChild(name, actor, actor.look.remote(self._config, trains=trains))
+        return _RemoteChild(name, actor, actor.look.remote(self.config, trains=trains))
 
     def _begin(
         self, child: _RemoteChild, place: _Place, assignment: Assignment, log: str, num_restarts: int = 0, **part: Any
@@ -311,7 +306,7 @@ class Cluster:
         node = assignment.node.model_copy(update={"own_address": place.address})
         assignment = assignment.model_copy(update={"node": node})
         stream = child.actor.run.options(num_returns="streaming")
-        messages = stream.remote(self._config, partial(self._plan, **part), assignment, num_restarts)
+        messages = stream.remote(self.config, partial(self._plan, **part), assignment, num_restarts)
         child.begin(place, log_file(assignment.attempt_dir, log, num_restarts), messages, self._receive)
         return child
 
@@ -360,8 +355,8 @@ class NodeActor:
 
         with private_folder() as private:
             planned = plan(assignment=assignment.model_copy(update={"private_dir": private}))
-            site = LocalSite(config, planned, messages.put_nowait, warn)
-            async with site.running():
+            site = LocalSite(config, planned)
+            async with site.running(messages.put_nowait, warn):
                 self._site = site
                 self._begun.set()
                 trainers = await site.spawn_trainers() if planned.trainer is not None else ()

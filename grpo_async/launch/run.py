@@ -9,12 +9,11 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console
 
@@ -29,13 +28,11 @@ from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launch.children import private_folder
-from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock, writing
 from grpo_async.launch.signals import exit_on_signals
 from grpo_async.launch.site import LocalSite
-from grpo_async.launch.supervise import MakeSite, RunOutcome, supervise
+from grpo_async.launch.supervise import RunOutcome, Site, supervise
 from grpo_async.processes.assignment import Assignment, Purpose
-from grpo_async.processes.machine import free_ports
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.files import write_atomically
@@ -61,24 +58,6 @@ def prepared(config: ExperimentConfig, run_dir: RunDir, *, resume: str | None, c
         yield start
 
 
-LayOut: TypeAlias = Callable[
-    [ExperimentConfig, EngineChoice, Assignment, str | None, Sequence[str]], tuple[ProcessPlan, MakeSite]
-]
-"""Decides where the processes of a run are to be. Gets the configuration, what serves, the assignment without addresses, the token
-and notes; returns the plan of the machine with rank 0, and what starts the processes."""
-
-
-def on_this_machine(
-    config: ExperimentConfig, engine: EngineChoice, assignment: Assignment, token: str | None, notes: Sequence[str]
-) -> tuple[ProcessPlan, MakeSite]:
-    """Put all processes on this machine (a LayOut)."""
-    inference = config.inference
-    ports = free_ports(inference.host, 0 if inference.urls else inference.max_replicas)
-    assignment = assignment.model_copy(update={"server_urls": own_urls(config, inference.host, ports)})
-    plan = plan_processes(config, engine=engine, assignment=assignment, token=token, notes=notes)
-    return plan, partial(LocalSite, config, plan)
-
-
 def lead_run(
     config: ExperimentConfig,
     engine: EngineChoice,
@@ -87,10 +66,10 @@ def lead_run(
     start: Start = Start(),  # noqa: B008 - it is frozen
     purpose: Purpose = "train",
     notes: Sequence[str],
-    lay_out: LayOut = on_this_machine,
+    site: Site | None = None,
 ) -> RunOutcome:
     """Carry out a run whose `config` was checked, in its run directory, which this process holds; `notes` are shown with the
-    plan."""
+    plan. `site`: None is this machine."""
     run_dir = RunDir(config.run_path.absolute())
     with writing(run_dir):
         run_dir.create(dump_config(config))
@@ -108,7 +87,8 @@ def lead_run(
             resume_is_named=start.resume_is_named,
             purpose=purpose,
         )
-        plan, make_site = lay_out(config, engine, assignment, token, (*start.notes, *notes))
+        site = site or LocalSite(config)
+        plan = site.lay_out(engine, assignment, token, (*start.notes, *notes))
         with writing(run_dir):
             write_atomically(run_dir.plan, plan.describe())
         output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
@@ -130,7 +110,7 @@ def lead_run(
         display.views.append(status)
         if purpose == "train":
             display.views.append(Advisor(display, every_steps=config.record.advise_every_steps, run_dir=run_dir))
-        outcome = supervise(config, plan.assignment, display, make_site)
+        outcome = supervise(config, plan.assignment, display, site)
         state = {0: FINISHED, 1: FAILED}.get(outcome.exit_code, STOPPED)
         status.end(state, exit_code=outcome.exit_code, error=outcome.error)
         return outcome

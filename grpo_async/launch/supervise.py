@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
@@ -28,11 +28,13 @@ from grpo_async.display.progress import Example
 from grpo_async.findings.messages import read_equal_rewards
 from grpo_async.launch.children import Child, first_of
 from grpo_async.launch.children import end as end_children
+from grpo_async.launch.plan import ProcessPlan
 from grpo_async.launch.servers import Servers
 from grpo_async.launch.signals import Signals
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.heartbeat import RankEnd
 from grpo_async.run_directory import attempt_config
+from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.concurrency import in_background, in_thread
 from grpo_async.utils.safe_text import plain
 
@@ -45,17 +47,26 @@ _NOTICE_S = 5.0  # torchrun notices a death within this; it kills ranks that out
 class Site(Protocol):
     """Where the processes of a run are: this machine (launch.site), or a cluster (launch.ray)."""
 
+    def lay_out(
+        self, engine: EngineChoice, assignment: Assignment, token: str | None, notes: Sequence[str]
+    ) -> ProcessPlan:
+        """Return the plan of the machine with rank 0. `assignment` has no addresses yet; `notes` are added to the plan."""
+        ...
+
     @property
     def server_names(self) -> Sequence[str]: ...
-    def running(self) -> AbstractAsyncContextManager[None]: ...
+
+    def running(
+        self, receive: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Run while the context is open. `receive` gets every message of the trainer (processes.control) but for signs of life, and
+        {"kind": "silent", "text": ..., "is_back": ...} when there are none; `warn` gets sentences for the user."""
+        ...
+
     async def spawn_server(self, index: int, num_restarts: int) -> Child: ...
     async def spawn_trainers(self) -> Sequence[Child]: ...
     def send(self, kind: str, **content: Any) -> None: ...
     async def read_the_rest(self) -> None: ...
-
-
-MakeSite: TypeAlias = Callable[[Callable[[Mapping[str, Any]], None], Callable[[str], None]], Site]
-"""Gets `receive` and `warn`, as `LocalSite` describes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +96,10 @@ def lost_run_dir(assignment: Assignment) -> str | None:
     return None
 
 
-def supervise(config: ExperimentConfig, assignment: Assignment, display: Display, make_site: MakeSite) -> RunOutcome:
+def supervise(config: ExperimentConfig, assignment: Assignment, display: Display, site: Site) -> RunOutcome:
     """Start the processes of a run, and end them; `display` shows what they report. Call it from the main thread, for signals."""
     with display:
-        return asyncio.run(Supervisor(config, assignment, display, make_site).run())
+        return asyncio.run(Supervisor(config, assignment, display, site).run())
 
 
 class Supervisor:
@@ -97,16 +108,14 @@ class Supervisor:
     _trainers: Sequence[Child]
     _training: asyncio.Task[Child | None]
 
-    def __init__(self, config: ExperimentConfig, assignment: Assignment, display: Display, make_site: MakeSite) -> None:
+    def __init__(self, config: ExperimentConfig, assignment: Assignment, display: Display, site: Site) -> None:
         self._config = config
         self._assignment = assignment
         self._display = display
         self._signals = Signals()
-        self._site = make_site(self._on_message, display.warning)
-        tell_trainer = partial(self._site.send, "server_event")
-        self._servers = Servers(
-            config.inference, self._site.server_names, self._site.spawn_server, display, tell_trainer
-        )
+        self._site = site
+        tell_trainer = partial(site.send, "server_event")
+        self._servers = Servers(config.inference, site.server_names, site.spawn_server, display, tell_trainer)
         self._has_begun = False
         self._ends: list[RankEnd] = []
         self._summary: Mapping[str, Any] | None = None
@@ -118,8 +127,9 @@ class Supervisor:
         """Start, watch, end."""
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals.installed())
+            site = self._site.running(self._on_message, self._display.warning)
             watching = in_background(self._watch_run_dir(), name="run directory")
-            for context in (self._site.running(), watching, self._servers.running()):
+            for context in (site, watching, self._servers.running()):
                 await stack.enter_async_context(context)
             self._trainers = await self._site.spawn_trainers()
             self._training = asyncio.create_task(_first_failure(self._trainers))

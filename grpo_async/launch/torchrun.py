@@ -5,19 +5,16 @@ Run as `python -m grpo_async.launch.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.heartbeat import RankEnd, keep_alive
+from grpo_async.processes.heartbeat import RankEnd
 from grpo_async.utils.processes import importing_much
 
 
 def main() -> int:
-    control = ControlClient(Assignment.from_environment().control_socket)
-    keep_alive(control, "torchrun", timeout_s=math.inf)
     with importing_much():
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,6 +24,7 @@ def main() -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        control = ControlClient(Assignment.from_environment().control_socket)
         for rank, end in failures:
             RankEnd.of_status(rank, end.exitcode, end.pid, end.timestamp).report(control)
         control.close()

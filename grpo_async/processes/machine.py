@@ -6,10 +6,9 @@ import importlib.metadata
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,26 +27,17 @@ _DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that the run may use, `gpu_bytes` is the
-    memory of the smallest (None: not known), `python_path` the caller's PYTHONPATH."""
+    memory of the smallest (None: not known)."""
 
     num_cpus: int = 1
     gpus: tuple[str, ...] = ()
     gpu_bytes: int | None = None
-    python: str = sys.executable
-    working_dir: Path = field(default_factory=Path)
-    python_path: str = ""
 
 
 def inspect_machine() -> Machine:
     """This machine, as the plan sees it."""
     gpus, gpu_bytes = find_gpus()
-    return Machine(
-        num_cpus=usable_cpus(),
-        gpus=gpus,
-        gpu_bytes=gpu_bytes,
-        working_dir=Path.cwd(),
-        python_path=os.environ.get("PYTHONPATH", ""),
-    )
+    return Machine(num_cpus=usable_cpus(), gpus=gpus, gpu_bytes=gpu_bytes)
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from tests.support.configs import merged
 from tests.support.waiting import eventually, is_alive
 
 REPOSITORY = Path(__file__).parents[2]
-MACHINE = Machine(num_cpus=2, python="/py", working_dir=Path("/work dir"), python_path="/lib")
+MACHINE = Machine(num_cpus=2)
 EMBEDDED = EngineChoice(engine="embedded", reason="a test says so")
 EXTERNAL = EngineChoice(engine="external", reason="a test says so")
 VLLM_ON_CPU = EngineChoice(engine="vllm", reason="a test says so")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -21,19 +19,6 @@ def test_a_rank_that_can_write_nowhere_is_shown_with_its_error(tmp_path: Path) -
         assert "trainer rank 1 failed: OSError: [Errno 28] No space left on device: 'metrics.jsonl'" in launcher.output
         assert launcher.left() == {}
         assert list(Path(launcher.temporary).iterdir()) == []  # torchrun makes a folder there by itself
-
-
-@pytest.mark.nightly
-def test_a_torchrun_that_was_stopped_is_named_and_its_ranks_save(tmp_path: Path) -> None:
-    options = {"launch": {"heartbeat_timeout_s": 4.0}}
-    with LauncherProcess(tmp_path, trainer="obey-stop", torchrun=True, **options) as launcher:
-        launcher.wait_for_processes("rank0", "rank1")
-        torchrun = psutil.Process(launcher.pids()["rank0"]).ppid()
-        os.kill(torchrun, signal.SIGSTOP)
-        assert launcher.end() == 1, launcher.output
-        assert f"torchrun (pid {torchrun})" in launcher.output.rpartition("error: ")[2]
-        assert (tmp_path / "asked_to_stop").exists()
-        assert launcher.left() == {}
 
 
 def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder_and_nothing_listens_in_public(tmp_path: Path) -> None:
