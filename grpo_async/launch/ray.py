@@ -1,6 +1,6 @@
 """A run on a Ray cluster (`launch.ray`), for more than one machine: places, the actor that runs a process there, lost nodes.
 
-    the command        the launcher of the run, as on one machine (launch.run); begins again when a node that trains is lost
+    the command        the launcher of the run, as on one machine (launch.start); begins again when a node that trains is lost
      |- NodeActor      in each place of the trainer: torchrun with its ranks
      `- NodeActor      for each start of a server, as soon as there is room anywhere
 
@@ -36,9 +36,9 @@ from grpo_async.launch.children import Child, log_file, private_folder
 from grpo_async.launch.gpus import fill_dtypes, gpus_of_a_server
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes, server_log, server_name, trainer_log
 from grpo_async.launch.prepare import check_start
-from grpo_async.launch.run import end_with_report, lead_run, prepared
 from grpo_async.launch.signals import exit_on_signals
 from grpo_async.launch.site import LocalSite
+from grpo_async.launch.start import end_with_report, lead_run, prepared
 from grpo_async.launch.supervise import RunOutcome
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.processes.machine import Machine, free_ports, inspect_machine

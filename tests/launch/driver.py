@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.launch import run, start
+from grpo_async.launch import site, start
 from grpo_async.launch.plan import ProcessPlan, plan_processes
 from tests.launch.support import make_config
 
@@ -34,7 +34,7 @@ def main(options: dict[str, Any]) -> int:
         servers = [replace(spec, command=(*command, name)) for spec, name in zip(plan.servers, names, strict=True)]
         return replace(plan, servers=tuple(servers), trainer=trainer)
 
-    run.plan_processes = plan_stand_ins  # type: ignore[attr-defined]
+    site.plan_processes = plan_stand_ins  # type: ignore[attr-defined]
     config = make_config(
         folder,
         launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},

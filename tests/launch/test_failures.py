@@ -14,7 +14,7 @@ from rich.console import Console
 
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.launch.run import report_end
+from grpo_async.launch.start import report_end
 from grpo_async.launch.supervise import RunOutcome, explain
 from grpo_async.processes.heartbeat import RankEnd
 from grpo_async.run_directory import RunDir

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.output import Output
-from grpo_async.launch import run
-from grpo_async.launch.run import end_with_report
+from grpo_async.launch import start as run
+from grpo_async.launch.start import end_with_report
 from grpo_async.launch.supervise import RunOutcome
 from grpo_async.run_directory import RunDir
 from tests.launch.support import make_config
