@@ -32,12 +32,13 @@ def main(order: Any) -> NoReturn:
     launcher, own_pid = os.getppid(), os.getpid()
     if sys.platform == "linux":
         prctl("child subreaper", PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
-    command = subprocess.Popen(
+    process = subprocess.Popen(
         order["command"],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(own_pid),
-    ).pid
+    )
+    command = process.pid  # not process.terminate and the like, which would reap it
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
@@ -59,6 +60,8 @@ def main(order: Any) -> NoReturn:
     if os.getppid() != launcher:
         shutil.rmtree(order["folder"], ignore_errors=True)
     if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(own_pid, -code)
     os._exit(code if code >= 0 else 128 - code)
 
