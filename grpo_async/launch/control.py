@@ -73,9 +73,12 @@ class ControlServer:
                     self._all_accepted.set()
                 else:
                     self._on_message(message)
-        except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit, or half of one
-            self._on_broken(f"the control channel broke: {error}")
-        except (LookupError, TypeError) as error:  # without a word the trainer would stop, and nobody would know why
-            self._on_broken(f"the control channel broke: a message cannot be handled: {error!r}")
+        except (
+            ConnectionError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:  # half a line, one over the limit, or an unknown one
+            self._on_broken(f"the control channel broke: {error!r}")  # without a word the trainer would stop
         finally:
             writer.transport.abort()

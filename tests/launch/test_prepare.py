@@ -221,7 +221,7 @@ def test_resume_names_what_changed_and_takes_effect(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epochs(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_path: Path) -> None:
     def config(**training: Any) -> ExperimentConfig:
         return make_config(tmp_path, training={"max_steps": 2, **training})
 
@@ -239,14 +239,6 @@ def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epoc
     assert note.endswith("; whether the run had finished is unknown")
     run_dir.summary.write_text(content)
     _refused(config(max_steps=1), "step 2", "max_steps = 1", resume="latest")
-    run_dir.config.write_text(dump_config(config(max_steps=None, epochs=2.0)))
-    for others in ({}, {"epochs": 1.0}, {"queue_timeout_s": 9.0}):
-        again = config(**{"max_steps": None, "epochs": 2.0, **others})
-        _refused(again, "has finished its 2 steps; raise training.epochs", resume="latest")
-    for longer in ({"max_steps": None, "epochs": 3.0}, {"max_steps": 9}, {"max_steps": 9, "epochs": 3.0}):
-        assert check_start(config(**longer), resume="latest", clean=False).resume_step == 2
-    run_dir.config.write_text(dump_config(config(epochs=2.0)))
-    assert check_start(config(max_steps=9, epochs=2.0), resume="latest", clean=False).resume_step == 2
 
 
 def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
