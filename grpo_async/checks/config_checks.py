@@ -72,13 +72,16 @@ def check_data(config: ExperimentConfig) -> list[str]:
     return found.notes
 
 
-def check_inputs(config: ExperimentConfig, *, engine: EngineChoice, deep: bool = False) -> list[str]:
+def check_inputs(
+    config: ExperimentConfig, *, engine: EngineChoice, deep: bool = False, is_here: bool = True
+) -> list[str]:
     """Look at everything that the configuration names; returns notes (what could not be checked).
 
     Args:
         engine: what serves.
         deep: read all rows, load the tokenizer in any case and measure prompts with it, look at the disk; else only what takes a
             moment.
+        is_here: the run trains on this machine; else `check_node` looks at those where it does.
 
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
@@ -86,7 +89,8 @@ def check_inputs(config: ExperimentConfig, *, engine: EngineChoice, deep: bool =
     found = _InputChecks(config=config, deep=deep)
     found.check_model(engine, trains=True)
     has_model = not found.problems
-    found.check_machine(engine, trains=True)
+    if is_here:
+        found.check_machine(engine, trains=True)
     found.check_data(has_model=has_model)
     if has_model and deep:
         found.check_room()
@@ -97,7 +101,7 @@ def check_inputs(config: ExperimentConfig, *, engine: EngineChoice, deep: bool =
 
 
 def check_node(config: ExperimentConfig, *, engine: EngineChoice, trains: bool) -> None:
-    """Look at what another node than that of rank 0 needs: the model, the optional packages, the devices.
+    """Look at what a node of a cluster needs: the model, the optional packages, the devices.
 
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.

@@ -375,8 +375,6 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
         yield _needs(launch.max_restarts, "{launch.max_restarts}", cluster)
         yield _needs(not isinstance(inference.replicas, int), "inference.replicas: a range", cluster)
     yield _clash(has_ray and launch.colocate, "launch.colocate", "launch.ray", "servers have GPUs of their own there")
-    has_port = has_ray and launch.server_port is not None
-    yield _clash(has_port, "launch.server_port", "launch.ray", "each server takes a free port of its node")
     in_4_bits = lora is not None and lora.load_in_4bit and config.training.cpu_offload
     why = "a base in 4 bits stays on the device"
     yield _clash(in_4_bits, "model.lora.load_in_4bit", "training.cpu_offload", why)

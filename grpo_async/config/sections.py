@@ -1042,9 +1042,8 @@ class InferenceSection(StrictModel):
         Annotated[SmallCount, Tag("number")] | Annotated[ReplicaRange, Tag("range")],
         Discriminator(lambda value: "range" if isinstance(value, dict | ReplicaRange) else "number"),
     ] = 1
-    """Servers that `train`, `serve-vllm` or `serve-embedded` starts; each of vLLM takes as many GPUs as the sizes under `vllm`
-    multiply to. With `launch.ray` they are spread over the cluster, and `{min: 2, max: 16}` lets them come and go with its nodes.
-    With `urls` only the last two commands read it."""
+    """Servers that `train` starts; each of vLLM takes as many GPUs as the sizes under `vllm` multiply to. With `launch.ray` they
+    are spread over the cluster, and `{min: 2, max: 16}` lets them come and go with its nodes. With `urls` it has no effect."""
     host: Host = "127.0.0.1"
     """Address that a spawned server binds. With `launch.ray` each binds that of its node, or all where this is 0.0.0.0."""
     dtype: ComputeDtype | None = None
@@ -1235,8 +1234,6 @@ class LaunchSection(StrictModel):
     colocate: bool = False
     """Put the servers on the GPUs of the trainer's ranks, sharing their memory. false: each has its own GPUs, and if
     there are too few, that is an error. Without GPUs it has no effect."""
-    server_port: int | None = Field(default=None, ge=1024, le=65_000)
-    """Port of the first server; the next ones follow. null = free ones."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: parameters are sharded over all ranks. hybrid: over the ranks of a machine, and replicated over machines (HSDP)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

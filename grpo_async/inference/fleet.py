@@ -423,8 +423,9 @@ class Fleet:
             self.suspect(index)
         else:
             url = message.get("url", tracked.server.url)
-            if url != tracked.server.url:  # on another node than before
-                self._fence(tracked.server, detail, ask=False)
+            if url != tracked.server.url:
+                if tracked.server.url:  # on another node than before
+                    self._fence(tracked.server, detail, ask=False)
                 with self._changing() as changed:
                     self._set(tracked, changed, **self._at(index, url))
             with self._changing() as changed:

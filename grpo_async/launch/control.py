@@ -16,8 +16,8 @@ _BARRIER = "barrier"
 
 
 class ControlServer:
-    """An async context manager. `on_message` is called in the event loop for every message of the trainer, in order;
-    `on_broken` gets a sentence when the channel breaks. `has_connected`: whether a trainer ever has."""
+    """An async context manager. `on_message` is called in the event loop for every message of the trainer's processes, those of
+    each in order; `on_broken` gets a sentence when the channel breaks."""
 
     def __init__(
         self, path: Path, on_message: Callable[[Mapping[str, Any]], None], on_broken: Callable[[str], None]
@@ -28,7 +28,6 @@ class ControlServer:
         self._readers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._all_accepted = asyncio.Event()
         self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
-        self.has_connected = False
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_unix_server(self._accept, self._path, limit=_LINE_LIMIT)
@@ -61,7 +60,6 @@ class ControlServer:
                     await asyncio.wait(self._readers)  # timeout_s at most
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.has_connected = True
         writer.writelines(self._lines)
         task = asyncio.create_task(self._read(reader, writer))
         self._readers[task] = writer
@@ -75,9 +73,12 @@ class ControlServer:
                     self._all_accepted.set()
                 else:
                     self._on_message(message)
-        except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit, or half of one
-            self._on_broken(f"the control channel broke: {error}")
-        except (LookupError, TypeError) as error:  # without a word the trainer would stop, and nobody would know why
-            self._on_broken(f"the control channel broke: a message cannot be handled: {error!r}")
+        except (
+            ConnectionError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:  # half a line, one over the limit, or an unknown one
+            self._on_broken(f"the control channel broke: {error!r}")  # without a word the trainer would stop
         finally:
             writer.transport.abort()

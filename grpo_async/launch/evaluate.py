@@ -33,7 +33,7 @@ from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launch.gpus import fill_dtypes
 from grpo_async.launch.prepare import Start, clear_run_dir
-from grpo_async.launch.run import lead_run
+from grpo_async.launch.start import lead_run
 from grpo_async.launch.supervise import RunOutcome
 from grpo_async.processes.machine import inspect_machine
 from grpo_async.run_directory import RunDir, partial_of

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_async.config import ExperimentConfig
@@ -34,13 +35,11 @@ from grpo_async.launch.gpus import (
     trains_on_gpu,
 )
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
-from grpo_async.processes.machine import Machine, free_ports, inspect_machine, interface_of
+from grpo_async.processes.machine import Machine, inspect_machine, interface_of
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url
 from grpo_async.utils.text import count
-
-_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,26 +109,10 @@ class ProcessPlan:
         return "\n".join(lines) + "\n"
 
 
-def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:
-    """URLs of the servers that this machine starts, one for each of `inference.replicas`; empty when others run them.
-
-    Args:
-        host: address of the machine that the trainer reaches.
-        ports: None: from `launch.server_port` on, or free ones, which nothing holds.
-    """
-    inference, first = config.inference, config.launch.server_port
-    if inference.urls:
-        return ()
-    if ports is None and first is not None:
-        ports = range(first, first + inference.max_replicas)
-    if ports is None:
-        ports = free_ports(host, inference.max_replicas)
-    if max(ports) > _MAX_PORT:
-        raise ConfigError(
-            f"inference.replicas: the servers would need ports up to {max(ports)}, and {_MAX_PORT} is the last"
-        )
+def own_urls(config: ExperimentConfig, host: str, ports: Sequence[int]) -> tuple[str, ...]:
+    """URLs of servers at these ports of `host`, as the trainer reaches them; empty when others run the servers."""
     host = host_in_url(WILDCARDS.get(host, host))
-    return tuple(f"http://{host}:{port}" for port in ports)
+    return () if config.inference.urls else tuple(f"http://{host}:{port}" for port in ports)
 
 
 def plan_dry(
@@ -147,39 +130,30 @@ def plan_dry(
         machine: None: this one.
         plans_memory: estimate memory, for which the model's files are read.
     """
-    machine, launch = machine or inspect_machine(), config.launch
-    is_alone = launch.ray is None
-    engine = choose_engine(config, is_here=is_alone)
-    urls: tuple[str, ...] = ()
-    if is_alone:
-        ports = (0,) * config.inference.max_replicas if launch.server_port is None else None
-        urls = own_urls(config, config.inference.host, ports=ports)
-    else:
-        plans_memory = plans_memory and bool(machine.gpus)
-        machine = replace(machine, gpus=gpus_of_lead(config, machine.gpus))
-        machines, ranks = count(launch.trainer_nodes, "machine"), count(launch.num_trainer_ranks, "rank")
-        least, most = config.inference.min_replicas, config.inference.max_replicas
-        servers = count(most, "server") if least == most else f"{least} to {most} servers"
-        servers = (
-            "servers that run already" if config.inference.urls else f"{servers}, each on a node that has room for it"
-        )
-        notes = (f"launch.ray: {machines} train, with {ranks} each", f"launch.ray: {servers}", *notes)
+    machine, launch, inference = machine or inspect_machine(), config.launch, config.inference
+    machine = replace(machine, gpus=gpus_of_lead(config, machine.gpus))
+    engine = choose_engine(config, is_here=launch.ray is None)
     run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.attempt("N"),
         private_dir=Path(tempfile.gettempdir()) / "grpo-run-RANDOM",
-        server_urls=urls,
         resume_step=resume_step,
-        node=Node() if is_alone else Node(count=launch.trainer_nodes, address="NODE_0", own_address="NODE_0"),
     )
+    if launch.ray is None:
+        changes: dict[str, Any] = {"server_urls": own_urls(config, inference.host, (0,) * inference.max_replicas)}
+    else:
+        changes = {"node": Node(count=launch.trainer_nodes, address="NODE_0", own_address="NODE_0")}
+        trained = f"{count(launch.trainer_nodes, 'machine')} with {count(launch.num_trainer_ranks, 'rank')} each"
+        served = f"{inference.min_replicas} to {inference.max_replicas} servers, each on a node that has room for it"
+        notes = (f"launch.ray: {trained}; {'running servers' if inference.urls else served}", *notes)
     return plan_processes(
         fill_dtypes(config, engine, machine.gpus),
         engine=engine,
-        assignment=assignment,
+        assignment=assignment.model_copy(update=changes),
         machine=machine,
         token=None,
-        servers=None if is_alone else range(0),
+        servers=None if launch.ray is None else range(0),
         plans_memory=plans_memory,
         notes=notes,
     )
@@ -228,7 +202,7 @@ def plan_processes(
     environment = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
         **({TOKEN_VARIABLE: token} if token else {}),
     }
     if (interface := interface_of(node.own_address)) is not None:  # gloo and NCCL listen there only
@@ -236,11 +210,11 @@ def plan_processes(
         environment |= {name: interface for name in names if not os.environ.get(name)}
     if sys.platform == "linux" and engine.engine != "external" and node.is_alone and trains:
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
-    specs = _servers(config, engine, assignment, machine, environment, memory, shares, servers)
+    specs = _servers(config, engine, assignment, environment, memory, shares, servers)
     trainer = None
     if trains:
         assignment = assignment.model_copy(update={"on_gpu": trains_on_gpu(config, machine.gpus)})
-        trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
+        trainer = _trainer(config, assignment, environment, shares.trainer, memory=memory.trainer)
     started = specs if trainer is None else (*specs, trainer)
     return ProcessPlan(
         run_name=config.run.name,
@@ -257,7 +231,6 @@ def _servers(
     config: ExperimentConfig,
     engine: EngineChoice,
     assignment: Assignment,
-    machine: Machine,
     common: Mapping[str, str],
     memory: MemoryPlan,
     shares: GpuShares,
@@ -268,7 +241,7 @@ def _servers(
         return ()
     node, urls = assignment.node, assignment.server_urls
     # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
-    overrides = ["inference.replicas=1"] if config.inference.replicas != 1 else []
+    overrides = []
     if memory.cache_mb is not None:
         overrides.append(f"inference.vllm.kv_cache_mb={memory.cache_mb}")
     if not node.is_alone and config.inference.host not in WILDCARDS:
@@ -278,7 +251,7 @@ def _servers(
         ProcessSpec(
             name=server_name(index, len(urls)),
             command=(
-                *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
+                *(sys.executable, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
                 *("--port", str(urlsplit(urls[index]).port or 0)),
                 *set_options(overrides),
             ),
@@ -307,6 +280,11 @@ def server_log(index: int, number: int) -> str:
     return "server.log" if number == 1 else f"server_{index}.log"
 
 
+def trainer_log(rank: int) -> str:
+    """Name of the log of the trainer on a machine."""
+    return f"trainer_node{rank}.log" if rank else "trainer.log"
+
+
 def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] | None) -> dict[str, str]:
     """Environment of one process: thread counts of OpenMP, MKL and OpenBLAS, and the GPUs that it may see (None: as they are)."""
     libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -317,7 +295,6 @@ def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] 
 def _trainer(
     config: ExperimentConfig,
     assignment: Assignment,
-    machine: Machine,
     common: Mapping[str, str],
     gpus: tuple[str, ...] | None,
     *,
@@ -362,12 +339,12 @@ def _trainer(
     return ProcessSpec(
         name="trainer",
         command=(
-            *(machine.python, "-m", "grpo_async.launch.torchrun"),
+            *(sys.executable, "-m", "grpo_async.launch.torchrun"),
             *(str(word) for option in options.items() for word in option),
             *("-m", "grpo_async.trainer.main"),
         ),
         environment=environment,
-        log_name="trainer.log" if node.rank == 0 else f"trainer_node{node.rank}.log",
+        log_name=trainer_log(node.rank),
         num_processes=launch.num_trainer_ranks,
         threads=launch.trainer_threads,
         gpus=gpus or (),

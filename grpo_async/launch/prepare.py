@@ -7,7 +7,6 @@ ends), so two runs never write the same files.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import re
 import shutil
@@ -201,22 +200,18 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
     attempts = [attempt_config(run_dir.attempt(number)) for number in run_dir.attempts()]
     # of the attempt before, as it began: config.yaml may have been edited since, and be what this resume reads
     last = load_config(next((each for each in reversed(attempts) if each.is_file()), run_dir.config))
-    is_over, setting = config.num_steps <= step, "max_steps"
-    if config.training.epochs is not None:  # how many steps they make is known to the trainer only
-        old, new = last.training, config.training
-        is_longer = (new.epochs or 0) > (old.epochs or 0) or (new.max_steps or math.inf) > (old.max_steps or math.inf)
-        is_over, setting = not is_longer, "epochs"
-    elif config.num_steps < step:
-        raise ConfigError(
-            f"--resume: step {step} of the checkpoint is beyond training.max_steps = {config.num_steps}; raise it, or `--resume N`"
-        )
     problems: list[str] = []
-    summary = read_object(run_dir.summary, problems)
-    # where it has fewer steps, evaluation or export are still to be done
-    if is_over and summary.get("status") == FINISHED and summary.get("steps") == step:
-        raise ConfigError(
-            f"--resume: the run in {run_dir.root} has finished its {count(step, 'step')}; raise training.{setting} to train on"
-        )
+    if config.training.epochs is None:  # how many steps they make is known to the trainer only
+        summary, steps = read_object(run_dir.summary, problems), config.num_steps
+        if steps < step:
+            raise ConfigError(
+                f"--resume: step {step} of the checkpoint is beyond training.max_steps = {steps}; raise it, or `--resume N`"
+            )
+        # where the summary has fewer steps, evaluation or export are still to be done
+        if (steps, summary.get("status"), summary.get("steps")) == (step, FINISHED, step):
+            raise ConfigError(
+                f"--resume: the run in {run_dir.root} has finished its {count(step, 'step')}; raise training.max_steps to train on"
+            )
     notes = [f"{each}; whether the run had finished is unknown" for each in problems]
     notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
     changed = differences([each.model_dump(mode="json") for each in (last, config)])

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.display.display import Display
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.launch.children import Child, end, first_of
+from grpo_async.launch.children import Child, end, first_of, kill
 from grpo_async.launch.signals import Signals
 from grpo_async.utils.concurrency import all_of, in_background
 from grpo_async.utils.retry import backoff_s
@@ -34,9 +34,6 @@ _RESTART_RESET_S = 600.0  # the count of a server that has served for so long is
 class Servers:
     """The servers `names` of a run, by their index.
 
-    Args:
-        tell_trainer: None: there is no trainer that says when a server serves, so one that was started counts as serving.
-
     Attributes:
         lost: set when the run cannot continue without its servers; `failure` says why.
         has_served: whether a server has ever served: then there may be steps to save.
@@ -48,18 +45,15 @@ class Servers:
         names: Sequence[str],
         spawn: Spawn,
         display: Display,
-        tell_trainer: TellTrainer | None,
+        tell_trainer: TellTrainer,
     ) -> None:
-        self.spawn, self.display = spawn, display
-        self.has_trainer = tell_trainer is not None
-        self.tell_trainer: TellTrainer = tell_trainer or (lambda **_: None)
+        self.inference, self.spawn, self.display, self.tell_trainer = inference, spawn, display, tell_trainer
         self.is_stopping = False
         self.has_served = False
-        self.is_elastic = inference.min_replicas < len(names)
         self.lost = asyncio.Event()
         self.failure: str | None = None
-        self._lost: dict[int, str] = {}  # why
-        self._all = [_Server(index, name, self, inference) for index, name in enumerate(names)]
+        self._given_up: list[str] = []  # why
+        self._all = [_Server(index, name, self) for index, name in enumerate(names)]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -71,8 +65,7 @@ class Servers:
     @property
     def children(self) -> list[Child]:
         """Those that run."""
-        children = [server.child for server in self._all]
-        return [child for child in children if child is not None and child.is_running]
+        return [server.child for server in self._all if server.child is not None and server.child.is_running]
 
     def stop_restarting(self) -> None:
         """The run stops: from now on a server may end."""
@@ -89,6 +82,7 @@ class Servers:
             return
         server = self._all[message["index"]]
         if message["kind"] == "server_serving":
+            self.has_served = True
             server.mark_serving(message["num_restarts"])
         else:
             server.ask_restart(str(message["reason"]), message["num_restarts"])
@@ -98,66 +92,65 @@ class Servers:
         self.failure = self.failure or failure
         self.lost.set()
 
-    def give_up(self, index: int, why: str, log_tail: str) -> None:
+    def give_up(self, why: str, log_tail: str) -> None:
         """A server does not come back. The run continues as long as there is another."""
-        self._lost[index] = why
-        if left := len(self._all) - len(self._lost):
+        self._given_up.append(why)
+        if left := len(self._all) - len(self._given_up):
             self.display.warning(f"{why}; the run continues with {left} of {len(self._all)}")
         else:
-            self.fail("\n".join([*self._lost.values(), log_tail]))
+            self.fail("\n".join([*self._given_up, log_tail]))
 
 
 class _Server:
     """One server over all its restarts. Messages from before the last restart are ignored. A server that ends before it has ever
     served cannot start, and ends the run, unless that needs fewer and others serve."""
 
-    def __init__(self, index: int, name: str, servers: Servers, inference: InferenceSection) -> None:
+    def __init__(self, index: int, name: str, servers: Servers) -> None:
         self.name = name
         self.child: Child | None = None
         self._index = index
         self._servers = servers
-        self._inference = inference
         self._num_restarts = 0
         self._in_a_row = 0  # restarts, see inference.max_restarts
         self._serving_since: float | None = None
         self._has_served = False
         self._asked = asyncio.Event()
         self._asked_reason = ""
-        self._down_since: float | None = None
 
     async def keep_running(self) -> None:
         """Start the server, and again whenever its process ends or the trainer asks for it, until it is lost."""
-        servers, most = self._servers, self._inference.max_restarts
+        servers, inference = self._servers, self._servers.inference
+        most, is_elastic = inference.max_restarts, inference.min_replicas < inference.max_replicas
         while True:
-            how = await self._run()
+            self.child, was_asked = None, False
+            try:
+                self.child = await servers.spawn(self._index, self._num_restarts)
+                how, was_asked = await self._run(self.child)
+            except GrpoAsyncError as error:
+                how = f"could not be started: {error}"
             is_lost = self.child is not None and self.child.is_lost
-            was_asked = self._asked.is_set()
-            now = time.monotonic()
-            self._down_since = self._down_since or now
-            if self._serving_since is not None and now - self._serving_since >= _RESTART_RESET_S:
+            if self._serving_since is not None and time.monotonic() - self._serving_since >= _RESTART_RESET_S:
                 self._in_a_row = 0
             self._serving_since = None
-            goes_on = self._has_served or was_asked or is_lost or (servers.is_elastic and servers.has_served)
+            goes_on = self._has_served or was_asked or is_lost or (is_elastic and servers.has_served)
             if goes_on:
                 self._tell("exited", how)
-            end_of_log = f"{self.name} {how}"
+            end_of_log = f"the {self.name} {how}"
             if self.child is not None:
-                await self.child.kill_all()
-                end_of_log = self.child.describe_end(how)
-            self.child = None
-            self._asked.clear()
+                await kill([self.child])
+                end_of_log = f"the {self.child.describe_end(how)}"
             if not goes_on:
-                servers.fail(f"the {end_of_log}")
+                servers.fail(end_of_log)
                 return
             if is_lost:
                 servers.display.warning(f"the {self.name} {how}; it starts again where there is room")
             elif self._in_a_row >= most:
                 after = f"after {count(most, 'consecutive restart')} (inference.max_restarts)"
                 self._tell("given_up", f"{how}, {after}")
-                servers.give_up(self._index, f"the {self.name} was given up {after}: it {how}", f"the {end_of_log}")
+                servers.give_up(f"the {self.name} was given up {after}: it {how}", end_of_log)
                 return
             else:
-                delay_s = backoff_s(self._in_a_row, self._inference.restart_delay_s, MAX_RESTART_DELAY_S)
+                delay_s = backoff_s(self._in_a_row, inference.restart_delay_s, MAX_RESTART_DELAY_S)
                 self._in_a_row += 1
                 restart = f"restart {self._in_a_row} of {most}"
                 servers.display.warning(f"the {self.name} {how}; {restart} in {delay_s:g} s")
@@ -166,17 +159,11 @@ class _Server:
 
     def mark_serving(self, num_restarts: int) -> None:
         """The trainer has brought its weights to this server. `num_restarts`: those that the trainer knew of."""
-        self._servers.has_served = True
         if num_restarts != self._num_restarts:
             return
-        if self._down_since is not None:
-            took_s = time.monotonic() - self._down_since
-            self._servers.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
-        self._count_as_serving()
-
-    def _count_as_serving(self) -> None:
-        self._has_served = self._servers.has_served = True
-        self._down_since, self._serving_since = None, time.monotonic()
+        if num_restarts and self._serving_since is None:
+            self._servers.display.note(f"the {self.name} serves again")
+        self._has_served, self._serving_since = True, time.monotonic()
 
     def ask_restart(self, reason: str, num_restarts: int) -> None:
         """The trainer wants a restart. Ignored while one is under way: the trainer may have asked before it heard of that. When the
@@ -185,31 +172,24 @@ class _Server:
             return
         if self._servers.is_stopping:
             self.child.kill()
-            return
         self._asked_reason = reason
         self._asked.set()
 
-    async def _run(self) -> str:
-        """Start the process and wait until it ends or the trainer asks for a restart; returns what completes "the server ..."."""
-        servers = self._servers
-        try:
-            child = await servers.spawn(self._index, self._num_restarts)
-        except GrpoAsyncError as error:
-            return f"could not be started: {error}"
-        self.child, self.name = child, child.name
+    async def _run(self, child: Child) -> tuple[str, bool]:
+        """Wait until the process ends or the trainer asks for a restart; returns what completes "the server ...", and whether the
+        trainer has asked."""
+        self.name = child.name
+        self._asked.clear()
         if self._num_restarts:
-            servers.display.note(f"the {self.name} starts again (log: {child.log.name})")
+            self._servers.display.note(f"the {self.name} starts again (log: {child.log.name})")
         if self._num_restarts or child.url is not None:
             self._tell("starting", f"restart {self._in_a_row}", **({"url": child.url} if child.url else {}))
-        if not servers.has_trainer:
-            self._count_as_serving()
-        await first_of([child], [self._asked])
+        await first_of([child.exited], [self._asked])
         if child.is_running:
-            await first_of([child], [], _OWN_END_S)
+            await first_of([child.exited], [], _OWN_END_S)
         if child.is_running:
-            return f"was killed: {self._asked_reason}"
-        self._asked.clear()
-        return child.end
+            return f"was killed: {self._asked_reason}", True
+        return child.end, False
 
     def _tell(self, event: str, detail: str, **more: str) -> None:
         self._servers.tell_trainer(

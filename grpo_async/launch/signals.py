@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,15 +13,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @contextmanager
 def handling(take: Callable[[signal.Signals], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Call `take` with each of these signals that arrives, but for a SIGHUP that is ignored on purpose, as under nohup. No other
-    thread than the main one may set handlers: there it is without effect (a node of a cluster is told by the command)."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in numbers}
+    """Call `take` with each of these signals that arrives, but for a SIGHUP that is ignored on purpose, as under nohup."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         take(signal.Signals(number))
 
+    before = {number: signal.getsignal(number) for number in numbers}
     before = {n: old for n, old in before.items() if n is not signal.SIGHUP or old is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, handle)
@@ -46,14 +42,14 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        self._loop = asyncio.get_running_loop()
-        with handling(self.take, *ENDING):
-            yield
+        loop = asyncio.get_running_loop()
 
-    def take(self, number: signal.Signals) -> None:
-        """A signal has come. Any thread may call it while they are installed."""
-        self.first = self.first or number
-        self._loop.call_soon_threadsafe(self.arrived.set)
+        def take(number: signal.Signals) -> None:
+            self.first = self.first or number
+            loop.call_soon_threadsafe(self.arrived.set)
+
+        with handling(take, *ENDING):
+            yield
 
 
 def exit_code_of(number: signal.Signals | None) -> int:

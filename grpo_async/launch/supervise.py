@@ -1,10 +1,9 @@
 """Runs a plan to its end: starts the children, shows what they report, and leaves no process behind however it ends.
 
-    waits for   the first of: trainer exit, loss of the servers (launch.servers restarts them), a missed deadline
-                (launch.watcher), a signal; every later wait has a deadline
+    waits for   the first of: trainer exit, loss of the servers (launch.servers restarts them), a process without a sign of life
+                (launch.watcher), a run without progress (trainer.progress), a run directory that is gone, a signal
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
                 SIGINT -> 130, SIGTERM, SIGHUP, SIGQUIT -> 143, after a checkpoint when the trainer manages in time
-    machines    of several (launch.ray), this is the one with rank 0; another that trains and is lost ends the run
 
 The first failure wins: what dies after it is a consequence and not reported. Afterward everything that was started,
 and everything that those started, is ended: SIGTERM with a grace period, then SIGKILL.
@@ -13,37 +12,67 @@ and everything that those started, is ended: SIGTERM with a grace period, then S
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
 from grpo_async.findings.messages import read_equal_rewards
-from grpo_async.launch.children import Child, Children, end, first_of
-from grpo_async.launch.control import ControlServer
+from grpo_async.launch.children import Child, first_of
+from grpo_async.launch.children import end as end_children
 from grpo_async.launch.plan import ProcessPlan
 from grpo_async.launch.servers import Servers
 from grpo_async.launch.signals import Signals
-from grpo_async.launch.watcher import Watcher
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.heartbeat import RankEnd
+from grpo_async.run_directory import attempt_config
+from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.utils.concurrency import in_background, in_thread
+from grpo_async.utils.safe_text import plain
 
-if TYPE_CHECKING:
-    from grpo_async.launch.ray import RayNodes
+_OTHERS_TIMEOUT_S = 60.0
+"""For the other machines to say how their ranks ended, or for Ray to miss one, which takes half a minute."""
+_LOOK_S = 1.0  # between two looks at the run directory
+_NOTICE_S = 5.0  # torchrun notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
 
-_NODES_TIMEOUT_S = 60.0
-"""For the other nodes to say how their ranks ended, or for Ray to miss one, which takes half a minute."""
-_LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
+
+class Site(Protocol):
+    """Where the processes of a run are: this machine (launch.site), or a cluster (launch.ray)."""
+
+    def lay_out(
+        self, engine: EngineChoice, assignment: Assignment, token: str | None, notes: Sequence[str]
+    ) -> ProcessPlan:
+        """Return the plan of the machine with rank 0. `assignment` has no addresses yet; `notes` are added to the plan."""
+        ...
+
+    @property
+    def server_names(self) -> Sequence[str]: ...
+
+    def running(
+        self, receive: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Run while the context is open. `receive` gets every message of the trainer (processes.control) but for signs of life, and
+        {"kind": "silent", "text": ..., "is_back": ...} when there are none; `warn` gets sentences for the user."""
+        ...
+
+    async def spawn_server(self, index: int, num_restarts: int) -> Child: ...
+    async def spawn_trainers(self) -> Sequence[Child]: ...
+    def send(self, kind: str, **content: Any) -> None: ...
+    async def read_the_rest(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended. `error` is for the user, several lines; `summary` is the content of summary.json; `has_lost_a_node` says why
-    it failed."""
+    """How a run ended. `error` is for the user, several lines; `summary` is the content of summary.json; `has_lost_a_node`: of a
+    cluster, which is why it failed."""
 
     exit_code: int
     error: str | None = None
@@ -51,79 +80,83 @@ class RunOutcome:
     has_lost_a_node: bool = False
 
 
-def supervise(
-    config: ExperimentConfig, plan: ProcessPlan, display: Display, nodes: RayNodes | None = None
-) -> RunOutcome:
-    """Start the processes of `plan`, and end them; `display` shows what they report. Call it from a thread that lives as long
-    as the process (the children's death signal), the main one for signals.
+def lost_run_dir(assignment: Assignment) -> str | None:
+    """Look whether the run directory is still there; return what happened and what to do, or None."""
+    try:
+        os.stat(
+            attempt_config(assignment.attempt_dir)
+        )  # the directory itself may survive `rm -rf`: status.json is written meanwhile
+    except (FileNotFoundError, NotADirectoryError):
+        return (
+            f"the run directory {assignment.run_dir.root} was deleted or renamed during the run; rename it back and continue with "
+            "--resume, or begin again"
+        )
+    except OSError:  # a file system that cannot be reached for a while
+        pass
+    return None
 
-    Args:
-        nodes: the other nodes of a run on several.
-    """
+
+def supervise(config: ExperimentConfig, assignment: Assignment, display: Display, site: Site) -> RunOutcome:
+    """Start the processes of a run, and end them; `display` shows what they report. Call it from the main thread, for signals."""
     with display:
-        return asyncio.run(Supervisor(config, plan, display, nodes).run())
+        return asyncio.run(Supervisor(config, assignment, display, site).run())
 
 
 class Supervisor:
     """One run of one plan."""
 
-    _trainer: Child
+    _trainers: Sequence[Child]
+    _training: asyncio.Task[Child | None]
 
-    def __init__(self, config: ExperimentConfig, plan: ProcessPlan, display: Display, nodes: RayNodes | None) -> None:
+    def __init__(self, config: ExperimentConfig, assignment: Assignment, display: Display, site: Site) -> None:
         self._config = config
-        self._plan = plan
-        self._assignment = plan.assignment
+        self._assignment = assignment
         self._display = display
-        self._nodes = nodes
         self._signals = Signals()
-        self._children = Children(self._assignment.attempt_dir, display.warning)
-        self._watcher = Watcher(self._assignment, config, display.warning)
-        self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
-        names, spawn = [spec.name for spec in plan.servers], self._spawn_server
-        if nodes is not None:
-            nodes.assignment = plan.assignment
-            names, spawn = nodes.server_names, nodes.spawn_server
-        tell_trainer = partial(self._control.send, "server_event")
-        self._servers = Servers(config.inference, names, spawn, display, tell_trainer)
+        self._site = site
+        tell_trainer = partial(site.send, "server_event")
+        self._servers = Servers(config.inference, site.server_names, site.spawn_server, display, tell_trainer)
+        self._has_begun = False
+        self._ends: list[RankEnd] = []
         self._summary: Mapping[str, Any] | None = None
+        self._trouble = asyncio.Event()
+        self._failure: str | None = None
+        self._can_save = False
 
     async def run(self) -> RunOutcome:
         """Start, watch, end."""
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals.installed())
-            for context in (self._children, self._watcher, self._control, self._servers.running()):
+            site = self._site.running(self._on_message, self._display.warning)
+            watching = in_background(self._watch_run_dir(), name="run directory")
+            for context in (site, watching, self._servers.running()):
                 await stack.enter_async_context(context)
-            assert self._plan.trainer is not None
-            self._trainer = await self._children.spawn(self._plan.trainer)
-            if self._nodes is not None:
-                await stack.enter_async_context(self._nodes.training(self._signals, self._watcher, self._display))
+            self._trainers = await self._site.spawn_trainers()
+            self._training = asyncio.create_task(_first_failure(self._trainers))
             return await self._supervise()
 
-    async def _spawn_server(self, index: int, num_restarts: int) -> Child:
-        return await self._children.spawn(self._plan.servers[index], num_restarts=num_restarts)
+    async def _watch_run_dir(self) -> None:
+        # in a thread: a file system that hangs must not hold up the launcher
+        lost: str | None = None
+        while lost is None:
+            await asyncio.sleep(_LOOK_S)  # back-off until the next look; cancelled with the run
+            lost = await asyncio.wrap_future(in_thread(partial(lost_run_dir, self._assignment), name="watch-run-dir"))
+        self._fail(lost)
 
     async def _wait(self, *events: asyncio.Event, timeout_s: float | None = None) -> None:
         """Wait until the trainer ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes:
         the trainer has deadlines for everything that it waits for."""
-        await first_of([self._trainer], [self._signals.arrived, *events], timeout_s)
+        await first_of([self._training], [self._signals.arrived, *events], timeout_s)
 
     async def _supervise(self) -> RunOutcome:
-        watcher, servers, nodes = self._watcher, self._servers, self._nodes
-        await self._wait(servers.lost, watcher.trouble, *([] if nodes is None else [nodes.trouble]))
-        if (lost := watcher.lost_run_dir()) is not None:
-            await self._end_trainer("the run directory is gone")
-            return RunOutcome(exit_code=1, error=lost)
-        if self._signals.arrived.is_set() and self._trainer.is_running:
+        servers = self._servers
+        await self._wait(servers.lost, self._trouble)
+        if self._signals.arrived.is_set() and not self._training.done():
             return await self._stop()
-        has_ended_well = not self._trainer.is_running and self._trainer.exited.result() == 0
-        if nodes is not None and nodes.trouble.is_set() and not has_ended_well:
-            await self._end_trainer("another machine has failed")  # the ranks of this one cannot even save
-            await nodes.wait_for_ends(_NODES_TIMEOUT_S)
-            return self._failed(self._nodes_failure(nodes))
-        if watcher.failure is not None and self._trainer.is_running:
-            await self._end_trainer("the trainer does not go on", saves=watcher.can_save)
-            watcher.keep_stacks()
-            return self._failed(watcher.failure)
+        if self._failure is not None and not self._training.done():
+            await self._end_trainer("the trainer does not go on", saves=self._can_save)
+            return self._failed(self._failure)
+        has_ended_well = self._training.done() and self._training.result() is None
         if servers.failure is not None and not has_ended_well:
             # both at once: lost servers end the trainer, never the other way round
             await self._end_trainer("no server is left", saves=servers.has_served)
@@ -134,72 +167,74 @@ class Supervisor:
         """`saves`: ask it first to save the steps that it has made."""
         self._display.phase(f"{why}: stopping the trainer")
         if saves:
-            self._control.send("stop")
+            self._site.send("stop")
             await self._wait(timeout_s=self._config.launch.stop_timeout_s)
-        await end([self._trainer], self._signals)
+        await end_children(self._trainers, self._signals)
 
     async def _stop(self) -> RunOutcome:
         signals, timeout_s = self._signals, self._config.launch.stop_timeout_s
         assert signals.first is not None
         signals.arrived.clear()
-        if not self._control.has_connected:  # nothing has been trained, so there is nothing to save
+        if not self._has_begun:  # nothing has been trained, so there is nothing to save
             error = f"{signals.first.name} before the trainer had started"
             return RunOutcome(exit_code=signals.exit_code, error=error)
-        self._control.send("stop")
+        self._site.send("stop")
         self._display.phase("stopping")
         what = ": finishing the step and saving a checkpoint" if self._assignment.purpose == "train" else ""
         self._display.note(f"stopping{what} (press Ctrl-C again to stop immediately)")
         self._servers.stop_restarting()
         await self._wait(timeout_s=timeout_s)
-        if not self._trainer.is_running:
+        if self._training.done():
             return await self._finish(exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
         reason = "a second signal" if is_second else f"it did not stop within launch.stop_timeout_s: {timeout_s:g} s"
-        reason = "; ".join(filter(None, [reason, self._watcher.silent()]))
         error = f"{signals.first.name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
         return RunOutcome(exit_code=signals.exit_code, error=error)
 
     async def _finish(self, *, exit_code: int) -> RunOutcome:
-        """The trainer has ended by itself; end the servers and say how it went."""
-        await self._control.read_the_rest(_LAST_MESSAGES_TIMEOUT_S)
-        if self._nodes is not None:  # it may have failed only because another machine's has
-            await self._nodes.wait_for_ends(_NODES_TIMEOUT_S)
-        status, lost = self._trainer.exited.result(), self._watcher.lost_run_dir()
+        """The trainer has ended by itself, on one machine at least; end the servers and say how it went."""
+        await asyncio.wait([trainer.exited for trainer in self._trainers], timeout=_OTHERS_TIMEOUT_S)
+        await self._site.read_the_rest()
+        failed = self._training.result()
         outcome = RunOutcome(exit_code=exit_code, summary=self._summary)
-        if lost is not None:
-            outcome = RunOutcome(exit_code=1, error=lost)
-        elif status != 0 or (self._summary is None and exit_code == 0):  # stopped before the first step, it has none
-            outcome = self._failed(self._trainer_failure(status))
+        if failed is not None:
+            outcome = self._failed(self._trainer_failure(failed))
+        elif self._summary is None and exit_code == 0:  # stopped before the first step, it has none
+            outcome = self._failed(f"the trainer ended without a summary\n{self._trainers[0].describe_end()}")
         await self._servers.end(self._signals)
         return outcome
 
-    def _trainer_failure(self, status: int) -> str:
-        trainer = self._trainer
-        if status == 0:
-            return f"the {trainer.name} ended without a summary\n{trainer.describe_end()}"
-        if self._nodes is not None and self._nodes.has_lost_a_node:
-            return self._nodes_failure(self._nodes)
-        cause = "\nafter that ".join(filter(None, [self._watcher.silent(), self._explain()]))
-        if not cause or status < 0:
-            return "\n".join(filter(None, [cause, f"the {trainer.describe_end()}"]))
-        return f"{cause}\nlog: {trainer.log}"
-
-    def _nodes_failure(self, nodes: RayNodes) -> str:
-        assert nodes.failure is not None
-        return (None if nodes.has_lost_a_node else self._explain()) or nodes.failure
+    def _trainer_failure(self, failed: Child) -> str:
+        """`failed` is the first that ended without success."""
+        lost = next((trainer for trainer in self._trainers if trainer.is_lost), None)
+        if lost is not None:  # which explains every failure of a rank
+            return f"{lost.name} {lost.end}"
+        cause = self._explain()
+        if not cause or failed.exited.result() < 0:
+            return "\n".join(filter(None, [cause, f"the {failed.describe_end()}"]))
+        return f"{cause}\nlog: {failed.log}"
 
     def _explain(self) -> str | None:
         """Which rank failed first, on any machine."""
-        cause = self._watcher.explain()
+        cause = explain(self._ends)
         if cause is None:
             return None
-        node = cause.rank // self._config.launch.num_trainer_ranks  # of each machine
-        return cause.text if self._nodes is None or node == 0 else f"{cause.text}\non {self._nodes.name_of(node)}"
+        if len(self._trainers) == 1:
+            return cause.text
+        return f"{cause.text}\non {self._trainers[cause.rank // self._config.launch.num_trainer_ranks].name}"
+
+    def _fail(self, failure: str, *, can_save: bool = False) -> None:
+        """The run cannot continue; the first reason counts. `can_save`: the trainer may save when it is asked to."""
+        if not self._trouble.is_set():
+            self._failure, self._can_save = plain(failure), can_save
+            self._trouble.set()
 
     def _failed(self, what: str) -> RunOutcome:
+        if (lost := lost_run_dir(self._assignment)) is not None:
+            return RunOutcome(exit_code=1, error=lost)
         # where all rewards are equal, a resume of the same run would end in the same way
         how = "" if read_equal_rewards(what) is not None else self._how_to_continue()
-        has_lost_a_node = self._nodes is not None and self._nodes.has_lost_a_node
+        has_lost_a_node = any(trainer.is_lost for trainer in self._trainers)
         return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, how])), has_lost_a_node=has_lost_a_node)
 
     def _how_to_continue(self) -> str:
@@ -217,6 +252,7 @@ class Supervisor:
         content = {name: value for name, value in message.items() if name != "kind"}
         match message["kind"]:
             case "phase" | "step" | "evaluation" | "servers" | "note" | "warning" as kind:
+                self._has_begun = True
                 getattr(self._display, kind)(**content)
             case "example":
                 self._display.example(Example.of(content))
@@ -224,7 +260,41 @@ class Supervisor:
                 self._display.preflight([Check(**check) for check in content["checks"]])
             case "server_serving" | "restart_server":
                 self._servers.receive(message)
+            case "silent":
+                self._fail(content["text"], can_save=content["is_back"])
+            case "stalled":
+                self._fail(content["text"], can_save=True)
+            case "end":
+                self._ends.append(RankEnd(**content["end"]))
             case "summary":
                 self._summary = content["summary"]
             case _:
                 self._display.unknown_message("the trainer", message)
+
+
+async def _first_failure(children: Sequence[Child]) -> Child | None:
+    """Wait until all have ended with success (None), or one without."""
+    running = {child.exited for child in children}
+    while running:
+        _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # as long as the run takes
+        for child in children:
+            if not child.is_running and child.exited.result() != 0:
+                return child
+    return None
+
+
+def explain(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """Return how the rank ended that failed first; None when nothing was reported. The earliest error is the cause of the others,
+    unless a signal ended a rank before it could say anything. Having seen one end, the agent ends the others by SIGTERM, so that
+    signal counts for the first one only. The text is safe to print: errors quote what models and tools wrote."""
+    ends = [replace(end, text=plain(end.text)) for end in sorted(ends, key=lambda end: end.time)]
+    errors, exits = [end for end in ends if end.error is not None], [end for end in ends if end.error is None]
+    reported = {end.rank for end in errors}
+    for index, end in enumerate(exits):
+        is_killed = end.status < 0 and end.rank not in reported and (index == 0 or end.status != -signal.SIGTERM)
+        if is_killed and (not errors or errors[0].time > end.time - _NOTICE_S):
+            after = f"\nafter that rank {errors[0].rank} reported: {plain(str(errors[0].error))}" if errors else ""
+            return replace(end, text=end.text + after)
+        if is_killed:
+            break
+    return errors[0] if errors else None

@@ -1,4 +1,4 @@
-"""Runs torchrun. It exits with the launcher, and reports to it how its ranks ended.
+"""Runs torchrun, and reports to the launcher how its ranks ended.
 
 Run as `python -m grpo_async.launch.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed.
 """
@@ -9,14 +9,12 @@ import os
 import sys
 
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
-from grpo_async.utils.processes import die_with_launcher, importing_much
+from grpo_async.processes.control import ControlClient
+from grpo_async.processes.heartbeat import RankEnd
+from grpo_async.utils.processes import importing_much
 
 
 def main() -> int:
-    die_with_launcher()
-    assignment = Assignment.from_environment()
-    Heartbeat("torchrun", assignment.heartbeat_socket)
     with importing_much():
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -26,8 +24,10 @@ def main() -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        ends = [RankEnd.of_status(rank, end.exitcode, end.pid, end.timestamp) for rank, end in failures]
-        report(assignment.heartbeat_socket, *ends)
+        control = ControlClient(Assignment.from_environment().control_socket)
+        for rank, end in failures:
+            RankEnd.of_status(rank, end.exitcode, end.pid, end.timestamp).report(control)
+        control.close()
         return 1
     return 0
 

@@ -61,13 +61,8 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def control_socket(self) -> Path:
-        """Socket of the launcher, for rank 0 (processes.control)."""
+        """Socket of the launcher (processes.control)."""
         return self.private_dir / "control"
-
-    @property
-    def heartbeat_socket(self) -> Path:
-        """Socket of the launcher for heartbeats (launch.watcher)."""
-        return self.private_dir / "heartbeat"
 
     @property
     def file_store(self) -> Path | None:
@@ -87,8 +82,7 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
             ranks = {
                 name: int(env[name.upper()]) for name in ("rank", "local_rank", "world_size") if name.upper() in env
             }
-        except KeyError as error:
-            raise ConfigError(f"${ASSIGNMENT_VARIABLE} is not set; start with `grpo-async train CONFIG`") from error
-        except ValueError as error:
-            raise ConfigError(f"${ASSIGNMENT_VARIABLE} is broken ({error}); start with `grpo-async train`") from error
+        except (KeyError, ValueError) as error:
+            what = f"${ASSIGNMENT_VARIABLE} is missing or broken ({error})"
+            raise ConfigError(f"{what}; start with `grpo-async train CONFIG`") from error
         return given.model_copy(update=ranks)

@@ -1,6 +1,9 @@
-"""The channel between the launcher and trainer rank 0: a unix socket in a private folder, one JSON object per line.
+"""The channel between the launcher and the processes of the trainer: a unix socket in a private folder, one JSON object per line.
 
-    trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "example" | "evaluation" | "summary", ...}
+    trainer -> launcher   {"kind": "alive", "name": "trainer rank 0", "pid": 7}           every process: each second
+                          {"kind": "end", "end": {...}}                                   how a rank ended (heartbeat.RankEnd)
+                          {"kind": "stalled", "text": "..."}                              no progress; rank 0, as all that follow
+                          {"kind": "phase" | "preflight" | "step" | "example" | "evaluation" | "summary", ...}
                           {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see trainer.connections
                           {"kind": "note" | "warning", "text": "..."}
                           {"kind": "server_serving", "index": 0, "num_restarts": 1}

@@ -13,7 +13,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.heartbeat import Heartbeat, RankEnd, report
+from grpo_async.processes.heartbeat import RankEnd, keep_alive
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
@@ -25,9 +25,9 @@ _WARNING_INTERVAL_S = 60.0  # between two warnings of the same line of code
 _MAX_CHARS = 1000
 
 
-def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
-    """Do `work` and end this process: exit code 0 when it returned, 1 when it raised; the error is then in the log, and sent to the
-    launcher. Only rank 0 has a connection to it.
+def run_process(work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
+    """Do `work`, a rank's, and end this process: exit code 0 when it returned, 1 when it raised; the error is then in the log, and
+    sent to the launcher.
 
     The process ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be
     awaited in a collective that it will never join, and libraries that are torn down under their own threads abort.
@@ -42,16 +42,18 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     assignment = Assignment.from_environment()
-    Heartbeat(f"{name} {assignment.rank}", assignment.heartbeat_socket)
-    control = ControlClient(assignment.control_socket if assignment.rank == 0 else None)
-    logger.addHandler(WarningForwarder(lambda text: control.send("warning", text=text)))
+    control = ControlClient(assignment.control_socket)
+    if assignment.rank == 0:
+        logger.addHandler(WarningForwarder(lambda text: control.send("warning", text=text)))
     code = 0
     try:
-        work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
+        config = load_config(attempt_config(assignment.attempt_dir))
+        keep_alive(control, f"trainer rank {assignment.rank}", timeout_s=config.launch.heartbeat_timeout_s)
+        work(assignment, config, control)
     except BaseException as error:
         code = 1
-        report(assignment.heartbeat_socket, RankEnd.of_error(assignment.rank, error, name))
-        logger.exception("%s %d failed", name, assignment.rank)
+        RankEnd.of_error(assignment.rank, error).report(control)
+        logger.exception("trainer rank %d failed", assignment.rank)
     control.close()
     logging.shutdown()
     prints.flush()  # user code may have put anything in the place of sys.stdout

@@ -6,10 +6,9 @@ import importlib.metadata
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,26 +27,17 @@ _DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that the run may use, `gpu_bytes` is the
-    memory of the smallest (None: not known), `python_path` the caller's PYTHONPATH."""
+    memory of the smallest (None: not known)."""
 
     num_cpus: int = 1
     gpus: tuple[str, ...] = ()
     gpu_bytes: int | None = None
-    python: str = sys.executable
-    working_dir: Path = field(default_factory=Path)
-    python_path: str = ""
 
 
 def inspect_machine() -> Machine:
     """This machine, as the plan sees it."""
     gpus, gpu_bytes = find_gpus()
-    return Machine(
-        num_cpus=usable_cpus(),
-        gpus=gpus,
-        gpu_bytes=gpu_bytes,
-        working_dir=Path.cwd(),
-        python_path=os.environ.get("PYTHONPATH", ""),
-    )
+    return Machine(num_cpus=usable_cpus(), gpus=gpus, gpu_bytes=gpu_bytes)
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
@@ -81,9 +71,9 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
+def weights_host(config: ExperimentConfig, urls: Sequence[str], own_address: str = "") -> str:
     """Master address of the weight group: `weights.host`, else the address of this machine that the first of `urls` on another
-    machine reaches, else loopback. Only right on the machine of trainer rank 0.
+    machine reaches, else `own_address` in a cluster, else loopback. Only right on the machine of trainer rank 0.
 
     Raises:
         ConfigError: that server's name is not known, or no route leads there.
@@ -100,14 +90,15 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
             return own_address_towards(address, parts.port or 80)
         except OSError as error:
             raise ConfigError(f"the server {url} cannot be reached from this machine: {error}") from error
-    return LOOPBACK
+    return own_address or LOOPBACK
 
 
 # ---- GPUs ----
 
 
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, ...], int | None]:
-    """Entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory of the smallest in bytes (None: not known).
+    """Return the entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory in bytes of the smallest GPU that the
+    machine has (None: it is not known).
 
     nvidia-smi says what there is, and CUDA_VISIBLE_DEVICES which of it is meant; as in CUDA an index that does not exist hides what
     follows it. A torch built for CPUs can use none of them.
@@ -119,7 +110,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     if is_torch_for_cpus() or (wanted is not None and wanted[0] in ("", "-1")):
         return (), None
     try:
-        found = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
+        sizes = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
     except RunError as error:
         if wanted is not None:  # the variable is all that is known
             return tuple(takewhile(lambda part: part not in ("", "-1"), wanted)), None
@@ -128,18 +119,12 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
                 f"this machine has GPUs, and {error}, or say in CUDA_VISIBLE_DEVICES which to use"
             ) from error
         return (), None
-    if wanted is None:
-        return tuple(map(str, range(len(found)))), min(found, default=None) if all(found) else None
-    visible: list[str] = []
-    for part in wanted:
-        if not part or (part.lstrip("-").isdecimal() and not 0 <= int(part) < len(found)):
-            break
-        visible.append(part)
-    if not all(part.isdecimal() for part in visible):
-        return tuple(visible), None  # a UUID, perhaps of a slice
-    if environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":  # else CUDA counts in its own order
-        found = [found[int(part)] for part in visible]
-    return tuple(visible), min(found) if visible and all(found) else None
+
+    def is_there(part: str) -> bool:  # a UUID, perhaps of a slice, is believed
+        return bool(part) and (not part.lstrip("-").isdecimal() or 0 <= int(part) < len(sizes))
+
+    visible = tuple(map(str, range(len(sizes)))) if wanted is None else tuple(takewhile(is_there, wanted))
+    return visible, min(sizes) if visible and all(sizes) else None
 
 
 def has_gpu_devices() -> bool:

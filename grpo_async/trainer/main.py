@@ -35,7 +35,8 @@ def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlC
 
 
 def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, attempt: dict[str, Any]) -> None:
-    control.send("phase", name="loading the model")
+    if assignment.rank == 0:
+        control.send("phase", name="loading the model")
     began = time.time()
     with importing_much():  # here, so that a broken installation is reported like any other failure
         import numpy as np
@@ -63,7 +64,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
                     assignment.run_dir, assignment.resume_step, is_named=assignment.resume_is_named
                 )
                 check["resume_step"] = attempt["resume_step"] = step
-            for note in notes:
+            for note in notes if assignment.rank == 0 else ():
                 control.send("warning", text=note)
             assignment = assignment.model_copy(update={"resume_step": step})
         with span("loading the tokenizer"):
@@ -82,4 +83,4 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
 
 
 if __name__ == "__main__":
-    run_process("trainer rank", run_rank)
+    run_process(run_rank)

@@ -1,4 +1,4 @@
-"""Tells the launcher's watcher whether the run makes progress, and what waits for what (`training.stall_timeout_s`)."""
+"""Tells the launcher when the run makes no progress, and what waits for what (`training.stall_timeout_s`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Self
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import MAX_RESTART_DELAY_S
 from grpo_async.inference.fleet import Fleet, Server, ServerState
-from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.heartbeat import report_progress
+from grpo_async.processes.control import ControlClient
+from grpo_async.processes.heartbeat import write_stacks
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.trainer.publish import Publisher
 from grpo_async.training.timing import Activity
@@ -20,16 +20,16 @@ from grpo_async.training.timing import Activity
 logger = logging.getLogger(__name__)
 
 _MAX_INTERVAL_S = 5.0
-_REPORTS_PER_TIMEOUT = 10
+_LOOKS_PER_TIMEOUT = 10
 
 
-class ProgressReporter:
+class StallWatch:
     """A thread of rank 0, for a `with` block that begins when servers serve. It goes on when the main thread hangs in a
     collective, or the rollout thread in a user's function."""
 
     def __init__(
         self,
-        assignment: Assignment,
+        control: ControlClient,
         config: ExperimentConfig,
         *,
         source: RolloutSource,
@@ -37,14 +37,14 @@ class ProgressReporter:
         activity: Activity,
         fleet: Fleet,
     ) -> None:
-        self._socket = assignment.heartbeat_socket
+        self._control = control
         self._config = config
         self._source = source
         self._publisher = publisher
         self._activity = activity
         self._fleet = fleet
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._report, name="progress", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -53,9 +53,9 @@ class ProgressReporter:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def _report(self) -> None:
+    def _watch(self) -> None:
         timeout_s = self._config.training.stall_timeout_s
-        interval_s = min(_MAX_INTERVAL_S, timeout_s / _REPORTS_PER_TIMEOUT)
+        interval_s = min(_MAX_INTERVAL_S, timeout_s / _LOOKS_PER_TIMEOUT)
         seen: object = None
         changed_at = slept_at = time.monotonic()
         while not self._ended.wait(timeout=interval_s):  # a daemon thread
@@ -65,9 +65,10 @@ class ProgressReporter:
             if progress != seen or was_stopped or self._is_excused():
                 seen, changed_at = progress, now
             unchanged_s = now - changed_at
-            report_progress(self._socket, unchanged_s, self._describe(unchanged_s))
             if unchanged_s >= timeout_s:
+                write_stacks()
                 logger.error("where the tasks of the rollout thread wait:\n%s", self._source.task_stacks())
+                self._control.send("stalled", text=self._describe(unchanged_s))
                 return
 
     def _progress(self) -> object:
@@ -90,7 +91,7 @@ class ProgressReporter:
             f"no step was finished and no token generated for {unchanged_s:.0f} s; raise `training.stall_timeout_s` if this is "
             f"expected. The trainer has finished step {self._publisher.version} and is {self._activity}. "
             f"{self._source.describe()}. Servers: {servers}. "
-            "The stacks of all threads are in the folder of the logs, and where tasks wait is in trainer.log."
+            "The stacks of all threads, and where tasks wait, are in trainer.log."
         )
 
 

@@ -21,7 +21,7 @@ from grpo_async.tracking import MetricsWriter, Trackers, open_trackers
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.loop import Trainer
 from grpo_async.trainer.packed_step import Packer
-from grpo_async.trainer.progress import ProgressReporter
+from grpo_async.trainer.progress import StallWatch
 from grpo_async.trainer.publish import Publisher
 from grpo_async.trainer.report import Reporter, phase
 from grpo_async.trainer.rollout_side import build_rollout_side
@@ -176,9 +176,7 @@ def run_rank_zero(
                 engine = _check(preflight, publisher, fleet, control, context)
             call_when_set(control.stop_requested, source.interrupt)
             activity.begin("evaluating before training")
-            with ProgressReporter(
-                assignment, config, source=source, fleet=fleet, publisher=publisher, activity=activity
-            ):
+            with StallWatch(control, config, source=source, fleet=fleet, publisher=publisher, activity=activity):
                 if is_run:
                     trainer.run(engine)
                 else:
@@ -192,7 +190,7 @@ def _open_transport(assignment: Assignment, context: TrainerContext, stack: Exit
     num_bytes = sum(spec.num_bytes for spec in context.parameters.specs)
     transport = WeightTransport(
         assignment.transport,
-        host=weights_host(context.config, assignment.server_urls),
+        host=weights_host(context.config, assignment.server_urls, assignment.node.own_address),
         bucket_bytes=choose_bucket_bytes(settings, num_bytes, device=context.device),
         timeout_s=settings.timeout_s,
         device=context.device,

@@ -53,20 +53,13 @@ def check_host(host: str) -> str:
     Raises:
         ValueError: it is neither a name that resolvers and HTTP clients take nor an IP address.
     """
-    try:
-        name = host.encode("idna").decode()  # as every function of `socket` does
-    except UnicodeError as error:
-        raise ValueError(
-            f"{host!r} cannot be the name of a host: a part between its dots is empty or too long"
-        ) from error
     if ":" in host or re.fullmatch(r"[\d.]+", host, re.ASCII):
         try:
             ipaddress.ip_address(host.replace("%", "/"))  # no zones: HTTP clients do not take them
         except ValueError as error:
             raise ValueError(f"{host!r} is no IP address; write it without a port and without brackets") from error
-    elif not re.fullmatch(r"[\w.-]+", host, re.ASCII):
-        in_ascii = f", for example {name}" if re.fullmatch(r"[\w.-]+", name) else ""
-        raise ValueError(f"{host!r} cannot be the name of a host; write letters, digits, '-' and '.'{in_ascii}")
+    elif not re.fullmatch(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", host, re.ASCII):
+        raise ValueError(f"{host!r} cannot be the name of a host; write letters, digits, '-' and '.'")
     return host
 
 

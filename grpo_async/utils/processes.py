@@ -20,24 +20,12 @@ from grpo_async.utils.kernel import PR_SET_PDEATHSIG, prctl
 # Linux: the kernel delivers SIGKILL when the parent dies (PR_SET_PDEATHSIG). Elsewhere a thread watches the parent's pid.
 # The signal is bound to the parent *thread*: start children from a thread that lives as long as the process.
 
-LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
-"""The launcher sets this environment variable for its direct children."""
-TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
-"""Its value names the child of the launcher that a process descends from; an orphan still has it."""
 START_VARIABLE = "GRPO_ASYNC_START"
 """Its value names this start of a child among all starts of all attempts of a run: attempt_1/server_0.restart_2.log."""
 KILL_TIMEOUT_S = 10.0
 """For SIGKILL to take effect; a process that takes longer is stuck in the kernel."""
 
 _CLOCK_S = 2.0  # the start of a process is measured in ticks of a clock that may be set
-
-
-def die_with_launcher() -> None:
-    """End with the launcher, if it started this process; a server started by hand may outlive its shell."""
-    launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # children of this process have another parent
-    if launcher is None:
-        return
-    die_with_parent(int(launcher))
 
 
 def die_with_parent(parent: int | None = None) -> None:

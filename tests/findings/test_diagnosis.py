@@ -15,7 +15,7 @@ from grpo_async import api
 from grpo_async.display.status import print_status, read_status
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.statistics import held_out_change, trend
-from grpo_async.launch.run import Advisor
+from grpo_async.launch.start import Advisor
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards.call import RewardError
 from grpo_async.rollout.worker import why_no_signal

@@ -1,6 +1,6 @@
 """The launcher with stand-ins for its children: `python -m tests.launch.driver JSON`, see `LauncherProcess`.
 
-Options: folder; trainer and server (modes of the stand-ins, or a server that is "missing"); torchrun; stop_timeout_s; inference and
+Options: folder; trainer and server (modes of the stand-ins); torchrun; stop_timeout_s; inference and
 launch (values of these sections).
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.launch import run, start
+from grpo_async.launch import site, start
 from grpo_async.launch.plan import ProcessPlan, plan_processes
 from tests.launch.support import make_config
 
@@ -31,12 +31,10 @@ def main(options: dict[str, Any]) -> int:
             trainer = replace(trainer, command=(*(torchrun if options["torchrun"] else (sys.executable,)), *rank))
         names = ["server"] if len(plan.servers) == 1 else [f"server{index}" for index in range(len(plan.servers))]
         command = (sys.executable, str(HERE / "stand_in_server.py"), options["server"], str(folder))
-        if options["server"] == "missing":
-            command = ("/no/such/program",)
         servers = [replace(spec, command=(*command, name)) for spec, name in zip(plan.servers, names, strict=True)]
         return replace(plan, servers=tuple(servers), trainer=trainer)
 
-    run.plan_processes = plan_stand_ins  # type: ignore[attr-defined]
+    site.plan_processes = plan_stand_ins  # type: ignore[attr-defined]
     config = make_config(
         folder,
         launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},

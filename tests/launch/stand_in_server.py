@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 
 from grpo_async.utils.files import write_atomically
-from grpo_async.utils.processes import die_with_parent
 from tests.launch.stand_in_trainer import HELPER, leave_pid
 
 # a helper that starts another, without any environment and in a session of its own; and leaves its pid
@@ -34,7 +33,6 @@ import os; os.replace(sys.argv[1] + ".tmp", sys.argv[1])
 
 
 def main(mode: str, folder: Path, name: str) -> int:
-    die_with_parent()
     is_first_life = not (folder / f"{name}.pid").exists()
     write_atomically(folder / f"{name}.token", os.environ["GRPO_ASYNC_TOKEN"])
     ends_by = {signal.SIGUSR1, signal.SIGTERM}

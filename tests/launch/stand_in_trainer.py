@@ -24,7 +24,6 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.utils.files import write_atomically
-from grpo_async.utils.processes import die_with_parent
 
 HELPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 LIMIT_S = 120.0
@@ -53,9 +52,6 @@ class Modes:
             (self.folder / "asked_to_stop").touch()
             self.control.send("summary", summary={"status": "stopped", **SUMMARY})
 
-    def silent(self) -> None:
-        pass
-
     def finish(self) -> None:
         self.control.send("evaluation", when="before", metrics={"reward": 0.4})
         for step in (1, 2):
@@ -72,13 +68,6 @@ class Modes:
 
     def hold(self) -> None:
         threading.Thread(target=holds_the_gil, daemon=True).start()
-        self.ignore_stop()
-
-    def fail_when_told(self) -> None:
-        if self.assignment.rank == 1:
-            leave_pid(self.folder, "ready")
-            signal.sigwait({signal.SIGUSR1})
-            raise TimeoutError("rank 0 sends nothing")
         self.ignore_stop()
 
     def full_disk(self) -> None:
@@ -121,7 +110,6 @@ def holds_the_gil() -> None:
 
 def main(mode: str, folder: Path) -> None:
     if mode == "never-connect":
-        die_with_parent()
         leave_pid(folder, "rank0")
         threading.Event().wait(LIMIT_S)
 
@@ -130,10 +118,11 @@ def main(mode: str, folder: Path) -> None:
 
     def work(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
         modes = Modes(folder, assignment, control)
-        control.send("phase", name="training")
+        if assignment.rank == 0:
+            control.send("phase", name="training")
         getattr(modes, mode.replace("-", "_"))()
 
-    run_process("trainer rank", work)
+    run_process(work)
 
 
 if __name__ == "__main__":

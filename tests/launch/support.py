@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +21,7 @@ from tests.support.configs import merged
 from tests.support.waiting import eventually, is_alive
 
 REPOSITORY = Path(__file__).parents[2]
-MACHINE = Machine(num_cpus=2, python="/py", working_dir=Path("/work dir"), python_path="/lib")
+MACHINE = Machine(num_cpus=2)
 EMBEDDED = EngineChoice(engine="embedded", reason="a test says so")
 EXTERNAL = EngineChoice(engine="external", reason="a test says so")
 VLLM_ON_CPU = EngineChoice(engine="vllm", reason="a test says so")
@@ -63,7 +60,7 @@ def make_plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: A
         assignment=Assignment(
             run_dir=run_dir,
             attempt_dir=run_dir.logs / "attempt_3",
-            server_urls=own_urls(config, config.inference.host, ports=ports),
+            server_urls=own_urls(config, config.inference.host, ports),
             **{"private_dir": Path("/private"), **given},
         ),
         machine=machine,
@@ -93,27 +90,20 @@ class LauncherProcess:
         # short, because a unix socket's path is limited; a killed launcher cannot remove its private folder itself
         self._temporary = tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")
         self.temporary = self._temporary.name
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.launch.driver", json.dumps(options)],
-            cwd=REPOSITORY,
-            env={**os.environ, "TMPDIR": self._temporary.name},
-            stdout=subprocess.PIPE if stdout is None else stdout,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.output = ""
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        if stdout is None:
-            threading.Thread(target=self._read, daemon=True).start()
-        else:
-            self._lines.put(None)
+        with (folder / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.launch.driver", json.dumps(options)],
+                cwd=REPOSITORY,
+                env={**os.environ, "TMPDIR": self._temporary.name},
+                stdout=output if stdout is None else stdout,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
+    @property
+    def output(self) -> str:
+        """What it has printed until now."""
+        return (self.folder / "output").read_text()
 
     def __enter__(self) -> Self:
         return self
@@ -130,14 +120,9 @@ class LauncherProcess:
         return {path.stem: int(path.read_text()) for path in self.folder.glob("*.pid")}
 
     def wait_for_line(self, text: str) -> None:
-        """Until a line of the output contains `text`."""
-        deadline = time.monotonic() + START_S
-        while True:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert line is not None, f"the launcher ended without saying {text!r}:\n{self.output}"
-            self.output += line
-            if text in line:
-                return
+        """Until the output contains `text`."""
+        eventually(lambda: text in self.output or self.process.poll() is not None, START_S)
+        assert text in self.output, f"the launcher did not say {text!r}:\n{self.output}"
 
     def wait_for_processes(self, *names: str) -> None:
         """Until the stand-ins `names` have started."""
@@ -148,16 +133,9 @@ class LauncherProcess:
         path = self.folder / "runs" / "test" / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def wait_for_phase(self, name: str) -> None:
-        """Until status.json says so."""
-        assert eventually(lambda: self.status().get("phase") == name, START_S), self.status()
-
     def end(self) -> int:
-        """Wait for the launcher and the rest of its output; returns the exit code."""
-        code = self.process.wait(START_S)
-        while (line := self._lines.get(timeout=START_S)) is not None:
-            self.output += line
-        return code
+        """Wait for the launcher; returns the exit code."""
+        return self.process.wait(START_S)
 
     def left(self) -> dict[str, int]:
         """Stand-ins that still run."""

@@ -17,8 +17,8 @@ from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch.children import private_folder
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
-from grpo_async.launch.reaper import private_folder
 from grpo_async.launch.start import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
@@ -58,16 +58,32 @@ def test_a_restart_reads_the_configuration_that_the_attempt_began_with(tmp_path:
     assert load_config(attempt_config(attempt)) == config
 
 
-def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     config = make_config(tmp_path, run={"dir": str(tmp_path / "file" / "runs")})
     _refused(config, "run.dir: ", "file is not a folder", "set run.dir")
     with pytest.raises(ConfigError, match=r"run\.dir: /proc/none"), lock(RunDir(Path("/proc/none"))):
         pass
 
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "config.yaml.tmp")
+
+    monkeypatch.setattr(RunDir, "create", refuse)
+    with pytest.raises(ConfigError, match=r"run\.dir: .*No space left on device.*config\.yaml\.tmp"):
+        launch(make_config(tmp_path))
+
+
+def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "runs" / "test")
+    with lock(run_dir), pytest.raises(ConfigError, match="another launcher"), lock(run_dir):
+        pass
+    with lock(run_dir):
+        pass
+
 
 def test_a_new_or_empty_directory_is_taken_and_an_existing_run_refused_with_the_three_ways_out(tmp_path: Path) -> None:
     config = make_config(tmp_path)
+    _refused(config, "there is no run in", resume="latest")
     assert check_start(config, resume=None, clean=False).resume_step is None
     config.run_path.mkdir(parents=True)
     assert check_start(config, resume=None, clean=False).resume_step is None
@@ -84,6 +100,7 @@ def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Pat
     assert (named.resume_step, named.resume_is_named) == (9, True)
     _refused(config, "--resume 3", "2, 9, 10", resume="3")
     _refused(config, "--resume last", "latest, best, and the steps 2, 9, 10", resume="last")
+    _refused(config, "exclude each other", resume="latest", clean=True)
     by_path = check_start(config, resume=str(run_dir.checkpoint(2)), clean=False)
     assert (by_path.resume_step, by_path.resume_is_named) == (2, True)
     run_dir.evaluation_log.write_text(
@@ -104,32 +121,24 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(1, 2, 3))
     os.truncate(run_dir.checkpoint(3) / "__0_0.distcp", 255)
+    shutil.copytree(run_dir.checkpoint(1), run_dir.checkpoint(7))
     start = check_start(config, resume="latest", clean=False)
-    assert (start.resume_step, start.broken_steps) == (2, (3,))
-    (note,) = start.notes
-    assert "has 255 bytes instead of 256" in note
-    assert "resuming from step 2" in note
-    assert run_dir.checkpoint_steps() == [1, 2, 3]  # nothing is changed by looking
+    assert (start.resume_step, start.broken_steps) == (2, (7, 3))
+    assert "is that of step 1" in start.notes[0]
+    assert "has 255 bytes instead of 256" in start.notes[1]
+    assert "resuming from step 2" in start.notes[1]
+    assert run_dir.checkpoint_steps() == [1, 2, 3, 7]  # nothing is changed by looking
     clear_run_dir(run_dir, start)
     assert run_dir.checkpoint_steps() == [1, 2]
     assert (run_dir.checkpoints / "broken_step_3").is_dir()
     assert check_start(config, resume="latest", clean=False).notes == ()
-
-
-def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_without_a_whole_one_each_is_named(
-    tmp_path: Path,
-) -> None:
-    config = make_config(tmp_path)
-    run_dir = _old_run(config, steps=(1, 2))
     _flip_a_bit(run_dir.checkpoint(2))
     with pytest.raises(ConfigError, match=r"--resume 2(.|\n)*is damaged(.|\n)*--resume latest"):
         check_start(config, resume="2", clean=False)
     assert check_start(config, resume="1", clean=False).resume_step == 1
     (run_dir.checkpoint(1) / "manifest.json").unlink()
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=r"step 2: (.|\n)*manifest.json is missing(.|\n)*--clean"):
         check_start(config, resume="latest", clean=False)
-    for part in ("step 2: ", "manifest.json is missing", "--clean"):
-        assert part in str(raised.value)
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
@@ -140,14 +149,6 @@ def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp
     run_dir.config.write_text("a_key: of that version\n")
     for resume in ("latest", "2", "best"):
         _refused(config, f"--resume {resume}: ", "has format 2, of another version", resume=resume)
-
-
-def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    _refused(config, "there is no run in", resume="latest")
-    _old_run(config)
-    _refused(config, "--resume 3", "no checkpoint", resume="3")
-    _refused(config, "exclude each other", resume="latest", clean=True)
 
 
 @pytest.mark.parametrize(
@@ -220,16 +221,7 @@ def test_resume_names_what_changed_and_takes_effect(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_checkpoint_that_was_copied_to_another_steps_name_is_not_taken_for_it(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    run_dir = _old_run(config, steps=(1,))
-    shutil.copytree(run_dir.checkpoint(1), run_dir.checkpoint(7))
-    _refused(config, "step 7", "is that of step 1", resume="7")
-    start = check_start(config, resume="latest", clean=False)
-    assert (start.resume_step, start.broken_steps) == (1, (7,))
-
-
-def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epochs(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_path: Path) -> None:
     def config(**training: Any) -> ExperimentConfig:
         return make_config(tmp_path, training={"max_steps": 2, **training})
 
@@ -240,24 +232,13 @@ def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epoc
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
     _refused(config(), "has finished its 2 steps; raise training.max_steps", resume="latest")
     assert check_start(config(max_steps=5), resume="latest", clean=False).resume_step == 2
-    _refused(config(max_steps=1), "step 2", "max_steps = 1", resume="latest")
-    run_dir.config.write_text(dump_config(config(max_steps=None, epochs=2.0)))
-    for others in ({}, {"epochs": 1.0}, {"queue_timeout_s": 9.0}):
-        again = config(**{"max_steps": None, "epochs": 2.0, **others})
-        _refused(again, "has finished its 2 steps; raise training.epochs", resume="latest")
-    for longer in ({"max_steps": None, "epochs": 3.0}, {"max_steps": 9}, {"max_steps": 9, "epochs": 3.0}):
-        assert check_start(config(**longer), resume="latest", clean=False).resume_step == 2
-    run_dir.config.write_text(dump_config(config(epochs=2.0)))
-    assert check_start(config(max_steps=9, epochs=2.0), resume="latest", clean=False).resume_step == 2
-
-
-def test_resume_with_a_damaged_summary_goes_on_and_names_it(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    run_dir = _old_run(config, steps=(2,))
+    content = run_dir.summary.read_text()
     run_dir.summary.write_text('{"status": "fini')
-    (note,) = check_start(config, resume="latest", clean=False).notes
+    (note,) = check_start(config(), resume="latest", clean=False).notes
     assert "summary.json cannot be read" in note
     assert note.endswith("; whether the run had finished is unknown")
+    run_dir.summary.write_text(content)
+    _refused(config(max_steps=1), "step 2", "max_steps = 1", resume="latest")
 
 
 def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
@@ -313,25 +294,6 @@ def test_the_directory_of_a_start_that_failed_is_begun_in_again_and_its_logs_sta
     _refused(config, "without a checkpoint", "--clean", resume=resume)
 
 
-def test_a_directory_that_takes_nothing_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tmp_path)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "config.yaml.tmp")
-
-    monkeypatch.setattr(RunDir, "create", refuse)
-    with pytest.raises(ConfigError, match=r"run\.dir: .*No space left on device.*config\.yaml\.tmp"):
-        launch(config)
-
-
-def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "runs" / "test")
-    with lock(run_dir), pytest.raises(ConfigError, match="another launcher"), lock(run_dir):
-        pass
-    with lock(run_dir):
-        pass
-
-
 def test_a_token_is_private_and_one_that_a_killed_launcher_left_is_no_obstacle(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(1,))
@@ -363,7 +325,7 @@ def test_a_temporary_folder_whose_sockets_would_have_no_valid_address_is_refused
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> None:
     config = make_config(
         tmp_path,
         model={"path": str(tmp_path / "none")},
@@ -378,7 +340,3 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path, monkey
         assert key in text
     hub = make_config(tmp_path, model={"path": "org/name"})
     assert any("taken as a hub name" in note for note in check_inputs(hub, engine=EMBEDDED))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "another").mkdir(parents=True)  # a model of the same owner that was downloaded there
-    told = "model.path: org/name is not a local folder; it is taken as a hub name"
-    assert any(told in note for note in check_inputs(hub, engine=EMBEDDED))

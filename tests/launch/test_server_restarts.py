@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,14 +24,14 @@ from grpo_async.launch.plan import ProcessSpec
 from grpo_async.launch.servers import Servers
 from grpo_async.utils.processes import START_VARIABLE
 from tests.launch.support import START_S, LauncherProcess, make_config
-from tests.support.waiting import eventually, is_alive
+from tests.support.waiting import eventually, is_alive, until
 
 FAST: dict[str, Any] = {"restart_delay_s": 0.0}
 PAUSE = (sys.executable, "-c", "import signal; signal.pause()")
 
 
-def _served(folder: Path, *, trainer: str = "served", server: str = "serve", **inference: Any) -> LauncherProcess:
-    return LauncherProcess(folder, trainer=trainer, server=server, inference={**FAST, **inference})
+def _served(folder: Path, *, server: str = "serve", **inference: Any) -> LauncherProcess:
+    return LauncherProcess(folder, trainer="served", server=server, inference={**FAST, **inference})
 
 
 def _begin(launcher: LauncherProcess, *names: str) -> None:
@@ -46,24 +45,8 @@ def _news(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _events(folder: Path, index: int = 0) -> list[str]:
-    return [message["event"] for message in _news(folder) if message["index"] == index]
-
-
-def _await_events(folder: Path, *events: str, index: int = 0) -> None:
-    assert eventually(lambda: _events(folder, index) == list(events), START_S), _news(folder)
-
-
-def _await_new_pid(launcher: LauncherProcess, name: str, old: int) -> int:
-    assert eventually(lambda: launcher.pids()[name] != old, START_S), f"{name} was not started again"
-    return launcher.pids()[name]
-
-
-def _signal(launcher: LauncherProcess, name: str, number: signal.Signals) -> int:
-    """Send a signal to a stand-in; returns its pid."""
-    pid = launcher.pids()[name]
-    os.kill(pid, number)
-    return pid
+def _signal(launcher: LauncherProcess, name: str, number: signal.Signals) -> None:
+    os.kill(launcher.pids()[name], number)
 
 
 def _logs(folder: Path) -> Path:
@@ -89,42 +72,39 @@ def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started
             _signal(launcher, "rank0", signal.SIGUSR1)  # the trainer asks for the restart
         else:
             _signal(launcher, "server", signal.SIGKILL)  # only the parent, as an out-of-memory killer does
-        new = _await_new_pid(launcher, "server", old["server"])
-        assert psutil.Process(new).environ()[START_VARIABLE] != first  # it must not sample the same noise again
+        assert eventually(lambda: launcher.pids()["server"] != old["server"], START_S), "it was not started again"
+        second = psutil.Process(launcher.pids()["server"]).environ()[START_VARIABLE]
+        assert second != first  # it must not sample the same noise again
         assert not any(psutil.pid_exists(pid) for pid in old.values())  # no zombies, either
-        assert is_alive(launcher.pids()["rank0"])
-        _await_events(tmp_path, "exited", "starting")
-        launcher.wait_for_line("the inference server serves again, ")
+        launcher.wait_for_line("the inference server serves again")
         _signal(launcher, "rank0", signal.SIGUSR2)
         assert launcher.end() == 0, launcher.output
         assert launcher.left() == {}
         assert f"the inference server {reason}" in launcher.output
         assert "restart 1 of 3 in 0 s" in launcher.output
-        assert " s after it was lost" in launcher.output
         assert "1 failure, recovered after 1.5 s" in " ".join(launcher.output.split())
     assert (tmp_path / "server.token").read_text() == token  # and its port: it is in the command
+    assert [message["event"] for message in _news(tmp_path)] == ["exited", "starting"]
     assert reason in _news(tmp_path)[0]["detail"]
     assert (_logs(tmp_path) / "server.log").read_text() == "serving\n"  # the old log is kept
     assert (_logs(tmp_path) / "server.restart_1.log").read_text() == "serving\nasked to end\n"
 
 
 def test_a_server_that_dies_after_every_restart_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
-    with _served(tmp_path, trainer="served", server="crash-again", max_restarts=2) as launcher:
+    with _served(tmp_path, server="crash-again", max_restarts=2) as launcher:
         _begin(launcher)
         _signal(launcher, "server", signal.SIGUSR1)
         assert launcher.end() == 1
         assert launcher.left() == {}
         error = launcher.output[launcher.output.index("error: ") :]
-        assert (
-            "the inference server was given up after 2 consecutive restarts (inference.max_restarts): "
-            "it ended with exit code 3\n" in error
+        given_up = (
+            "the inference server was given up after 2 consecutive restarts (inference.max_restarts): it ended with"
         )
+        assert f"{given_up} exit code 3\n" in error
         assert "  KV cache does not fit\n  giving up\n" in error
         assert "the card is on fire" not in error  # that was before the first restart
         assert "server.restart_2.log" in error
         assert "there is no checkpoint yet" in error
-    # the trainer is ended while the last news are on their way
-    assert _events(tmp_path)[:4] == ["exited", "starting", "exited", "starting"]
     assert "the card is on fire" in (_logs(tmp_path) / "server.log").read_text()
 
 
@@ -133,68 +113,36 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
         _begin(launcher, "server0", "server1")
         _signal(launcher, "server1", signal.SIGUSR1)
         launcher.wait_for_line("the run continues with 1 of 2")
-        _await_events(tmp_path, "exited", "given_up", index=1)
-        assert launcher.process.poll() is None
+        assert eventually(lambda: [m["event"] for m in _news(tmp_path)] == ["exited", "given_up"], START_S)
         assert is_alive(launcher.pids()["server0"])
         _signal(launcher, "server0", signal.SIGKILL)
         assert launcher.end() == 1
         assert launcher.left() == {}
         error = launcher.output[launcher.output.index("error: ") :]
-        assert "inference server 1 was given up after 0 consecutive restarts" in error
-        assert "inference server 0 was given up after 0 consecutive restarts" in error
+        for index in (0, 1):
+            assert f"inference server {index} was given up after 0 consecutive restarts" in error
         assert "was killed by SIGKILL" in error
         assert "server_0.log" in error
-    names = {"config.yaml", "server_0.log", "server_1.log", "trainer.log"}
-    assert {path.name for path in _logs(tmp_path).iterdir()} == names
-
-
-def test_a_run_with_servers_of_somebody_else_hears_of_them_and_finishes(tmp_path: Path) -> None:
-    """`inference.urls`: the trainer tells that they serve, and asks for no restart."""
-    with _served(tmp_path, urls=["http://127.0.0.1:9"]) as launcher:
-        launcher.wait_for_line("servers serve")
-        _signal(launcher, "rank0", signal.SIGUSR2)
-        assert launcher.end() == 0, launcher.output
-
-
-def test_a_signal_ends_the_wait_before_a_restart(tmp_path: Path) -> None:
-    with _served(tmp_path, restart_delay_s=50.0) as launcher:
-        _begin(launcher)
-        old = _signal(launcher, "server", signal.SIGKILL)
-        launcher.wait_for_line("restart 1 of 3 in 50 s")
-        sent = time.monotonic()
-        launcher.process.send_signal(signal.SIGINT)
-        assert launcher.end() == 130, launcher.output
-        assert time.monotonic() - sent < 20.0  # less than the wait for a restart that cannot be left
-        assert launcher.left() == {}
-        assert launcher.pids()["server"] == old  # it was not started again
 
 
 class News:
-    """What is told of a server; `arrived` is set by each event."""
+    """What is told of a server."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
         self.notes: list[str] = []
-        self.warnings: list[str] = []
-        self.arrived = asyncio.Event()
-        self.said = asyncio.Event()
 
     def server_event(self, index: int, event: ServerEvent, detail: str, num_restarts: int) -> None:
         self.events.append((event, detail, num_restarts))
-        self.arrived.set()
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-        self.said.set()
 
     def warning(self, text: str) -> None:
-        self.warnings.append(text)
+        pass
 
     async def wait_for(self, event: str, num_restarts: int) -> None:
-        async with asyncio.timeout(START_S):
-            while not any((event, num_restarts) == (name, number) for name, _, number in self.events):
-                self.arrived.clear()
-                await self.arrived.wait()
+        await until(lambda: any((event, num_restarts) == (name, number) for name, _, number in self.events))
 
 
 def _spec(command: tuple[str, ...]) -> ProcessSpec:
@@ -202,35 +150,34 @@ def _spec(command: tuple[str, ...]) -> ProcessSpec:
     return ProcessSpec(command=command, environment={}, num_processes=1, threads=1, **names)
 
 
-class Started:
-    """One server that runs `command` and is restarted without delay, and no trainer."""
+@asynccontextmanager
+async def _started(
+    news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3
+) -> AsyncIterator[Servers]:
+    """One server that runs `command` and is restarted without delay."""
+    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
+    display: Any = news
+    async with Children(folder, folder, news.warning) as children:
 
-    def __init__(
-        self,
-        news: News,
-        folder: Path,
-        *,
-        command: tuple[str, ...] = PAUSE,
-        max_restarts: int = 3,
-        has_trainer: bool = True,
-    ) -> None:
-        config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
-        display: Any = news
-        tell_trainer = news.server_event if has_trainer else None
-        self._command = command
-        self._children = Children(folder, news.warning)
-        self.servers = Servers(config.inference, ["inference server"], self._spawn, display, tell_trainer)
+        async def spawn(index: int, num_restarts: int) -> Child:
+            return await children.spawn(_spec(command), num_restarts=num_restarts)
 
-    async def _spawn(self, index: int, num_restarts: int) -> Child:
-        return await self._children.spawn(_spec(self._command), num_restarts=num_restarts)
+        servers = Servers(config.inference, ["inference server"], spawn, display, news.server_event)
+        async with servers.running():
+            await until(lambda: servers.children or servers.lost.is_set())
+            yield servers
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Servers]:
-        async with self._children, self.servers.running():
-            async with asyncio.timeout(START_S):
-                while not self.servers.children and not self.servers.lost.is_set():
-                    await asyncio.sleep(0.01)
-            yield self.servers
+
+def _pid() -> int:
+    """Of the one server that was started here, below its keeper."""
+    found: list[int] = []
+
+    def finds() -> bool:
+        found[:] = [each.pid for each in psutil.Process().children(recursive=True) if each.cmdline() == list(PAUSE)]
+        return bool(found)
+
+    assert eventually(finds, START_S)
+    return found[0]
 
 
 def _serves(servers: Servers, num_restarts: int = 0) -> None:
@@ -245,8 +192,8 @@ def test_what_a_run_starts_may_open_as_many_files_as_the_hard_limit_allows(tmp_p
     shows = (sys.executable, "-c", "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
 
     async def main() -> None:
-        async with Started(News(), tmp_path, command=shows).running() as servers:
-            await first_of([], [servers.lost], START_S)
+        async with _started(News(), tmp_path, command=shows) as servers:
+            await until(servers.lost.is_set)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -261,9 +208,9 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_
     news = News()
 
     async def main() -> None:
-        async with Started(news, tmp_path).running() as servers:
+        async with _started(news, tmp_path) as servers:
             _serves(servers, 0)
-            os.kill(servers.children[0].pid, signal.SIGKILL)
+            servers.children[0].kill()
             await news.wait_for("starting", 1)
             _ask_restart(servers, "an old request", 0)
             await asyncio.sleep(0.2)
@@ -274,10 +221,10 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_
             assert "serves again" in news.notes[-1]
             _ask_restart(servers, "a new request", 1)
             await news.wait_for("starting", 2)
-            pid = servers.children[0].pid
+            pid = _pid()
             os.kill(pid, signal.SIGKILL)
             # the event loop, which stands still here, hears of the request before it hears of the end
-            assert eventually(lambda: not is_alive(pid), START_S)
+            assert eventually(lambda: not psutil.pid_exists(pid), START_S)
             _ask_restart(servers, "it does not answer", 2)
             await news.wait_for("starting", 3)
             assert not servers.lost.is_set()
@@ -288,107 +235,68 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_
     assert exits[2].startswith("was killed by SIGKILL")  # it ended by itself
 
 
-def test_the_waits_before_restarts_double_up_to_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tmp_path, inference={"restart_delay_s": 1.0, "max_restarts": 8})
-    waits: list[float] = []
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_server_that_cannot_start_ends_the_run_unless_that_needs_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """It is tried again and again, each time after a wait that doubles up to a minute."""
+    replicas = {"replicas": {"min": least, "max": 2}}
+    limits = {"restart_delay_s": 1.0, "max_restarts": 8}
+    config = make_config(tmp_path, launch={"ray": "auto"}, inference={**limits, **replicas, "engine": "vllm"})
     news: Any = News()
+    waits: list[float] = []
 
     async def wait(seconds: float) -> None:
         waits.append(seconds)
 
-    async def spawn(index: int, num_restarts: int) -> Child:
-        raise RunError("no such program")
-
-    async def main() -> None:
-        servers = Servers(config.inference, ["inference server"], spawn, news, None)
-        servers.has_served = servers.is_elastic = True
-        async with servers.running():
-            await first_of([], [servers.lost], START_S)
-
-    monkeypatch.setattr(servers_module.asyncio, "sleep", wait)
-    asyncio.run(main())
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
-
-
-@pytest.mark.parametrize("least", [1, 2])
-def test_a_server_that_cannot_start_ends_the_run_unless_that_needs_fewer(tmp_path: Path, least: int) -> None:
-    replicas = {"replicas": {"min": least, "max": 2}}
-    config = make_config(tmp_path, launch={"ray": "auto"}, inference={**FAST, **replicas, "engine": "vllm"})
-    news: Any = News()
-
     async def main() -> str | None:
-        children, fails = Children(tmp_path, news.warning), asyncio.Event()
+        async with Children(tmp_path, tmp_path, news.warning) as children:
+            fails = asyncio.Event()
 
-        async def spawn(index: int, num_restarts: int) -> Child:
-            if index == 1:
-                await fails.wait()
-                raise RunError("no room for its cache")
-            return await children.spawn(_spec(PAUSE), num_restarts=num_restarts)
+            async def spawn(index: int, num_restarts: int) -> Child:
+                if index == 1:
+                    await fails.wait()
+                    raise RunError("no room for its cache")
+                return await children.spawn(_spec(PAUSE), num_restarts=num_restarts)
 
-        servers = Servers(config.inference, ["server 0", "server 1"], spawn, news, news.server_event)
-        async with children, servers.running():
-            _serves(servers)
-            fails.set()
-            if least == 1:
-                await news.wait_for("given_up", 3)
-            else:
-                await first_of([], [servers.lost], START_S)
-            return servers.failure
+            servers = Servers(config.inference, ["server 0", "server 1"], spawn, news, news.server_event)
+            async with servers.running():
+                _serves(servers)
+                with monkeypatch.context() as patched:
+                    patched.setattr(servers_module.asyncio, "sleep", wait)
+                    fails.set()
+                    await first_of([], [servers.lost], 5.0 if least == 1 else START_S)
+                return servers.failure
 
-    assert asyncio.run(main()) == (None if least == 1 else "the server 1 could not be started: no room for its cache")
+    failure = asyncio.run(main())
+    assert failure == (None if least == 1 else "the server 1 could not be started: no room for its cache")
+    assert waits == ([1, 2, 4, 8, 16, 32, 60, 60] if least == 1 else [])
+    assert [event for event, *_ in news.events][-1:] == (["given_up"] if least == 1 else [])
 
 
 @pytest.mark.parametrize("served_long", [True, False])
 def test_restarts_are_counted_anew_after_a_long_service_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served_long: bool
 ) -> None:
+    """One whose machine is lost is not counted at all."""
     monkeypatch.setattr(servers_module, "_RESTART_RESET_S", 0.0 if served_long else 600.0)
     news = News()
 
     async def main() -> bool:
-        async with Started(news, tmp_path, max_restarts=1).running() as servers:
-            for number in (1, 2):
-                _serves(servers, number - 1)
-                servers.children[0].kill()
-                await news.wait_for(
-                    "starting" if served_long or number == 1 else "given_up", number if served_long else 1
-                )
+        async with _started(news, tmp_path, max_restarts=1) as servers:
+            (child,) = servers.children
+            child.is_lost = True
+            child.kill()
+            await news.wait_for("starting", 1)
+            _serves(servers, 1)
+            servers.children[0].kill()
+            await news.wait_for("starting", 2)
+            _serves(servers, 2)
+            servers.children[0].kill()
+            await (news.wait_for("starting", 3) if served_long else news.wait_for("given_up", 2))
             return servers.lost.is_set()
 
     assert asyncio.run(main()) is not served_long
-
-
-def test_without_a_trainer_a_server_is_restarted_and_nothing_says_that_it_serves(tmp_path: Path) -> None:
-    news = News()
-
-    async def main() -> None:
-        async with Started(news, tmp_path, has_trainer=False).running() as servers:
-            for number in (1, 2):
-                os.kill(servers.children[0].pid, signal.SIGKILL)
-                async with asyncio.timeout(START_S):
-                    while len(news.notes) < number:
-                        await news.said.wait()
-                        news.said.clear()
-            assert not servers.lost.is_set()
-
-    asyncio.run(main())
-    assert [note.partition(" (log")[0] for note in news.notes] == ["the inference server starts again"] * 2
-
-
-def test_a_server_whose_machine_is_lost_starts_again_elsewhere_however_often(tmp_path: Path) -> None:
-    news = News()
-
-    async def main() -> None:
-        async with Started(news, tmp_path, max_restarts=0).running() as servers:
-            for number in (1, 2):  # also before it has served
-                (child,) = servers.children
-                child.is_lost = True
-                child.kill()
-                await news.wait_for("starting", number)
-            assert not servers.lost.is_set()
-
-    asyncio.run(main())
-    assert [event for event, _, _ in news.events] == ["exited", "starting"] * 2
 
 
 def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
@@ -396,9 +304,9 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     news = News()
 
     async def main() -> None:
-        async with Started(news, tmp_path).running() as servers:
+        async with _started(news, tmp_path) as servers:
             (child,) = servers.children
-            os.kill(child.pid, signal.SIGSTOP)
+            os.kill(_pid(), signal.SIGSTOP)
             servers.stop_restarting()
             _ask_restart(servers, "it does not answer", 0)
             await asyncio.wait([child.exited], timeout=START_S)
@@ -406,26 +314,4 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
             assert servers.children == []
 
     asyncio.run(main())
-    assert [event for event, _, _ in news.events] == []
-
-
-def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Path) -> None:
-    program = tmp_path / "server"
-    program.write_text(f"#!{sys.executable}\nimport signal; signal.pause()\n")
-    program.chmod(0o700)
-    news = News()
-
-    async def main() -> str | None:
-        async with Started(news, tmp_path, command=(str(program),), max_restarts=2).running() as servers:
-            _serves(servers)
-            program.unlink()
-            os.kill(servers.children[0].pid, signal.SIGKILL)
-            async with asyncio.timeout(START_S):
-                await servers.lost.wait()
-        return servers.failure
-
-    failure = asyncio.run(main())
-    assert failure is not None
-    assert "given up after 2 consecutive restarts" in failure
-    assert "could not be started: cannot start the inference server" in failure
-    assert [event for event, _, _ in news.events] == ["exited", "exited", "exited", "given_up"]
+    assert news.events == []

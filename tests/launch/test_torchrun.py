@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -23,40 +21,13 @@ def test_a_rank_that_can_write_nowhere_is_shown_with_its_error(tmp_path: Path) -
         assert list(Path(launcher.temporary).iterdir()) == []  # torchrun makes a folder there by itself
 
 
-@pytest.mark.nightly
-def test_a_torchrun_that_was_stopped_is_named_and_its_ranks_save(tmp_path: Path) -> None:
-    options = {"launch": {"heartbeat_timeout_s": 4.0}}
-    with LauncherProcess(tmp_path, trainer="obey-stop", torchrun=True, **options) as launcher:
-        launcher.wait_for_line("training")
-        torchrun = psutil.Process(launcher.pids()["rank0"]).ppid()
-        os.kill(torchrun, signal.SIGSTOP)
-        assert launcher.end() == 1, launcher.output
-        assert f"torchrun (pid {torchrun})" in launcher.output.rpartition("error: ")[2]
-        assert (tmp_path / "asked_to_stop").exists()
-        assert launcher.left() == {}
-
-
-@pytest.mark.nightly
-def test_a_rank_that_was_stopped_is_the_cause_of_what_fails_after_that(tmp_path: Path) -> None:
-    options = {"launch": {"heartbeat_timeout_s": 10.0}}
-    with LauncherProcess(tmp_path, trainer="fail-when-told", torchrun=True, **options) as launcher:
-        launcher.wait_for_processes("rank0", "ready")
-        rank_0, rank_1 = launcher.pids()["rank0"], launcher.pids()["rank1"]
-        os.kill(rank_0, signal.SIGSTOP)
-        launcher.wait_for_line(f"trainer rank 0 (pid {rank_0})")
-        os.kill(rank_1, signal.SIGUSR1)
-        assert launcher.end() == 1
-        assert launcher.output.rpartition("error: ")[2].startswith(f"trainer rank 0 (pid {rank_0})")
-        assert launcher.left() == {}
-
-
 def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder_and_nothing_listens_in_public(tmp_path: Path) -> None:
     """The helper has left the session, as a daemon that a reward has started."""
     with LauncherProcess(tmp_path, trainer="start-helper", server="ignore-term", torchrun=True) as launcher:
         launcher.wait_for_line("training")
         launcher.wait_for_processes("server", "rank0", "rank1", "helper")
         tree = psutil.Process(launcher.process.pid).children(recursive=True)
-        assert len(tree) == 6  # the reaper, the server, torchrun, two ranks, the helper
+        assert len(tree) == 7  # two keepers, the server, torchrun, two ranks, the helper
         listening = [c.laddr for p in tree for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
         assert listening == []
         launcher.process.kill()

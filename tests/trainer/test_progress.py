@@ -1,40 +1,35 @@
-"""What rank 0 tells the launcher of its progress."""
+"""When rank 0 tells the launcher that the run makes no progress."""
 
 from __future__ import annotations
 
-import json
-import socket
+import queue
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_async.inference.fleet import ServerState
-from grpo_async.processes.heartbeat import MAX_DATAGRAM
-from grpo_async.trainer.progress import ProgressReporter
+from grpo_async.trainer.progress import StallWatch
 from grpo_async.training.timing import Activity
 
 TIMEOUT_S = 0.5
 
 
 class _Run:
-    """A run whose tokens the test counts, and the launcher's socket."""
+    """A run whose tokens the test counts, and what the launcher hears."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.tokens = 0
         self.server = SimpleNamespace(state=ServerState.SERVING, since=0.0, name="server 0")
-        self.launcher = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.launcher.bind(str(folder / "heartbeat"))
-        self.launcher.settimeout(30.0)
+        self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         activity = Activity()
         activity.begin("training step 4")
         config: Any = SimpleNamespace(
             training=SimpleNamespace(stall_timeout_s=TIMEOUT_S), inference=SimpleNamespace(startup_timeout_s=60.0)
         )
-        assignment: Any = SimpleNamespace(heartbeat_socket=folder / "heartbeat")
+        control: Any = SimpleNamespace(send=lambda kind, **content: self.heard.put({"kind": kind, **content}))
         source: Any = SimpleNamespace(
             ledger_snapshot=lambda: {"tokens": {"started": self.tokens}},
             describe=lambda: "1 groups in flight",
@@ -44,36 +39,32 @@ class _Run:
             servers=lambda: [self.server], read_counters=lambda: SimpleNamespace(generated_tokens=self.tokens)
         )
         publisher: Any = SimpleNamespace(version=3)
-        self.reporter = ProgressReporter(
-            assignment, config, source=source, publisher=publisher, activity=activity, fleet=fleet
-        )
-
-    def next_report(self) -> dict[str, Any]:
-        message: dict[str, Any] = json.loads(self.launcher.recv(MAX_DATAGRAM))
-        return message
+        self.watch = StallWatch(control, config, source=source, publisher=publisher, activity=activity, fleet=fleet)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[_Run]:
-    run = _Run(tmp_path)
-    with run.reporter:
+def run() -> Iterator[_Run]:
+    run = _Run()
+    with run.watch:
         yield run
-    run.launcher.close()
 
 
-def test_a_run_that_stands_still_says_for_how_long_and_what_waits_for_what(run: _Run) -> None:
-    while (report := run.next_report())["unchanged_s"] < TIMEOUT_S:
-        pass
-    assert report["kind"] == "progress"
+def test_a_run_that_stands_still_says_what_waits_for_what_with_its_stacks(
+    run: _Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = run.heard.get(timeout=30.0)
+    assert report["kind"] == "stalled"
     for part in ("has finished step 3 and is training step 4, for", "1 groups in flight", "server 0 has been serving"):
         assert part in report["text"]
+    assert "in test_a_run_that_stands_still" in capfd.readouterr().err
 
 
 def test_a_run_that_moves_in_every_timeout_makes_progress(run: _Run) -> None:
     ends_at = time.monotonic() + 4 * TIMEOUT_S
     while time.monotonic() < ends_at:
-        assert run.next_report()["unchanged_s"] < TIMEOUT_S
         run.tokens += 1
+        time.sleep(TIMEOUT_S / 20)
+    assert run.heard.empty()
 
 
 @pytest.mark.parametrize(
@@ -89,5 +80,8 @@ def test_a_server_that_loads_or_is_restarted_is_an_excuse_for_as_long_as_that_ma
     run: _Run, state: ServerState, age_s: float, is_excused: bool
 ) -> None:
     run.server.state, run.server.since = state, time.monotonic() - age_s
-    reports = [run.next_report() for _ in range(8)]
-    assert all(report["unchanged_s"] == 0.0 for report in reports) == is_excused
+    if is_excused:
+        time.sleep(3 * TIMEOUT_S)
+        assert run.heard.empty()
+    else:
+        assert run.heard.get(timeout=30.0)["kind"] == "stalled"

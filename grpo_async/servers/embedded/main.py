@@ -19,7 +19,7 @@ from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.token import require_token, token_from_environment
 from grpo_async.utils.network import family_of, host_in_url
-from grpo_async.utils.processes import die_with_launcher, importing_much, raise_open_files_limit
+from grpo_async.utils.processes import importing_much, raise_open_files_limit
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
@@ -29,7 +29,6 @@ _EXIT_DELAY_S = 1.0  # between the engine's failure and the exit, so that client
 
 def serve_embedded(config: ExperimentConfig, port: int) -> None:
     """Serve `config.model` until the process is asked to end; SystemExit with 1 after the engine failed."""
-    die_with_launcher()
     raise_open_files_limit()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=config.inference.embedded.device == "cuda")

@@ -23,7 +23,7 @@ from grpo_async.config.sections import MAX_SWAPPED_RANK
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE, require_token
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
-from grpo_async.utils.processes import START_VARIABLE, die_with_launcher, is_cpu_build
+from grpo_async.utils.processes import START_VARIABLE, is_cpu_build
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import count
 
@@ -76,7 +76,7 @@ class ServerCommand:
 
 
 def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
-    """Become the vLLM server of `config`, listening on `port`. It ends when the launcher that started it ends.
+    """Become the vLLM server of `config`, listening on `port`.
 
     Raises:
         ConfigError: vLLM is missing, of an unsupported version, or has no device, or the host is open without a token.
@@ -84,7 +84,6 @@ def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
     usable, reason = vllm_usable()
     if not usable:
         raise ConfigError(reason)
-    die_with_launcher()  # the kernel keeps this setting over the exec, because the pid stays
     command = vllm_command(config, port)
     sys.stdout.flush()
     sys.stderr.flush()
