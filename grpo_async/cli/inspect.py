@@ -161,7 +161,7 @@ def inspect_rollouts(
     order = sort_order(sort)
     shown = (None if as_json else _TABLE_LIMIT) if limit is None else limit or None
     console = stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE)
-    with RolloutTable.open(run.rollouts) as table:
+    with RolloutTable(run.rollouts) as table:
         num_stored = table.count().groups
         if num_stored == 0:
             raise RunError(f"{run.root} has no rollouts yet; the first appear with the first groups that are done")

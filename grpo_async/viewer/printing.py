@@ -17,10 +17,9 @@ from rich.text import Text
 
 from grpo_async.records import GroupStatus, Origin, RolloutStatus
 from grpo_async.store import GroupRow, RolloutRow
-from grpo_async.store.blocks import Row
 from grpo_async.store.export import printable
 from grpo_async.store.query import Query
-from grpo_async.store.table import RolloutTable
+from grpo_async.store.table import RolloutTable, Row
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.utils.text import duration, percent
 from grpo_async.viewer.format import call_text, call_tree, flag_names, message_text, number, or_dash, prompt_of

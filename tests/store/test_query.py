@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +63,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
     folder = tmp_path_factory.mktemp("queries") / "rollouts"
     with LineStore(folder) as store:
         _fill(store)
-    with RolloutTable.open(folder) as opened:
+    with RolloutTable(folder) as opened:
         yield opened
 
 
@@ -170,7 +168,7 @@ def test_every_column_can_be_asked_for_and_sorted_by(table: RolloutTable, name: 
 def test_a_query_is_one_condition_over_rollouts(table: RolloutTable, text: str) -> None:
     error = _mistake(text)
     str(error).encode()
-    assert len(str(error).splitlines()) == 3
+    assert len(str(error).splitlines()) == 2
     assert _ids(table, "") == EVERY  # the tables are as they were
 
 
@@ -209,7 +207,7 @@ def test_no_file_but_those_of_the_store_can_be_read_by_a_query(
 
 def test_a_query_changes_no_setting_reads_no_secret_and_writes_nothing(table: RolloutTable) -> None:
     """Statements do not get through `parse_query`; the database refuses them too."""
-    with table._blocks.cursor() as cursor:
+    with table.cursor() as cursor:
         for statement in (
             "SET enable_external_access = true",
             "SET memory_limit = '1TB'",
@@ -254,37 +252,26 @@ def test_a_query_that_takes_too_long_is_interrupted(table: RolloutTable) -> None
 def test_what_the_values_of_a_store_do_not_allow_is_an_error_of_the_query(
     table: RolloutTable, text: str, problem: str
 ) -> None:
-    for ask in (table.count, lambda query: list(table.dump_json(query))):
-        with pytest.raises(QueryError, match=problem):
-            ask(parse_query(text))
+    with pytest.raises(QueryError, match=problem):
+        table.count(parse_query(text))
 
 
 @pytest.mark.parametrize(
-    ("text", "position", "remedy"),
+    ("text", "remedy"),
     [
-        ("rewrad<1", 0, "reward"),
-        ("done and trunkated", 9, "truncated"),
-        ("é = 'é' or rewrad<1", 0, "é"),
-        ("lenth(text) > 3", 0, "lenth does not exist"),
-        ("reward<", 7, "syntax error"),
-        ("(done", 5, "syntax error"),
-        ("reward", 0, "reward < 0.2"),
+        ("rewrad<1", "reward"),
+        ("done and trunkated", "truncated"),
+        ("lenth(text) > 3", 'lenth does not exist! Did you mean "length"'),
+        ("reward<", "syntax error"),
+        ("reward", "a query needs a comparison, as in reward < 0.2"),
+        ("'\x1b[2J' = rewrad", "reward"),
     ],
 )
-def test_a_mistake_is_pointed_at_with_a_remedy(text: str, position: int, remedy: str) -> None:
+def test_a_mistake_is_said_with_a_remedy_and_the_query(text: str, remedy: str) -> None:
     error = _mistake(text)
     assert isinstance(error, ConfigError)
-    assert error.position == position, error
     assert remedy in error.problem
-    assert str(error).splitlines()[1:] == [f"  {text}", "  " + " " * position + "^"]
-
-
-def test_carets_stand_below_wide_characters_and_control_characters_are_not_shown() -> None:
-    """漢 takes two columns of a terminal."""
-    assert str(_mistake("id='漢' and rewrad<1")).splitlines()[2] == "  " + " " * 12 + "^"
-    error = _mistake("done and\n'\x1b[2J' = rewrad")
-    assert "\x1b" not in str(error)
-    assert len(str(error).splitlines()) == 3
+    assert str(error).splitlines()[1] == f"  in the query: {text}".replace("\x1b", "␛")
 
 
 @pytest.mark.parametrize("text", ["id = 'x' or true -- (", "id = 'x' or true"])
@@ -304,25 +291,3 @@ def test_the_help_has_every_column_and_only_examples_that_can_be_run(table: Roll
     for example in (*(text for text, _ in examples), *(each.example for each in NAMES if each.example)):
         table.count(parse_query(example))
     assert max(map(len, help_text(80).splitlines())) <= 80
-
-
-@pytest.mark.parametrize("query", ["len(range(300000000)) > 0", "len(range(300000000 + seq)) > 0"])
-def test_a_query_that_takes_too_much_memory_fails_alone(table: RolloutTable, query: str) -> None:
-    """While it is checked, and over the rows."""
-    script = (
-        "import sys, resource; from pathlib import Path; from grpo_async.errors import GrpoAsyncError\n"
-        "from grpo_async.store import database; from grpo_async.store.query import parse_query\n"
-        "from grpo_async.store.table import RolloutTable\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"  # in case that nothing else limits it
-        "database.half_of_memory = lambda: 1 << 30\n"
-        "before = resource.getrlimit(resource.RLIMIT_DATA)\n"
-        "with RolloutTable.open(Path(sys.argv[1])) as table:\n"
-        "    try: table.count(parse_query(sys.argv[2]))\n"
-        "    except GrpoAsyncError as error: print(error)\n"
-        "    assert resource.getrlimit(resource.RLIMIT_DATA) == before\n"
-        "    print(table.count().rollouts)\n"
-    )
-    command = [sys.executable, "-c", script, str(table.folder), query]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "Out of Memory" in done.stdout
-    assert done.stdout.splitlines()[-1] == str(len(EVERY))

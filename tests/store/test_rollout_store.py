@@ -120,7 +120,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line_and_is_not_
     lines = block.read_bytes().split(b"\n")
     damaged = b"\n".join([lines[0], lines[1][:40], *lines[2:]])
     block.write_bytes(damaged)
-    with pytest.raises(RunError, match=r"block-000000000000\.jsonl: left out 1 damaged line"):
+    with pytest.raises(RunError, match=r"left out 1 damaged line of .*block-000000000000\.jsonl"):
         _ids(tmp_path)
     with RolloutStore(tmp_path) as again:
         assert again.position() == 3
@@ -197,9 +197,8 @@ def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lo
     store.close()
     assert _seqs(tmp_path) == [(0, 0), (2, 2)]
     assert len(find_blocks(tmp_path)) == (1 if truncates else 2)
-    assert read_metadata(tmp_path).notes(tmp_path) == [
-        "missing: 1 group that a full disk or a kill kept from being written"
-    ]
+    notes = read_metadata(tmp_path).notes(tmp_path)
+    assert "missing: 1 group that a full disk or a kill kept from being written" in notes
 
 
 def test_a_group_waits_for_room_on_a_full_disk(

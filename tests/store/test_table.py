@@ -40,7 +40,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
             append_simple(store, group_id, rewards=rewards, step=1 + group_id // 2, text=text, num_tokens=3 + group_id)
         group = build_group(4, [build_tool_rollout("4-0")], answer=1, odd_one=2)
         append(store, group, [], GroupStatus.CANCELLED, None)
-    with RolloutTable.open(folder) as opened:
+    with RolloutTable(folder) as opened:
         yield opened
 
 
@@ -80,7 +80,7 @@ def test_a_rollout_in_a_table_has_its_stats_and_the_beginning_of_its_texts(
         stats = {"r": build_stats(3)}
         group = build_group(9, [rollout], text=long)
         append(store, group, [build_sample(9, rollout, 0.5, -1.0)], GroupStatus.TRAINED, 5, stats=stats)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         (found,) = table.page()
     assert (found["rollout_id"], found["group_id"], found["prompt_id"], found["step"]) == ("r", 9, 9, 5)
     assert (found["reward"], found["advantage"], found["rewards"]) == (0.5, -1.0, {"exact": 0.5, "format": None})
@@ -105,7 +105,7 @@ def test_a_preview_is_what_the_policy_wrote_behind_the_prompt_that_it_saw(
         turns = [replace(first, messages=said), *rest]
         group = build_group(9, [replace(rollout, turns=turns, prompt_messages=asked)], text="")
         append(store, group, [], GroupStatus.FILTERED, 5)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         ((found,), (whole,)) = table.page(), table.group_page()
     assert (found["prompt_preview"], found["completion_preview"]) == (
         "the river",
@@ -132,7 +132,7 @@ def test_a_step_counts_from_when_it_is_done(open_store: OpenStore, tmp_path: Pat
         append_simple(store, 0, step=2, rewards=(0.0, 1.0))
         append_simple(store, 1, step=2, rewards=(1.0, 1.0), status=GroupStatus.FILTERED)
         append_simple(store, 2, step=3, rewards=(0.0, 0.0), status=GroupStatus.FILTERED)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         assert table.count(parse_query("step=last and (filtered or stale)")).groups == 1
         assert table.count(parse_query("step=3")).groups == 1, "it can be looked at"
 
@@ -177,7 +177,7 @@ def test_superseded_rows_are_left_out_unless_asked_for(open_store: OpenStore, tm
         position = store.position()
         append_simple(store, 1, rewards=(0.0, 0.0), step=2)
         append_simple(store, 2, step=2)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         assert table.count().groups == 3
         with open_store(tmp_path) as store:
             store.supersede_from(position, step=1)

@@ -11,7 +11,7 @@ import duckdb
 import pytest
 
 from grpo_async.records import GroupStatus
-from grpo_async.store.files import find_blocks, sealed_name
+from grpo_async.store.files import find_blocks
 from grpo_async.store.query import parse_query
 from grpo_async.store.schema import SCHEMA
 from grpo_async.store.seal import seal_block
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with duckdb.connect() as connection:
         for first in range(1, COPIES, PER_BLOCK):
             last = min(first + PER_BLOCK, COPIES)
-            target = made / sealed_name(first * GROUPS, last * GROUPS - 1)
+            target = made / f"block-{first * GROUPS:012d}-{last * GROUPS - 1:012d}.parquet"
             connection.execute(
                 f"COPY (SELECT * REPLACE (seq + k * {GROUPS} AS seq, group_id + k * {GROUPS} AS group_id, step + k * 20 AS step, "
                 f"'c' || k || rollout_id AS rollout_id, completion_text || ' ' || hash(seq, rollout_index, k) AS completion_text) "
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(folder: Path) -> Iterator[RolloutTable]:
-    with RolloutTable.open(folder) as opened:
+    with RolloutTable(folder) as opened:
         yield opened
 
 
@@ -100,7 +100,7 @@ def _seconds(ask: Callable[[], Any]) -> float:
 
 def test_the_first_table_of_a_large_run_is_there_at_once(folder: Path) -> None:
     def first_table() -> None:
-        with RolloutTable.open(folder) as opened:
+        with RolloutTable(folder) as opened:
             assert opened.count().rollouts == ROLLOUTS
             assert len(opened.group_page(limit=40)) == len(opened.page(limit=40)) == 40
 

@@ -17,8 +17,7 @@ from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample, ScoredGroup, TaggedMessage, ToolCall
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow
-from grpo_async.store.blocks import Row
-from grpo_async.store.table import RolloutTable
+from grpo_async.store.table import RolloutTable, Row
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.viewer.printing import group_page, group_table, rollout_page
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
@@ -46,7 +45,7 @@ def _render(renderable: RenderableType, width: int = 200) -> str:
 
 
 def _summaries(folder: Path) -> list[Row]:
-    with RolloutTable.open(folder) as table:
+    with RolloutTable(folder) as table:
         return table.group_page(sort="seq")
 
 
@@ -209,7 +208,7 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
 
 def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: Path, open_store: OpenStore) -> None:
     row = _stored(tmp_path, open_store, build_group(7, [build_branched_rollout("g7-r0")]))
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         group, branch = table.rollout("g7-r0.b2")
     page = _render(rollout_page(row, row.rollouts[0], "no tokenizer"))
     tree = page[page.index("calls in all branches") :].splitlines()[1:7]

@@ -2,7 +2,7 @@
 
 Errors, as `error_answer` answers them for all:
 
-400 the query or a parameter is wrong (with the position of the mistake) | 404 no such run, group or rollout
+400 the query or a parameter is wrong | 404 no such run, group or rollout
 503 the store cannot be read, or all threads hang | 504 the deadline has passed
 """
 
@@ -52,7 +52,7 @@ def error_answer(request: Request, error: Exception) -> Json:
     """The answer to a request that failed, for all endpoints."""
     match error:
         case QueryError():
-            return Json({"error": error.problem, "position": error.position}, status_code=400)
+            return Json({"error": error.problem}, status_code=400)
         case ValidationError():
             return Json({"error": problems_of(error)}, status_code=400)
         case NotFoundError():

@@ -61,7 +61,7 @@ class Source:
         """
         with self._lock:
             if self._table is None:
-                self._table = RolloutTable.open(self.run.rollouts)
+                self._table = RolloutTable(self.run.rollouts)
             elif time.monotonic() - self._refreshed_at > _REFRESH_EVERY_S:
                 self._table.refresh()
             else:

@@ -23,7 +23,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.store.blocks import Blocks
+from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
@@ -149,13 +149,11 @@ def test_before_the_first_group_a_page_ends_before_it(tmp_path: Path) -> None:
     assert (found["rows"], found["counts"]["groups"], found["until"]) == ([], 0, -1)
 
 
-def test_a_mistake_in_a_query_has_its_place(inspector: Inspector) -> None:
+def test_a_mistake_in_a_query_has_a_remedy(inspector: Inspector) -> None:
     for view in ("rollouts", "groups"):
         answer = inspector.get(f"api/{view}", run="one", q="truncated and rewrd<1", until=3)
         assert answer.status_code == 400
-        problem = answer.json()
-        assert problem["position"] == 14
-        assert "did you mean reward" in problem["error"]
+        assert 'Candidate bindings: "reward"' in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -330,13 +328,13 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four that went on for good would have taken all threads: 10^14 rows are more than anybody waits for."""
-    registry, blocks = RunRegistry([RunDir(tmp_path)]), Blocks(tmp_path)
+    registry, table = RunRegistry([RunDir(tmp_path)]), RolloutTable(tmp_path)
     slow = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
 
     async def ask() -> object:
         monkeypatch.setattr(sources, "DEADLINE_S", 0.2)
         for each in await asyncio.gather(
-            *(registry.ask(lambda: blocks.fetch(slow)) for _ in range(4)), return_exceptions=True
+            *(registry.ask(lambda: table.fetch(slow)) for _ in range(4)), return_exceptions=True
         ):
             assert isinstance(each, TimeoutError)
             assert error_answer(Request({"type": "http"}), each).status_code == 504
@@ -345,12 +343,12 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
         while registry._threads.num_abandoned:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-        return await registry.ask(lambda: blocks.fetch("SELECT 1 AS x"))
+        return await registry.ask(lambda: table.fetch("SELECT 1 AS x"))
 
     try:
         assert asyncio.run(ask()) == [{"x": 1}]
     finally:
-        blocks.close()
+        table.close()
 
 
 # -- starting

@@ -1,5 +1,4 @@
-/* Requests to the server, or in a report to the answers that stand in the page, and addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
-   the mistake. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
+/* Requests to the server, or in a report to the answers that stand in the page, and addresses of views. A failed answer is an ApiError with the server's message. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
 
 export const DEFAULT_VIEW = "home";
 
@@ -7,7 +6,6 @@ export class ApiError extends Error {
   constructor(status, body) {
     super(body.error || `the server answered ${status}`);
     this.status = status;
-    this.position = body.position;
   }
 }
 
