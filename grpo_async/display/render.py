@@ -164,12 +164,6 @@ def step_line(
     return join(parts)
 
 
-def reward_change(rewards: Sequence[float]) -> float | None:
-    """The newest reward minus the mean of those before it: 0.4, 0.6, 0.7 -> 0.7 - 0.5 = +0.2."""
-    *before, last = rewards or [0.0]
-    return last - sum(before) / len(before) if before else None
-
-
 def steps_text(step: int, max_steps: int | None) -> str:
     """`12/60`; `12` while the most steps are not known."""
     return f"{step}/{max_steps}" if max_steps else str(step)
@@ -183,6 +177,15 @@ def example_lines(example: Mapping[str, Any]) -> list[str]:
     """`prompt of step 12: 3 + 4 =`, then a line for each completion: `  reward 1.000: 7`."""
     lines = [f"  reward {each['reward']:.3f}: {each['text']}" for each in example["completions"]]
     return [f"prompt of step {example['step']}: {example['prompt']}", *lines]
+
+
+def failed_checks(checks: Sequence[Mapping[str, str]]) -> list[str]:
+    """`preflight: warn: memory: ...` for each that did not pass."""
+    return [
+        f"preflight: {check['status']}: {check['name']}: {check['detail']}"
+        for check in checks
+        if check["status"] != "pass"
+    ]
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:

@@ -21,7 +21,6 @@ from grpo_async.display.progress import STATUS_VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import RunHistory, diagnose
-from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
 from grpo_async.utils.files import read_object
@@ -133,33 +132,29 @@ def _launcher(status: RunStatus) -> str:
 
 
 def watch(run_dir: RunDir, console: Console) -> RunStatus:
-    """Show the run until it has ended (or Ctrl-C); return its last status. Without a terminal: one
-    line per step.
+    """Show the run until it has ended (or Ctrl-C); return its last status. Without a terminal: a
+    line for each phase and step that is seen.
 
     Raises:
         ConfigError, RunError: there is no status to be read.
     """
-    log, pause = MetricsReader(run_dir.metrics), threading.Event()
-    phase, shown = "", log.rows()
-    shown.pop(max(shown, default=0), None)  # the newest step is news
+    pause, shown = threading.Event(), ""
     has_screen = console.is_terminal and not console.is_dumb_terminal
     live = Live(console=console, screen=True, auto_refresh=False, transient=True) if has_screen else None
     status = read_status(run_dir)
     with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
         while True:  # until the run ends, or Ctrl-C
             status = read_status(run_dir)
-            content = {"step": 0, **status.content, "state": status.state}
+            content = {"step": 0, "metrics": {}, **status.content, "state": status.state}
             if live is not None:
                 footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
                 live.update(render.screen(content, console.size, footer=footer), refresh=True)
             else:
-                now, rows = str(content.get("phase") or ""), log.rows()
-                if now.partition(":")[0] != phase.partition(":")[0]:
-                    print_line(console, now)
-                for step, row in rows.items():  # a step that runs again has another row
-                    if (old := shown.get(step)) is not row and old != row:
-                        print_line(console, render.step_line(step, content.get("max_steps"), row))
-                phase, shown = now, rows
+                step = render.step_line(content["step"], content.get("max_steps"), content["metrics"])
+                line = f"{str(content.get('phase')).partition(':')[0]}: {step}"
+                if line != shown:
+                    print_line(console, line)
+                shown = line
             if status.state != RUNNING:
                 break
             pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event

@@ -63,7 +63,6 @@ Event = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 
 _FORWARDED = ("GRPO_ASYNC_TOKEN", "HF_", "WANDB_", "TRACKIO_")
 """Variables of the command's environment that its actors get."""
-_SHOWN = [name for name in vars(Display) if not name.startswith("_") and name != "unknown_message"]
 _POLL_S = 0.5
 
 
@@ -198,12 +197,13 @@ class RemoteOutput(Output):
         display = super().display(**options)
         self._put(("open", "", (), options))
 
-        def both(name: str, method: Callable[..., None], /, *arguments: Any, **options: Any) -> None:
-            self._put(("display", name, arguments, options))
-            method(*arguments, **options)
+        shows = display.show
 
-        for name in _SHOWN:
-            setattr(display, name, partial(both, name, getattr(display, name)))
+        def show_both(event: str, **fields: Any) -> None:
+            self._put(("display", "show", (event,), fields))
+            shows(event, **fields)
+
+        display.show = show_both  # type: ignore[method-assign]
         return display
 
 

@@ -16,11 +16,11 @@ def test_what_the_node_with_rank_0_shows_is_repeated_by_the_command(tmp_path: Pa
     calls: list[Any] = []
     options = {"run_name": "x", "max_steps": 2, "run_dir": RunDir(tmp_path)}
     with ray.RemoteOutput(calls.append).display(**options) as display:
-        display.phase(name="training")  # as the supervisor passes messages on
+        display.show("phase", name="training")  # as the supervisor passes messages on
         display.note("look here")
     assert calls == [
         ("open", "", (), options),
-        ("display", "phase", (), {"name": "training"}),
-        ("display", "note", ("look here",), {}),
+        ("display", "show", ("phase",), {"name": "training"}),
+        ("display", "show", ("note",), {"text": "look here"}),
     ]
-    assert display.progress.phase == "training"
+    assert display.progress.content()["phase"] == "training"
