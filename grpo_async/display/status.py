@@ -18,7 +18,7 @@ from rich.text import Text
 from grpo_async.display import render
 from grpo_async.display.display import print_line
 from grpo_async.display.progress import STATUS_VERSION
-from grpo_async.display.summary import summary_rows
+from grpo_async.display.summary import fact_rows
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import RunHistory, diagnose
 from grpo_async.run_directory import RunDir
@@ -114,11 +114,8 @@ def _rows(status: RunStatus, now: float) -> Iterator[render.Row]:
     yield "step", render.join([render.steps_text(step, most), fraction, left]) if step or most else "", ""
     how = "so far" if is_running else "in all, with start, evaluations and end"
     yield "time", f"{took} {how}", ""
-    # after a failure the summary is of an earlier attempt
-    has_summary = status.state in (FINISHED, STOPPED)
-    summary = read_object(status.run_dir.summary, []) if has_summary else {}
-    if summary:
-        yield from ((name, text, "") for name, text in summary_rows(summary))
+    if status.state in (FINISHED, STOPPED):
+        yield from ((name, text, "") for name, text in fact_rows(RunHistory.read(status.run_dir)))
     else:
         yield from render.run_rows(content, now)
     yield "precision", str(content.get("precision") or ""), ""

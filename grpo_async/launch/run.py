@@ -183,15 +183,14 @@ def warn_of_report(problem: str | None, run_dir: RunDir, output: Output) -> None
 
 def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: Path | None = None) -> None:
     """Say how the run ended. `report`: the page about the run, where one is written next."""
-    summary, stands = outcome.summary, diagnose(RunHistory.read(run_dir))
+    summary, run = outcome.summary, RunHistory.read(run_dir)
 
     def show(console: Console) -> None:
-        assert summary is not None
-        print_summary(console, {**summary, "learning": stands.as_dict()}, run_dir.root, report=report)
+        print_summary(console, run, run_dir.root, report=report)
 
     lacks_summary = summary is None and report is not None
     if lacks_summary:
-        output.say("\n".join(stands.lines))
+        output.say("\n".join(diagnose(run).lines))
     exit_code, error = outcome.exit_code, outcome.error
     output.end(exit_code=exit_code, error=error, summary=summary, show=None if summary is None else show)
     if lacks_summary:

@@ -212,11 +212,11 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
     assert re.search(r"time +\d+ s in all, with start, evaluations and end", text)
     assert re.search(r"ended \d+ s ago", text)
-    assert "servers idle 2%" in text
-    run_dir.summary.write_text(json.dumps({"reward_first": 0.1, "reward_last": 0.9, "trainer_idle_ratio": 0.25}))
+    run_dir.metrics.write_text('{"step": 1, "reward": 0.1}\n')
+    run_dir.summary.write_text(json.dumps({"wall_s": 75}))
     text = _table(run_dir)
-    assert "0.100 -> 0.900" in text, "as the summary at the end says it"
-    assert "servers idle" not in text
+    assert "0.1 → 0.1 (all groups" in text, "as the summary at the end says it"
+    assert "1:15" in text
 
 
 @pytest.mark.parametrize("state", ["failed", "running"])
@@ -224,10 +224,10 @@ def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: Ru
     with _Run(run_dir) as status:
         _fill(status)
     _running(run_dir, state=state, pid=2**22 + 1)  # running: it was killed
-    run_dir.summary.write_text(json.dumps({"reward_first": 0.1, "reward_last": 0.9}))
+    run_dir.summary.write_text(json.dumps({"wall_s": 75}))
     text = _table(run_dir)
     assert "servers idle 2%" in text
-    assert "0.100 -> 0.900" not in text
+    assert "1:15" not in text
     assert "serving" not in text
 
 

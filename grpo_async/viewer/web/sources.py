@@ -1,8 +1,4 @@
-"""The runs that the page shows: the table, the token texts and the verdict of each; and the threads in which requests read them.
-
-Nothing of this runs on the event loop: at most `_MAX_THREADS` requests run at a time, each with a deadline at which its query is
-interrupted.
-"""
+"""The runs that the page shows: the table, the token texts and the verdict of each."""
 
 from __future__ import annotations
 
@@ -11,27 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from grpo_async.config.public import shown_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
-from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable
-from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.files import file_stamp, read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.runs import EvaluationDir, labels_of, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 
-DEADLINE_S = 30.0  # of one request
-_MAX_THREADS = 4
 _REFRESH_EVERY_S = 0.5  # a page has several views, and a person several pages
-
-Result = TypeVar("Result")
 
 
 class NotFoundError(ConfigError):
@@ -113,7 +102,6 @@ class RunRegistry:
     def __init__(self, runs: Sequence[RunDir], folder: Path | None = None) -> None:
         """`folder`: what is below it, as it is when `names` is asked for; then no run is named."""
         self.folder = folder
-        self._threads = ThreadRunner("query of the web page", max_threads=_MAX_THREADS)
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
         for name, run in zip(labels_of(runs), runs, strict=True):
@@ -151,27 +139,6 @@ class RunRegistry:
                     raise NotFoundError(f"there is no run '{name}' here; there are {known}")
                 self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)), self.source)
             return self._sources[name]
-
-    async def ask(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in a thread.
-
-        Raises:
-            TimeoutError: it did not end within `DEADLINE_S`.
-            Exception: what `work` raises.
-        """
-        deadline_s = DEADLINE_S
-
-        def guarded() -> Result | Exception:
-            try:
-                with time_limit(deadline_s):
-                    return work()
-            except Exception as error:  # noqa: BLE001 - raised again below, in the event loop
-                return error
-
-        result = await self._threads.run(guarded, deadline_s)
-        if isinstance(result, Exception):
-            raise result
-        return result
 
     def close(self) -> None:
         for source in self._sources.values():
