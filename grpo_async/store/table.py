@@ -353,17 +353,6 @@ class RolloutTable:
         page = self.group_page(parse_query(f"step = {step}"), sort="seq", limit=1_000_000)
         return [self.group_at(row["seq"]) for row in page]
 
-    def group_summary_at(self, seq: int) -> Row:
-        """One group, by its seq; all its rollouts count as matching. RunError: there is none."""
-        found = self._group_summaries([seq])
-        if not found:
-            raise RunError(f"{self.folder} has no group with seq {seq}")
-        return found[0]
-
-    def rollout_summaries_at(self, seq: int) -> list[Row]:
-        """The rollouts of one group, by its seq, in their order."""
-        return [row for row in self._summaries([seq]) if row["rollout_index"] is not None]
-
     def rollout(self, rollout_id: str) -> tuple[GroupRow, RolloutRow]:
         """One rollout, or one of its branches, with all its tokens, and its group. RunError: there
         is none."""

@@ -108,12 +108,16 @@ def _group(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     except RunError as error:
         raise NotFoundError(str(error)) from error
     return {
-        "summary": table.group_summary_at(group.seq),
+        "summary": table.group_page(_of(group))[0],
         "group": _without_rollouts(group),
         "prompt": prompt_of(group),
         "rollouts": [_without_tokens(rollout) for rollout in group.rollouts],
-        "summaries": table.rollout_summaries_at(group.seq),
+        "summaries": table.page(_of(group), sort="index", limit=len(group.rollouts)),
     }
+
+
+def _of(group: GroupRow) -> Query:
+    return Query(f"seq = {group.seq}")
 
 
 def _find_rollout(source: Source, parameters: RequestParameters) -> tuple[GroupRow, RolloutRow]:
@@ -139,7 +143,7 @@ def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
         "group": _without_rollouts(group),
         "prompt": prompt_of(group, rollout),
         "rollout": _without_tokens(rollout),
-        "summaries": source.table().rollout_summaries_at(group.seq),
+        "summaries": source.table().page(_of(group), sort="index", limit=len(group.rollouts)),
         "root": root.rollout_id,
         "tree": list(call_tree(group, root)) if root.branches else [],
         "tokens": token_view(rollout, source.texts()),
