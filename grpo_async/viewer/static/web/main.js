@@ -216,12 +216,11 @@ function askForToken() {
     memory.set("token", input.value.trim().split("token=").pop());
     location.reload();
   };
-  const command = h("code", {}, "grpo-async inspect");
   const form = h(
     "form",
     { class: "token-form", on: { submit } },
     h("h1", {}, "The inspector needs its token"),
-    h("p", {}, "The terminal in which ", command, " runs printed an address that ends in it. Open that address, or paste it here. It changes with every start."),
+    h("p", {}, "The terminal in which ", h("code", {}, "grpo-async inspect"), " runs printed an address that ends in it. Open that address, or paste it here. It changes with every start."),
     h("label", { for: "token" }, "Address or token"),
     h("div", { class: "row" }, input, h("button", { type: "submit", class: "primary" }, "Open")),
   );

@@ -50,7 +50,6 @@ export class QueryBox {
     }
     this.input.setAttribute("aria-invalid", "true");
     this.input.focus(); // what is typed next corrects the query instead of acting as a key of the page
-    this.input.setSelectionRange(this.input.value.length, this.input.value.length);
     fill(this.problem, h("p", { class: "level" }, error.message));
   }
 
