@@ -89,10 +89,11 @@ class InspectCommand(TyperCommand):
         return super().make_context(info_name, args, parent, **extra)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from grpo_async.store.names import help_text
+        from grpo_async.store.names import HELP
 
-        formatter.write_paragraph()
-        formatter.write("QUERY: an SQL condition on rollouts.\n\n" + help_text(width=max(60, formatter.width)))
+        for title, rows in HELP:
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def inspect_rollouts(

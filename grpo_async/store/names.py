@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import wrap
 
 from grpo_async.records import FINAL_STATUSES, GroupStatus, RolloutStatus
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, TOKEN_COLUMNS
@@ -107,19 +106,3 @@ HELP: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("Columns", tuple((each.name, each.help) for each in NAMES if each not in FLAGS)),
 )  # fmt: skip
 """Sections of (what one writes, what it means)."""
-
-
-def help_text(width: int = 100) -> str:
-    """HELP as plain text of at most `width` (>= 60) columns."""
-    lines: list[str] = []
-    for title, rows in HELP:
-        lines += [title, ""]
-        for syntax, meaning in rows:
-            wrapped = wrap(meaning, max(width - 30, 20))
-            if len(syntax) > 24:
-                lines += [f"  {line}" for line in wrap(syntax, width - 2)]
-            else:
-                lines.append(f"  {syntax:<24}  {wrapped.pop(0)}")
-            lines += [" " * 28 + rest for rest in wrapped]
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"

@@ -79,14 +79,6 @@ def test_the_dashboard_shows_what_matters_at_80_by_24() -> None:
         assert part in text, f"{part!r} is missing:\n{text}"
 
 
-def test_a_number_of_steps_that_is_not_known_is_not_shown() -> None:
-    """A run that was resumed at step 5, with `training.epochs`: the trainer counts the rows."""
-    text = _text({"run": "x", "state": "running", "phase": "starting", "step": 5, "max_steps": None}, 80, 24)
-    assert "step 5" in text
-    assert "5/" not in text
-    assert "%" not in text
-
-
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (10, 3)])
 def test_hostile_text_stays_inside_the_frame(width: int, height: int) -> None:
     bad = "a\x1b]0;x\x07b\x1b[2Jc\rd\n\u202ee" + "w" * 500

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from grpo_async.display import status as status_module
 from grpo_async.display.display import Display, LiveView, StatusFile
-from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
 from grpo_async.display.status import print_status, read_status, watch
 from grpo_async.errors import ConfigError, RunError
@@ -77,29 +76,6 @@ def _fill(status: Display) -> None:
     status.show("servers", servers=[SERVER])
     status.warning("the server was killed")
     status.note("no warning")
-
-
-@pytest.mark.parametrize("mode", [OutputMode.QUIET, OutputMode.JSON])
-def test_it_is_the_same_whatever_the_user_looks_at(run_dir: RunDir, mode: OutputMode) -> None:
-    """A resumed run on a terminal, with its dashboard, and anywhere else."""
-    run_dir.metrics.write_text('{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 0.75}\n{"step": 3, "reward": 9.0}\n')
-    contents = []
-    for is_terminal, each in ((True, OutputMode.FULL), (False, mode)):
-        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80, height=24, _environ={})
-        display = Output(each, console).display(run_name="x", max_steps=10, run_dir=run_dir, resume_step=2)
-        checks = [("disk", "pass", "enough"), ("memory", "warn", "little")]
-        with display:
-            display.show(
-                "preflight", checks=[dict(zip(("name", "status", "detail"), row, strict=True)) for row in checks]
-            )
-            display.show("evaluation", when="before", metrics={"reward": 0.25})
-            content = display.progress.content()
-        assert content["last_warning"].pop("at") > 0.0
-        assert content["last_note"].pop("at") > 0.0
-        contents.append({**content, "started_at": 0, "updated_at": 0, "phase_since": 0})
-    assert contents[0] == contents[1]
-    assert contents[0]["reward"] == {"last": 0.75, "average": 0.5, "curve": [0.25, 0.75]}
-    assert contents[0]["last_warning"]["text"] == "preflight: warn: memory: little"
 
 
 def test_it_says_what_was_reported(run_dir: RunDir) -> None:

@@ -8,14 +8,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_async.config.sections import LaunchSection
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus, RolloutGroup
+from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore, rollout_store
 from grpo_async.store.files import find_blocks, read_metadata, torn_bytes
 from grpo_async.tracking import trackers
@@ -234,15 +233,6 @@ def _append_and_fail(store: RolloutStore) -> None:
     _append(store, 1)
     stats = {"2-0": build_stats(1)}  # for three tokens
     append(store, build_group(2, [build_rollout("2-0")]), [], GroupStatus.TRAINED, 1, stats=stats)
-
-
-def test_a_group_that_cannot_be_made_into_a_line_is_named(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(tmp_path)
-    append(store, RolloutGroup(prompt=SimpleNamespace(prompt_id=4), completions=[]), [], GroupStatus.TRAINED, 1)  # type: ignore[arg-type]
-    with pytest.raises(RunError, match="group 4 cannot be stored: AttributeError"):
-        store.flush()
-    append_simple(store, 5)
-    assert _ids(tmp_path) == [5]
 
 
 def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(

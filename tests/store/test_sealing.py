@@ -17,7 +17,6 @@ from typing import Any
 import duckdb
 import pytest
 
-from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
 from grpo_async.store.files import find_blocks, read_metadata
@@ -36,7 +35,6 @@ from tests.store.builders import (
     build_tool_rollout,
     seal_all,
     small_blocks,
-    write_groups,
 )
 from tests.support.stored import read_groups
 from tests.support.waiting import eventually
@@ -223,15 +221,6 @@ def test_a_block_that_cannot_be_sealed_stays_and_says_why(tmp_path: Path, capfd:
         in_the_way.mkdir()  # root may write anywhere: a folder in the way does the same
     assert "block-000000000000.jsonl stays as JSON lines" in capfd.readouterr().err
     assert [row.group_id for row in read_groups(tmp_path)] == [0]
-
-
-def test_lines_with_a_seq_twice_are_not_sealed(tmp_path: Path) -> None:
-    write_groups(tmp_path, 0)
-    (lines,) = tmp_path.glob("*.jsonl")
-    lines.write_bytes(lines.read_bytes() * 2)
-    with pytest.raises(RunError, match=r"it has 2 lines, and 1 group can be read"):
-        seal_block(lines)
-    assert [path.name for path in tmp_path.glob("block-*")] == [lines.name]
 
 
 # -- room

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from rich.console import Console, RenderableType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -123,13 +122,6 @@ def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore
     assert any(line.startswith("7-1") and "broke" in line for line in text.splitlines())
 
 
-def test_the_group_page_shows_the_calls_in_a_prompt(tmp_path: Path, open_store: OpenStore) -> None:
-    row = _stored(tmp_path, open_store, build_group(7, [build_rollout("7-0")]))
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    asked = TaggedMessage(role="assistant", content="", origin=Origin.PROMPT, tool_calls=(call,))
-    assert 'assistant: add({"a": 1})' in _render(group_page(replace(row, messages=[*row.messages, asked])))
-
-
 def test_the_rollout_page_shows_every_token_and_what_the_trainer_found_for_it(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
@@ -240,23 +232,6 @@ def test_token_texts_come_from_the_model_that_the_run_names(tmp_path: Path) -> N
         assert token_id is not None
         assert texts.of(token_id) == text
     assert texts.of(100_000) == "<no token 100000>"
-
-
-def test_token_texts_come_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    for branch, commit in (("main", "0" * 40), ("old", "1" * 40)):
-        model, refs = tmp_path / "models--me--tiny" / "snapshots" / commit, tmp_path / "models--me--tiny" / "refs"
-        model.mkdir(parents=True)
-        refs.mkdir(exist_ok=True)
-        (refs / branch).write_text(commit)
-    _byte_tokenizer().save(str(model / "tokenizer.json"))  # of `old`
-    run = RunDir(tmp_path / "run")
-    run.create("model: {path: me/tiny, revision: old}\n")
-    assert isinstance(load_token_texts(run), TokenTexts)
-    run.config.write_text("model: {path: me/tiny, revision: null}\n")
-    assert "no me/tiny/tokenizer.json" in str(load_token_texts(run))
-    _byte_tokenizer().save(str(model.with_name("0" * 40) / "tokenizer.json"))
-    assert isinstance(load_token_texts(run), TokenTexts)
 
 
 def test_without_a_tokenizer_there_is_a_sentence_and_a_broken_one_is_an_error(tmp_path: Path) -> None:

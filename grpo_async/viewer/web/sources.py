@@ -83,8 +83,6 @@ class Source:
                 if self.metrics.problem is not None:
                     problems.append(self.metrics.problem)
                 run = replace(run, config=shown_config(run.config), problems=problems)
-                if self.metrics.problem is not None:  # shown, but not kept: the next request looks again
-                    return run, diagnose(run)
                 self._run_and_verdict = now, run, diagnose(run)
             return self._run_and_verdict[1:]
 

@@ -8,22 +8,20 @@ import sys
 import webbrowser
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import httpx
 import pytest
-from tokenizers import Tokenizer, models
 
 from grpo_async.errors import ConfigError
-from grpo_async.records import GroupStatus, Origin, TaggedMessage
+from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.web import api
-from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
-from tests.store.builders import build_branched_rollout, build_group, build_rollout
+from grpo_async.viewer.web.serve import _open_in_browser, listen, serve
+from tests.store.builders import build_branched_rollout, build_group
 from tests.support.stored import LineStore
 from tests.viewer.support import steps, write_run
 from tests.viewer.web.serving import (
@@ -112,21 +110,6 @@ def test_pages_follow_each_other_without_gap_and_groups_are_ordered(inspector: I
     ]  # fmt: skip
 
 
-def test_before_the_first_group_a_page_ends_before_it(tmp_path: Path) -> None:
-    """So that the page tells of the first group that comes."""
-    RunDir(tmp_path / "run").create()
-    with serving(tmp_path / "run") as inspector:
-        found = inspector.json("api/groups", count=1)
-    assert (found["rows"], found["counts"]["groups"], found["until"]) == ([], 0, -1)
-
-
-def test_a_mistake_in_a_query_has_a_remedy(inspector: Inspector) -> None:
-    for view in ("rollouts", "groups"):
-        answer = inspector.get(f"api/{view}", run="one", q="truncated and rewrd<1", until=3)
-        assert answer.status_code == 400
-        assert 'Candidate bindings: "reward"' in answer.json()["error"]
-
-
 @pytest.mark.parametrize(
     ("view", "parameters", "status", "message"),
     [
@@ -171,15 +154,6 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert not {"rollouts", "messages"} & found["group"].keys()
 
 
-def test_token_texts_are_there_once_a_tokenizer_is(tmp_path: Path) -> None:
-    run = RunDir(write_hostile_run(tmp_path))
-    with serving(run.root) as inspector:
-        assert inspector.json("api/rollout", id="g0-r0")["tokens"]["texts"] is None
-        run.model.mkdir()
-        Tokenizer(models.BPE(vocab={"a": 5}, merges=[])).save(str(run.model / "tokenizer.json"))
-        assert inspector.json("api/rollout", id="g0-r0")["tokens"]["texts"][0] == "a"
-
-
 def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> None:
     path = RunDir(small).metrics
     path.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step": 3, "rew', encoding="utf-8")
@@ -202,19 +176,6 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert drawn(inspector) == {"reward": [0.1, 0.25]}
         path.unlink()
         assert drawn(inspector) == {}
-
-
-def test_a_look_at_the_metrics_that_fails_is_told_and_not_kept(small: Path) -> None:
-    metrics, aside = RunDir(small).metrics, small / "aside"
-    metrics.write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
-    with serving(small) as inspector:
-        metrics.rename(aside)
-        metrics.mkdir()
-        failed = inspector.json("api/run")
-        assert any("metrics.jsonl cannot be read: [Errno 21]" in each for each in failed["problems"])
-        metrics.rmdir()
-        aside.rename(metrics)
-        assert inspector.json("api/run")["metrics"] == failed["metrics"] + 1
 
 
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
@@ -281,17 +242,6 @@ def test_logs_are_those_of_the_run_and_settings_hide_what_may_be_secret(tmp_path
         assert not {"10.9.8.7", "sk-1"} & set(settings.values())
 
 
-def test_a_report_is_a_file_to_keep_which_nothing_opens_with_the_rights_of_the_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(8))
-    with serving(run.root) as inspector:
-        found = inspector.get("api/report")
-        assert found.headers["content-type"].startswith("text/html")
-        assert found.headers["content-disposition"] == "attachment"
-        assert "script-src 'self'" in found.headers["content-security-policy"]
-        assert inspector.get("api/report", headers={}).status_code == 401
-    assert not run.report.exists()  # nothing is written to a run
-
-
 # -- threads
 
 
@@ -319,11 +269,6 @@ def test_a_port_that_is_taken_and_an_address_of_others_are_said_before_anything_
             serve([root], port=port)
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         serve([root], host="192.0.2.1")
-
-
-def test_two_inspectors_take_two_ports() -> None:
-    with _listen_at_default("127.0.0.1") as first, _listen_at_default("127.0.0.1") as second:
-        assert first.getsockname()[1] != second.getsockname()[1]
 
 
 def test_beyond_loopback_addresses_are_answered_and_foreign_names_are_not(small: Path) -> None:
@@ -367,21 +312,6 @@ def test_a_browser_is_opened_by_a_file_of_the_user_alone(
     assert "token" not in url  # which everybody on the machine may see
     assert "url=http://127.0.0.1:1/#token=a&quot;b" in page
     assert "no browser" in capsys.readouterr().err
-
-
-def test_the_prompt_of_a_group_is_that_of_one_rollout_only_where_all_have_it(tmp_path: Path) -> None:
-    def prompts(*texts: str) -> list[str]:
-        folder = tmp_path / "-".join(texts)
-        asked = [[TaggedMessage(role="user", content=text, origin=Origin.ENVIRONMENT)] for text in texts]
-        rollouts = [replace(build_rollout(f"g7-r{at}"), prompt_messages=each) for at, each in enumerate(asked)]
-        with LineStore(folder / "rollouts") as store:
-            store.append(build_group(7, rollouts, text="of the data"), GroupStatus.TRAINED, 1)
-        with serving(folder) as inspector:
-            found = [inspector.json("api/group", id="7"), inspector.json("api/rollout", id="g7-r1")]
-        return [message["content"] for each in found for message in each["prompt"]]
-
-    assert prompts("same", "same") == ["same", "same"]
-    assert prompts("one", "other") == ["be brief", "of the data", "other"]
 
 
 def test_a_branch_of_an_agent_is_a_page_of_its_own_below_its_rollout(tmp_path: Path) -> None:
