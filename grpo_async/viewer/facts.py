@@ -84,8 +84,8 @@ def _groups(run: RunHistory, summary: dict[str, Any]) -> Fact:
     if not groups["started"]:
         return "groups", "", ""
     parts = [f"{groups[state]:.0f} {state.replace('_', ' ')}" for state in LEDGER_STATUSES if groups.get(state)]
-    if summary.get("ledger_closed") is False:
-        parts.append("NOT BALANCED: groups are missing, please report this")
+    if (is_balanced := summary.get("ledger_closed")) is not None:
+        parts.append("balanced" if is_balanced else "NOT BALANCED: groups are missing, please report this")
     return "groups", f"{groups['started']:,.0f}", ", ".join(parts)
 
 
