@@ -26,7 +26,6 @@ from grpo_async.utils.console import print_rows
 from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, state_of
 from grpo_async.utils.safe_text import one_line
-from grpo_async.utils.text import duration
 from grpo_async.viewer.runs import runs_below
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
@@ -99,29 +98,20 @@ def print_status(console: Console, status: RunStatus) -> None:
 
 
 def _rows(status: RunStatus, now: float) -> Iterator[render.Row]:
-    content = {**status.as_json()}
-    is_running = status.state == RUNNING
-    step, most = int(content.get("step") or 0), content.get("max_steps")
-    updated = float(content.get("updated_at") or 0.0)
-    started = float(content.get("started_at") or now)
-    took = duration(max(0, round((now if is_running else updated) - started)))
-    yield from render.diagnosis_rows(content["learning"])
+    content = status.as_json()
+    rows = list(render.run_rows(content, now))
+    if status.state in (FINISHED, STOPPED):
+        facts = [(name, text, "") for name, text in fact_rows(RunHistory.read(status.run_dir))]
+        rows = [*(row for row in rows if row[0] in ("learning", "to do", "step")), *facts]
+    yield from rows[:2]
     yield "state", render.join([status.state, status.why]), _COLORS[LEVELS[status.state]]
     yield "error", str(content.get("error") or ""), ""
     yield "run", f"{content.get('run')}  ({content.get('directory')})", ""
-    fraction = f"{step / most:.0%}" if most else None
-    left = render.left_text(content.get("eta_s")) if is_running else None
-    yield "step", render.join([render.steps_text(step, most), fraction, left]) if step or most else "", ""
-    how = "so far" if is_running else "in all, with start, evaluations and end"
-    yield "time", f"{took} {how}", ""
-    if status.state in (FINISHED, STOPPED):
-        yield from ((name, text, "") for name, text in fact_rows(RunHistory.read(status.run_dir)))
-    else:
-        yield from render.run_rows(content, now)
+    yield from rows[2:]
     yield "precision", str(content.get("precision") or ""), ""
     yield "problem", "; ".join(content["problems"]), ""
     last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last update"
-    yield "launcher", f"{_launcher(status)}, {last} {render.ago(updated, now)}", ""
+    yield "launcher", f"{_launcher(status)}, {last} {render.ago(float(content.get('updated_at') or 0.0), now)}", ""
 
 
 def _launcher(status: RunStatus) -> str:

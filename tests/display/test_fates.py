@@ -91,8 +91,8 @@ def test_state_cause_and_remedy_come_first_on_every_surface(tmp_path: Path, name
     content = {"run": "x", "step": 60, "state": "running", "learning": found.as_dict(), "metrics": {}}
     picture = screen(content, (len(text + fix) + 30, 12), footer="")
     drawn = _printed(6, lambda console: console.print(picture))
-    assert text in drawn[2]
-    assert fix in drawn[3]
+    assert text in drawn[1]
+    assert fix in drawn[2]
 
     source = RunRegistry([run_dir]).source(RunRegistry([run_dir]).names[0])
     pages = {

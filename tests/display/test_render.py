@@ -65,7 +65,7 @@ def test_the_dashboard_shows_what_matters_at_80_by_24() -> None:
     for part in (
         *(
             "x · training",
-            "step 12/60",
+            "12/60",
             "20%",
             "1:10 elapsed",
             "1:36 left",

@@ -186,7 +186,7 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
     text = _table(run_dir)
     for part in ("server 0", "serving", "http://h:1", " left", "elapsed", "last update"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
-    assert re.search(r"time +\d+ s in all, with start, evaluations and end", text)
+    assert re.search(r"\d+ s in all, with start, evaluations and end", text)
     assert re.search(r"ended \d+ s ago", text)
     run_dir.metrics.write_text('{"step": 1, "reward": 0.1}\n')
     run_dir.summary.write_text(json.dumps({"wall_s": 75}))
@@ -224,7 +224,7 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         assert shows("training")
         for step in (1, 2):
             status.show("step", step=step, max_steps=10, metrics=STEP)
-            assert shows(f"step {step}/10")
+            assert shows(f"{step}/10")
     status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()
