@@ -14,8 +14,6 @@ from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
-from grpo_async.utils.files import file_stamp, read_object
-from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.runs import EvaluationDir, labels_of, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
@@ -40,7 +38,6 @@ class Source:
         self._table: RolloutTable | None = None
         self._texts: TokenTexts | None = None
         self._refreshed_at = 0.0
-        self._run_and_verdict: tuple[object, RunHistory, Diagnosis] | None = None
 
     def table(self) -> RolloutTable:
         """The table, with what was written until half a second ago at least.
@@ -69,22 +66,15 @@ class Source:
             return self._texts
 
     def run_and_verdict(self) -> tuple[RunHistory, Diagnosis]:
-        """The run's files without its rollouts (of its configuration what may be shown), and whether it learns; read again when one
-        has changed."""
-        status, summary = read_object(self.run.status, []), read_object(self.run.summary, [])
-        files = (self.run.status, self.run.summary, self.run.metrics, self.run.evaluation_log, self.run.config)
-        now = state_of(status, summary).state, *map(file_stamp, files)
-        with self._lock:
-            if self._run_and_verdict is None or self._run_and_verdict[0] != now:
-                run = RunHistory.read(self.run, list(self.metrics.rows().values()))
-                problems = [*run.problems]
-                if not run.metrics and not run.evaluation_result:
-                    problems.append("There are no metrics: no optimizer step was finished.")
-                if self.metrics.problem is not None:
-                    problems.append(self.metrics.problem)
-                run = replace(run, config=shown_config(run.config), problems=problems)
-                self._run_and_verdict = now, run, diagnose(run)
-            return self._run_and_verdict[1:]
+        """The run's files without its rollouts (of its configuration what may be shown), and whether it learns."""
+        run = RunHistory.read(self.run, list(self.metrics.rows().values()))
+        problems = [*run.problems]
+        if not run.metrics and not run.evaluation_result:
+            problems.append("There are no metrics: no optimizer step was finished.")
+        if self.metrics.problem is not None:
+            problems.append(self.metrics.problem)
+        run = replace(run, config=shown_config(run.config), problems=problems)
+        return run, diagnose(run)
 
     def close(self) -> None:
         with self._lock:
