@@ -77,13 +77,6 @@ def parse_query(text: str) -> Query:
     return Query(text)
 
 
-def both(first: Query, second: Query) -> Query:
-    """The query that matches what both match."""
-    if not first.text or not second.text:
-        return first if first.text else second
-    return Query(f"{first.sql} and {second.sql}")
-
-
 _making = threading.Lock()
 
 

@@ -15,7 +15,7 @@ from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
 from grpo_async.store.database import time_limit
 from grpo_async.store.names import HELP, NAMES
-from grpo_async.store.query import Query, QueryError, both, parse_query
+from grpo_async.store.query import Query, QueryError, parse_query
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
     append,
@@ -269,7 +269,7 @@ def test_a_mistake_is_said_with_a_remedy_and_the_query(text: str, remedy: str) -
 
 @pytest.mark.parametrize("text", ["id = 'x' or true -- (", "id = 'x' or true"])
 def test_what_follows_a_query_is_no_part_of_it(table: RolloutTable, text: str) -> None:
-    assert {each["rollout_id"] for each in table.page(both(parse_query(text), parse_query("stale")))} == {"c0"}
+    assert {each["rollout_id"] for each in table.page(Query(f"{parse_query(text).sql} and stale"))} == {"c0"}
 
 
 def test_the_help_has_every_column_and_only_examples_that_can_be_run(table: RolloutTable) -> None:

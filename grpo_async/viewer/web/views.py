@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_async.errors import RunError
 from grpo_async.records import root_id
-from grpo_async.store.query import EVERYTHING, Query, both, parse_query
+from grpo_async.store.query import EVERYTHING, Query, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.schema import TOKEN_COLUMNS
 from grpo_async.utils.files import read_object
@@ -88,7 +88,7 @@ def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> 
     bound. With `count=1` also how many there are."""
     table = source.table()
     until = parameters.until if parameters.until >= 0 else table.newest_seq
-    query = both(parse_query(parameters.q), Query(f"seq <= {until}"))
+    query = Query(f"{parse_query(parameters.q).sql} and seq <= {until}")
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit)
     counts = {"counts": table.count(query)} if parameters.count else {}
