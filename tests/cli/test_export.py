@@ -76,7 +76,7 @@ def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> No
     code, _, err = _export(str(run), "rewad<1")
     assert code == 2
     assert 'Candidate bindings: "reward"' in err
-    assert err.splitlines()[1:] == ["  rewad<1", "  ^"]
+    assert err.splitlines()[1:] == ["  in the query: rewad<1"]
     code, _, err = _export(str(run), "--out", str(tmp_path / "x.csv"))
     assert (code, (tmp_path / "x.csv").exists()) == (2, False)
     assert "the extension says the format" in " ".join(err.split())
