@@ -111,10 +111,11 @@ def _columns() -> str:
         "which has one more, `superseded` (BOOLEAN). JSON columns are text in Parquet and objects in JSON lines. In JSON lines,",
         "control characters, and bidirectional ones, are escaped (`\\u009b`). NULL means: not known, or",
         "there is none. A group that has no rollout (it failed or was cancelled before one ended) has one row, in which all",
-        "columns of a rollout are NULL.",
+        "columns of a rollout are NULL. Queries may also use the short name that stands after a column's own.",
         "",
     ]
-    rows = [(f"`{each.name}`", each.type, each.unit, each.description) for each in COLUMNS]
+    names = [f"`{each.name}`" + (f", `{each.short}`" if each.short else "") for each in COLUMNS]
+    rows = [(name, each.type, each.unit, each.description) for name, each in zip(names, COLUMNS, strict=True)]
     return _page(lines + _table(("column", "type", "unit", "what it is"), rows))
 
 

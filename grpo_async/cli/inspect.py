@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 
-_TABLE_LIMIT = 40
+_TABLE_LIMIT, _ALL = 40, 1_000_000_000
 _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
 
 
@@ -89,10 +89,11 @@ class InspectCommand(TyperCommand):
         return super().make_context(info_name, args, parent, **extra)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from grpo_async.store.names import help_text
+        from grpo_async.store.names import HELP
 
-        formatter.write_paragraph()
-        formatter.write("QUERY: an SQL condition on rollouts.\n\n" + help_text(width=max(60, formatter.width)))
+        for title, rows in HELP:
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def inspect_rollouts(
@@ -151,6 +152,7 @@ def inspect_rollouts(
     from rich.text import Text
 
     from grpo_async.errors import RunError
+    from grpo_async.store.query import Query
     from grpo_async.store.table import RolloutTable
     from grpo_async.utils.console import stdout_console
     from grpo_async.utils.safe_text import visible_line
@@ -159,9 +161,9 @@ def inspect_rollouts(
 
     (run,), query = runs_and_query(arguments, evaluation, several=False)
     order = sort_order(sort)
-    shown = (None if as_json else _TABLE_LIMIT) if limit is None else limit or None
+    most = limit or _ALL if limit is not None or as_json else _TABLE_LIMIT
     console = stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE)
-    with RolloutTable.open(run.rollouts) as table:
+    with RolloutTable(run.rollouts) as table:
         num_stored = table.count().groups
         if num_stored == 0:
             raise RunError(f"{run.root} has no rollouts yet; the first appear with the first groups that are done")
@@ -174,14 +176,15 @@ def inspect_rollouts(
         elif group is not None:
             row = _named(table.group, group)
             if as_json:
-                typer.echo(printing.group_json(row, table.group_summary_at(row.seq)))
+                typer.echo(printing.group_json(row, table.group_page(Query(f"seq = {row.seq}"))[0]))
             else:
                 console.print(printing.group_page(row))
-        elif as_json:
-            for summary in printing.groups(table, query, sort=order, limit=shown):
-                typer.echo(printing.group_json(table.group_at(summary["seq"]), summary))
         else:
-            rows = list(printing.groups(table, query, sort=order, limit=shown))
+            rows = table.group_page(query, sort=order or "-seq", limit=most)
+            if as_json:
+                for summary in rows:
+                    typer.echo(printing.group_json(table.group_at(summary["seq"]), summary))
+                return
             console.print(printing.group_table(rows, table.count(query).groups, num_stored))
             for note in table.notes:
                 console.print(Text(f"note: {visible_line(note, 400)}", style="yellow"))
@@ -233,11 +236,9 @@ def sort_order(text: str | None) -> str:
     fields = []
     for part in text.split(","):
         name, _, order = part.strip().partition(":")
-        if order not in ("", "asc", "desc") or not name or (order and name.startswith("-")):
-            raise ConfigError(
-                f"--sort {text}: write a field, highest first (reward), or FIELD:asc, with commas between several"
-            )
-        fields.append(name if order == "asc" or name.startswith("-") else f"-{name}")
+        if order not in ("", "asc", "desc"):
+            raise ConfigError(f"--sort {text}: a field (highest first) or FIELD:asc, with commas between several")
+        fields.append(name if order == "asc" else f"-{name}")
     try:
         check_group_order(",".join(fields))
     except QueryError as error:

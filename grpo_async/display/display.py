@@ -2,7 +2,8 @@
 
     supervisor -> Display (keeps Progress) -> views: LineView | LiveView | JsonView, StatusFile, ...
 
-Every view gets the same events, by name. No text can move the cursor: some quotes models and tools.
+Every view gets the same events (`events.JSON_EVENTS`), whose fields are as in JSON. No text can move
+the cursor: some quotes models and tools.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Self, TextIO
 
 from rich.console import Console
@@ -21,15 +20,12 @@ from rich.live import Live
 from rich.text import Text
 
 from grpo_async.checks.report import Check, counts, print_checks
-from grpo_async.display.progress import Example, Progress, StatusContent
-from grpo_async.display.render import evaluation_line, example_lines, reward_change, screen, step_line
+from grpo_async.display.progress import Progress
+from grpo_async.display.render import evaluation_line, example_lines, failed_checks, screen, step_line
 from grpo_async.errors import message_of
-from grpo_async.findings import Diagnosis
-from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import json_safe, write_atomically
-from grpo_async.utils.run_state import FAILED, RUNNING
+from grpo_async.utils.run_state import FAILED
 from grpo_async.utils.safe_text import plain
-from grpo_async.utils.text import clipped
 
 _INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.25  # of pictures and of status.json
 _END_TIMEOUT_S = 10.0
@@ -44,8 +40,7 @@ class View(AbstractContextManager[Any]):
         pass
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        """An event and its fields, as `events.JSON_EVENTS` lists them. `Progress` has it already;
-        its lock is not held."""
+        """An event and its fields. `Progress` has it already."""
 
 
 class Display:
@@ -65,80 +60,35 @@ class Display:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
+    def show(self, event: str, **fields: Any) -> None:
+        """Tell an event."""
+        if event == "preflight":
+            fields["counts"] = counts([Check(**check) for check in fields["checks"]])
+        self.progress.add(event, fields)
+        if event == "step":
+            fields["eta_s"] = self.progress.eta_s
+        for view in self.views:
+            view.show(event, fields)
+
     def phase(self, name: str) -> None:
-        """What the trainer does now; see Progress.set_phase."""
-        with self.progress.lock:
-            self.progress.set_phase(name)
-        self._show("phase", name=name)
-
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step has ended."""
-        with self.progress.lock:
-            self.progress.add_step(step, max_steps, metrics)
-            eta_s = self.progress.eta_s
-        self._show("step", step=step, max_steps=max_steps, eta_s=eta_s, metrics=dict(metrics))
-
-    def example(self, example: Example) -> None:
-        """What the policy wrote in a step, good and bad."""
-        with self.progress.lock:
-            self.progress.example = example
-        self._show("example", **asdict(example))
-
-    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        """Held-out results; `when` is before, after or "step 20"."""
-        with self.progress.lock:
-            self.progress.evaluations[when] = dict(metrics)
-            self.progress.add_message(evaluation_line(when, metrics))
-        self._show("evaluation", when=when, metrics=dict(metrics))
-
-    def preflight(self, checks: Sequence[Check]) -> None:
-        """What the checks before the first step found."""
-        with self.progress.lock:
-            self.progress.add_message(f"preflight: {counts(checks)}")
-            for text in _not_passed(checks):
-                self.progress.add_message(text, is_warning=True)
-        self._show("preflight", checks=list(checks))
-
-    def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        """State and load of every server, about every other second."""
-        with self.progress.lock:
-            self.progress.set_servers(servers)
-        self._show("servers", servers=[dict(server) for server in servers])
-
-    def learning(self, diagnosis: Diagnosis) -> None:
-        """How the run stands, by all that is known until now."""
-        with self.progress.lock:
-            self.progress.diagnosis = diagnosis
-        self._show("learning", **diagnosis.as_dict())
+        """What the run does now; `name` may say how far it is: "evaluating: 3 of 8 prompts"."""
+        self.show("phase", name=name)
 
     def note(self, text: str) -> None:
         """Something worth its own line."""
-        self._say("note", text)
+        self.show("note", text=text)
 
     def warning(self, text: str) -> None:
         """A problem that does not stop the run."""
-        self._say("warning", text)
-
-    def unknown_message(self, sender: str, message: Mapping[str, Any]) -> None:
-        """Warn of a message that another process has sent and this one does not know."""
-        self.warning(f"{sender} sent an unknown message: {clipped(str(dict(message)), 200)}")
-
-    def _say(self, event: str, text: str) -> None:
-        with self.progress.lock:
-            self.progress.add_message(text, is_warning=event == "warning")
-        self._show(event, text=text)
-
-    def _show(self, event: str, **fields: Any) -> None:
-        for view in self.views:
-            view.show(event, fields)
+        self.show("warning", text=text)
 
 
 class _Periodic(View):
     """Acts in a thread of its own, on every event (at most four times a second) and every second:
     the run waits neither for a slow terminal nor for a slow disk."""
 
-    def __init__(self, status: StatusContent) -> None:
-        self._status = status
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_acting, name=type(self).__name__, daemon=True)
@@ -175,32 +125,29 @@ class StatusFile(_Periodic):
 
     def __exit__(self, *error: Any) -> None:
         if error[1] is not None:
-            self.end(FAILED, exit_code=1, error=message_of(error[1]))
+            self._progress.end(FAILED, exit_code=1, error=message_of(error[1]))
         super().__exit__(*error)
         self._act()
 
     def end(self, state: str, *, exit_code: int, error: str | None) -> None:
-        """Say how the run went; the first call wins. Written when the context is left, or at once
-        when it is over."""
-        if self._status.result[0] == RUNNING:
-            self._status.result = (state, exit_code, error)
+        """Say how the run went; the first call wins."""
+        self._progress.end(state, exit_code=exit_code, error=error)
         if self._ended.is_set():
             self._act()
 
     def _act(self) -> None:
-        text = json.dumps(json_safe(self._status.content()), indent=1)
+        text = json.dumps(json_safe(self._progress.content()), indent=1)
         with suppress(OSError):  # a full disk ends the run elsewhere, with better words
-            write_atomically(self._status.run_dir.status, text)
+            write_atomically(self._progress.run_dir.status, text)
 
 
 class LineView(_Periodic):
     """One line for each event, for pipes, files and CI; after a silence, one that says what the
     run is doing. `quiet`: only warnings, and checks that did not pass."""
 
-    def __init__(self, console: Console, status: StatusContent, *, logs: Path, quiet: bool = False) -> None:
-        super().__init__(status)
+    def __init__(self, console: Console, progress: Progress, *, quiet: bool = False) -> None:
+        super().__init__(progress)
         self._console = console
-        self._logs = logs
         self._quiet = quiet
         self._said_at = time.monotonic()
         self._silence_s = _SILENCE_S
@@ -209,13 +156,13 @@ class LineView(_Periodic):
     def __enter__(self) -> Self:
         if self._quiet:
             return self
-        print_line(self._console, f"logs: {self._logs}")
+        print_line(self._console, f"logs: {self._progress.run_dir.latest_logs}")
         return super().__enter__()
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         lines = self._lines(event, fields)
         if event == "preflight" and not self._quiet:
-            checks = [replace(check, name=plain(check.name), detail=plain(check.detail)) for check in fields["checks"]]
+            checks = [Check(plain(each["name"]), each["status"], plain(each["detail"])) for each in fields["checks"]]
             print_checks(self._console, checks, title="Preflight")
             self._console.file.flush()
         for line in lines:
@@ -228,7 +175,7 @@ class LineView(_Periodic):
             case "warning":
                 return [f"warning: {fields['text']}"]
             case "preflight" if self._quiet:
-                return _not_passed(fields["checks"])
+                return failed_checks(fields["checks"])
             case _ if self._quiet:
                 return []
             case "phase":
@@ -238,12 +185,11 @@ class LineView(_Periodic):
                     self._silence_s = _SILENCE_S
                 return [fields["name"]] if is_new else []
             case "step":
-                with self._status.progress.lock:
-                    change = reward_change(self._status.progress.last_rewards)
                 step, most, metrics = (fields[name] for name in ("step", "max_steps", "metrics"))
+                change = self._progress.reward_change
                 return [step_line(step, most, metrics, change=change, left_s=fields["eta_s"])]
             case "example":
-                return example_lines(fields)
+                return example_lines(self._progress.content()["example"])
             case "evaluation":
                 return [evaluation_line(fields["when"], fields["metrics"])]
             case "note":
@@ -254,18 +200,13 @@ class LineView(_Periodic):
 
     def _act(self) -> None:
         """Break a silence."""
-        step_s = self._status.progress.step_s or 0.0
-        if time.monotonic() - self._said_at >= max(self._silence_s, 2.0 * step_s):
-            print_line(self._console, self._status.now())
+        if time.monotonic() - self._said_at >= max(self._silence_s, 2.0 * (self._progress.step_s or 0.0)):
+            print_line(self._console, self._progress.now())
             self._said_at = time.monotonic()
             self._silence_s = min(2.0 * self._silence_s, _MAX_SILENCE_S)
 
 
 _DIAGNOSIS = (("learning", "text"), ("to do", "fix"))
-
-
-def _not_passed(checks: Sequence[Check]) -> list[str]:
-    return [f"preflight: {check.status}: {check.name}: {check.detail}" for check in checks if check.status != "pass"]
 
 
 class JsonView(View):
@@ -279,13 +220,10 @@ class JsonView(View):
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         """Numbers that JSON does not have become null."""
         if event == "servers":
-            names = ("index", "state", "restarts")
-            states = [tuple(map(server.get, names)) for server in fields["servers"]]
+            states = [tuple(map(server.get, ("index", "state", "restarts"))) for server in fields["servers"]]
             if states == self._states:
                 return
             self._states = states
-        if event == "preflight":
-            fields = {"checks": [asdict(check) for check in fields["checks"]]}
         content = {"time": round(time.time(), 3), "event": event, **json_safe(fields)}
         self._file.write(json.dumps(content, default=str) + "\n")
         self._file.flush()
@@ -294,10 +232,9 @@ class JsonView(View):
 class LiveView(_Periodic):
     """The dashboard on a terminal: the whole screen during the run, and its messages afterward."""
 
-    def __init__(self, console: Console, status: StatusContent, run_dir: RunDir) -> None:
-        super().__init__(status)
+    def __init__(self, console: Console, progress: Progress) -> None:
+        super().__init__(progress)
         self._console = console
-        self._footer = f"logs: {run_dir.latest_logs} · Ctrl-C saves and stops"
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
@@ -307,13 +244,13 @@ class LiveView(_Periodic):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._live.stop()
-        for message in list(self._status.progress.messages):  # the screen that had them is gone
-            warning = "warning: " if message.is_warning else ""
-            print_line(self._console, f"{warning}{message.text}")
+        for message in list(self._progress.messages):  # the screen that had them is gone
+            print_line(self._console, message)
 
     def _act(self) -> None:
+        footer = f"logs: {self._progress.run_dir.latest_logs} · Ctrl-C saves and stops"
         try:
-            self._live.update(screen(self._status.content(), self._console.size, footer=self._footer), refresh=True)
+            self._live.update(screen(self._progress.content(), self._console.size, footer=footer), refresh=True)
         except OSError:  # the terminal is gone; the run is not
             self._ended.set()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -14,15 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_async.display.display import Display, JsonView, LineView, LiveView, View, print_line
-from grpo_async.display.progress import Progress, StatusContent
+from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError, exit_code_of
-from grpo_async.findings.history import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import stdout_console
 from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import plain
-
-_WORKING_S = 5.0
 
 
 class OutputMode(StrEnum):
@@ -65,19 +61,11 @@ class Output:
             self.console.file.flush()  # before stderr, where both are the same file
             self._errors.print(Text(f"warning: {plain(text)}"), soft_wrap=True)
 
-    @contextlib.contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """Show that something is going on: on a terminal at once, elsewhere by a line after five seconds."""
+    def working(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """Show on a terminal that something is going on."""
         if self.mode is OutputMode.FULL and self._errors.is_terminal:
-            with self._errors.status(text):
-                yield
-            return
-        line = threading.Timer(_WORKING_S, self.say, (text,))
-        line.start()
-        try:
-            yield
-        finally:
-            line.cancel()
+            return self._errors.status(text)
+        return contextlib.nullcontext()
 
     def answer(self, text: str) -> None:
         """What the command was asked for, such as the plan of a dry run; --quiet prints it, too."""
@@ -101,21 +89,20 @@ class Output:
         run_dir: RunDir,
         resume_step: int | None = None,
         lines_only: bool = False,
+        about: Mapping[str, Any] | None = None,
     ) -> Display:
-        """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere. Steps up to
-        `resume_step` are read from metrics.jsonl, for averages."""
-        progress = self._progress = Progress(max_steps=max_steps, step=resume_step or 0)
-        if resume_step is not None:
-            progress.set_past(read_metrics(run_dir, []))
+        """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere."""
+        progress = self._progress = Progress(
+            run_dir, run_name=run_name, max_steps=max_steps, resume_step=resume_step, about=about
+        )
         console, is_quiet = self.console, self.mode is OutputMode.QUIET
-        status = StatusContent(run_dir, progress, run_name=run_name, about={})
         view: View
         if self.mode is OutputMode.JSON:
             view = self._events
         elif is_quiet or lines_only or not console.is_terminal or console.is_dumb_terminal:
-            view = LineView(console, status, logs=run_dir.latest_logs, quiet=is_quiet)
+            view = LineView(console, progress, quiet=is_quiet)
         else:
-            view = LiveView(console, status, run_dir)
+            view = LiveView(console, progress)
         return Display(progress, [view])
 
     def end(
@@ -151,5 +138,4 @@ class Output:
     def _lose(self, text: str) -> None:
         """A stream can no longer be written: status.json has the warning."""
         if self._progress is not None:
-            with self._progress.lock:
-                self._progress.add_message(text, is_warning=True)
+            self._progress.add("warning", {"text": text})

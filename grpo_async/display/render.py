@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -95,14 +95,19 @@ def diagnosis_rows(learning: Mapping[str, Any] | None) -> Iterator[Row]:
 
 
 def run_rows(content: Mapping[str, Any], now: float, *, width: int = 160) -> Iterator[Row]:
-    """Yield the rows of a run after its diagnosis, the most important first.
+    """Yield the rows of a run, the most important first.
 
     Args:
         content: of status.json.
         now: time.time() seconds.
-        width: cells for a prompt or a completion, whose middle is left out where it is longer.
+        width: cells for a curve, a prompt or a completion, whose middle is left out where it is longer.
     """
     metrics, is_running = content.get("metrics") or {}, content.get("state") == RUNNING
+    yield from diagnosis_rows(content.get("learning"))
+    yield "step", _step_text(content, now), "bold"
+    rewards = (content.get("reward") or {}).get("curve") or ()
+    ends = f"{format_number(min(rewards))} to {format_number(max(rewards))}" if rewards else ""
+    yield "curve", join([sparkline(rewards, max(1, width - 20)), ends]), "cyan"
     if is_running and (phase := content.get("phase")):
         took = duration(max(0, round(now - (finite(content.get("phase_since")) or now))))
         yield "now", join([f"{phase} ({took})", content.get("detail")]), ""
@@ -118,6 +123,22 @@ def run_rows(content: Mapping[str, Any], now: float, *, width: int = 160) -> Ite
     if saved.get("step") is not None:
         writing = f"writing step {saved['writing']}" if saved.get("writing") is not None else None
         yield "checkpoint", join([f"step {saved['step']}", ago(saved["at"], now), writing]), ""
+
+
+def _step_text(content: Mapping[str, Any], now: float) -> str:
+    """`12/60  20%  1:10 elapsed  1:36 left  2.0 s/step`."""
+    step, most, is_running = int(content.get("step") or 0), content.get("max_steps"), content.get("state") == RUNNING
+    until = now if is_running else float(content.get("updated_at") or now)
+    took = duration(max(0, round(until - float(content.get("started_at") or until))))
+    return join(
+        [
+            steps_text(step, most),
+            f"{step / most:.0%}" if most else None,
+            f"{took} elapsed" if is_running else f"{took} in all, with start, evaluations and end",
+            left_text(content.get("eta_s")) if is_running else None,
+            write_numbers(content.get("metrics") or {}, (("step_time", "{:.1f} s/step"),)),
+        ]
+    )
 
 
 def _example_rows(example: Mapping[str, Any] | None, width: int) -> Iterator[Row]:
@@ -164,12 +185,6 @@ def step_line(
     return join(parts)
 
 
-def reward_change(rewards: Sequence[float]) -> float | None:
-    """The newest reward minus the mean of those before it: 0.4, 0.6, 0.7 -> 0.7 - 0.5 = +0.2."""
-    *before, last = rewards or [0.0]
-    return last - sum(before) / len(before) if before else None
-
-
 def steps_text(step: int, max_steps: int | None) -> str:
     """`12/60`; `12` while the most steps are not known."""
     return f"{step}/{max_steps}" if max_steps else str(step)
@@ -183,6 +198,15 @@ def example_lines(example: Mapping[str, Any]) -> list[str]:
     """`prompt of step 12: 3 + 4 =`, then a line for each completion: `  reward 1.000: 7`."""
     lines = [f"  reward {each['reward']:.3f}: {each['text']}" for each in example["completions"]]
     return [f"prompt of step {example['step']}: {example['prompt']}", *lines]
+
+
+def failed_checks(checks: Sequence[Mapping[str, str]]) -> list[str]:
+    """`preflight: warn: memory: ...` for each that did not pass."""
+    return [
+        f"preflight: {check['status']}: {check['name']}: {check['detail']}"
+        for check in checks
+        if check["status"] != "pass"
+    ]
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:
@@ -231,39 +255,23 @@ def screen(content: Mapping[str, Any], size: tuple[int, int], *, footer: str) ->
         content: of status.json.
         footer: a few words for the lower edge: where the logs are.
     """
-    (width, height), now = size, time.time()
+    width, height = size
     run, phase = one_line(str(content.get("run"))), one_line(str(content.get("phase")))
-    steps = f"step {steps_text(content['step'], content.get('max_steps'))}"
     if height < 5 or width < 20:
-        return Text(clipped(f"{run} {phase} {steps}", width), no_wrap=True)
+        return Text(
+            clipped(f"{run} {phase} step {steps_text(content['step'], content.get('max_steps'))}", width), no_wrap=True
+        )
     room = width - _NAME_CELLS
-    most, metrics = content.get("max_steps"), content.get("metrics") or {}
-    elapsed = f"{duration(max(0, round(now - float(content.get('started_at') or now))))} elapsed"
-    head = [
-        steps,
-        f"{content['step'] / most:.0%}" if most else None,
-        elapsed if width >= 60 else None,
-        left_text(content.get("eta_s")),
-        write_numbers(metrics, (("step_time", "{:.1f} s/step"),)) if width >= 60 else None,
-    ]
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, style="dim", min_width=10)
     table.add_column()
-    rewards = (content.get("reward") or {}).get("curve") or ()
-    curve = sparkline(rewards, max(1, room - 20))
-    ends = f"{format_number(min(rewards))} to {format_number(max(rewards))}" if rewards else ""
-    rows = [
-        *diagnosis_rows(content.get("learning")),
-        ("curve", join([curve, ends]), "cyan"),
-        *run_rows(content, now, width=room),
-    ]
-    for name, text, style in rows:
+    for name, text, style in run_rows(content, time.time(), width=room):
         if text:
             wraps = height >= _TALL or name in ("learning", "to do")
             line = clipped(one_line(text), room * (3 if wraps else 1))
             table.add_row(name, Text(line, style=style, overflow="fold", no_wrap=not wraps))
     return Panel(
-        Group(Text(join(head), style="bold", no_wrap=True), table),
+        table,
         title=Text.assemble((run, "bold"), " · ", (phase, "cyan")),
         title_align="left",
         subtitle=Text(one_line(footer), style="dim"),

@@ -18,16 +18,14 @@ from rich.text import Text
 from grpo_async.display import render
 from grpo_async.display.display import print_line
 from grpo_async.display.progress import STATUS_VERSION
-from grpo_async.display.summary import summary_rows
+from grpo_async.display.summary import fact_rows
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import RunHistory, diagnose
-from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
 from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, LEVELS, RUNNING, SILENT, STOPPED, state_of
 from grpo_async.utils.safe_text import one_line
-from grpo_async.utils.text import duration
 from grpo_async.viewer.runs import runs_below
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
@@ -100,32 +98,20 @@ def print_status(console: Console, status: RunStatus) -> None:
 
 
 def _rows(status: RunStatus, now: float) -> Iterator[render.Row]:
-    content = {**status.as_json()}
-    is_running = status.state == RUNNING
-    step, most = int(content.get("step") or 0), content.get("max_steps")
-    updated = float(content.get("updated_at") or 0.0)
-    started = float(content.get("started_at") or now)
-    took = duration(max(0, round((now if is_running else updated) - started)))
-    yield from render.diagnosis_rows(content["learning"])
+    content = status.as_json()
+    rows = list(render.run_rows(content, now))
+    if status.state in (FINISHED, STOPPED):
+        facts = [(name, text, "") for name, text in fact_rows(RunHistory.read(status.run_dir))]
+        rows = [*(row for row in rows if row[0] in ("learning", "to do", "step")), *facts]
+    yield from rows[:2]
     yield "state", render.join([status.state, status.why]), _COLORS[LEVELS[status.state]]
     yield "error", str(content.get("error") or ""), ""
     yield "run", f"{content.get('run')}  ({content.get('directory')})", ""
-    fraction = f"{step / most:.0%}" if most else None
-    left = render.left_text(content.get("eta_s")) if is_running else None
-    yield "step", render.join([render.steps_text(step, most), fraction, left]) if step or most else "", ""
-    how = "so far" if is_running else "in all, with start, evaluations and end"
-    yield "time", f"{took} {how}", ""
-    # after a failure the summary is of an earlier attempt
-    has_summary = status.state in (FINISHED, STOPPED)
-    summary = read_object(status.run_dir.summary, []) if has_summary else {}
-    if summary:
-        yield from ((name, text, "") for name, text in summary_rows(summary))
-    else:
-        yield from render.run_rows(content, now)
+    yield from rows[2:]
     yield "precision", str(content.get("precision") or ""), ""
     yield "problem", "; ".join(content["problems"]), ""
     last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last update"
-    yield "launcher", f"{_launcher(status)}, {last} {render.ago(updated, now)}", ""
+    yield "launcher", f"{_launcher(status)}, {last} {render.ago(float(content.get('updated_at') or 0.0), now)}", ""
 
 
 def _launcher(status: RunStatus) -> str:
@@ -133,33 +119,29 @@ def _launcher(status: RunStatus) -> str:
 
 
 def watch(run_dir: RunDir, console: Console) -> RunStatus:
-    """Show the run until it has ended (or Ctrl-C); return its last status. Without a terminal: one
-    line per step.
+    """Show the run until it has ended (or Ctrl-C); return its last status. Without a terminal: a
+    line for each phase and step that is seen.
 
     Raises:
         ConfigError, RunError: there is no status to be read.
     """
-    log, pause = MetricsReader(run_dir.metrics), threading.Event()
-    phase, shown = "", log.rows()
-    shown.pop(max(shown, default=0), None)  # the newest step is news
+    pause, shown = threading.Event(), ""
     has_screen = console.is_terminal and not console.is_dumb_terminal
     live = Live(console=console, screen=True, auto_refresh=False, transient=True) if has_screen else None
     status = read_status(run_dir)
     with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
         while True:  # until the run ends, or Ctrl-C
             status = read_status(run_dir)
-            content = {"step": 0, **status.content, "state": status.state}
+            content = {"step": 0, "metrics": {}, **status.content, "state": status.state}
             if live is not None:
                 footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
                 live.update(render.screen(content, console.size, footer=footer), refresh=True)
             else:
-                now, rows = str(content.get("phase") or ""), log.rows()
-                if now.partition(":")[0] != phase.partition(":")[0]:
-                    print_line(console, now)
-                for step, row in rows.items():  # a step that runs again has another row
-                    if (old := shown.get(step)) is not row and old != row:
-                        print_line(console, render.step_line(step, content.get("max_steps"), row))
-                phase, shown = now, rows
+                step = render.step_line(content["step"], content.get("max_steps"), content["metrics"])
+                line = f"{str(content.get('phase')).partition(':')[0]}: {step}"
+                if line != shown:
+                    print_line(console, line)
+                shown = line
             if status.state != RUNNING:
                 break
             pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event

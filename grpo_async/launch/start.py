@@ -26,7 +26,6 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.display.display import Display, StatusFile, View
 from grpo_async.display.output import Output
-from grpo_async.display.progress import StatusContent
 from grpo_async.display.summary import print_summary
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
@@ -166,13 +165,6 @@ def lead_run(
         with writing(run_dir):
             write_atomically(run_dir.plan, plan.describe())
         output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
-        display = output.display(
-            run_name=config.run.name,
-            max_steps=config.num_steps,
-            run_dir=run_dir,
-            resume_step=start.resume_step,
-            lines_only=purpose != "train",
-        )
         about = {
             "purpose": purpose,  # train or evaluation
             "attempt": str(attempt),  # folder of its logs
@@ -180,7 +172,15 @@ def lead_run(
             "on_gpu": plan.trainer is not None and bool(plan.trainer.gpus),  # the trainer
             "precision": config.precision,  # dtypes of master weights, computation, servers and logits
         }
-        status = StatusFile(StatusContent(run_dir, display.progress, run_name=config.run.name, about=about))
+        display = output.display(
+            run_name=config.run.name,
+            max_steps=config.num_steps,
+            run_dir=run_dir,
+            resume_step=start.resume_step,
+            lines_only=purpose != "train",
+            about=about,
+        )
+        status = StatusFile(display.progress)
         display.views.append(status)
         if purpose == "train":
             display.views.append(Advisor(display, every_steps=config.record.advise_every_steps, run_dir=run_dir))
@@ -214,7 +214,7 @@ class Advisor(View):
         diagnosis = diagnose(RunHistory.read(self._run_dir, list(self._metrics.rows().values())))
         is_news = self._last is None or diagnosis.key not in _EARLY or diagnosis.key != self._last.key
         if is_news and diagnosis != self._last:
-            self._display.learning(diagnosis)
+            self._display.show("learning", **diagnosis.as_dict())
         self._last = diagnosis
 
 
@@ -239,15 +239,14 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
 
 def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: Path | None = None) -> None:
     """Say how the run ended. `report`: the page about the run, where one is written next."""
-    summary, stands = outcome.summary, diagnose(RunHistory.read(run_dir))
+    summary, run = outcome.summary, RunHistory.read(run_dir)
 
     def show(console: Console) -> None:
-        assert summary is not None
-        print_summary(console, {**summary, "learning": stands.as_dict()}, run_dir.root, report=report)
+        print_summary(console, run, run_dir.root, report=report)
 
     lacks_summary = summary is None and report is not None
     if lacks_summary:
-        output.say("\n".join(stands.lines))
+        output.say("\n".join(diagnose(run).lines))
     exit_code, error = outcome.exit_code, outcome.error
     output.end(exit_code=exit_code, error=error, summary=summary, show=None if summary is None else show)
     if lacks_summary:

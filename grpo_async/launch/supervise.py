@@ -21,10 +21,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
-from grpo_async.display.progress import Example
 from grpo_async.findings.messages import read_equal_rewards
 from grpo_async.launch.children import Child, first_of
 from grpo_async.launch.children import end as end_children
@@ -251,13 +249,9 @@ class Supervisor:
     def _on_message(self, message: Mapping[str, Any]) -> None:
         content = {name: value for name, value in message.items() if name != "kind"}
         match message["kind"]:
-            case "phase" | "step" | "evaluation" | "servers" | "note" | "warning" as kind:
+            case "phase" | "step" | "evaluation" | "servers" | "note" | "warning" | "example" | "preflight" as kind:
                 self._has_begun = True
-                getattr(self._display, kind)(**content)
-            case "example":
-                self._display.example(Example.of(content))
-            case "preflight":
-                self._display.preflight([Check(**check) for check in content["checks"]])
+                self._display.show(kind, **content)
             case "server_serving" | "restart_server":
                 self._servers.receive(message)
             case "silent":
@@ -269,7 +263,7 @@ class Supervisor:
             case "summary":
                 self._summary = content["summary"]
             case _:
-                self._display.unknown_message("the trainer", message)
+                self._display.warning(f"the trainer sent an unknown message: {str(message)[:200]}")
 
 
 async def _first_failure(children: Sequence[Child]) -> Child | None:

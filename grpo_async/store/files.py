@@ -11,6 +11,7 @@ it, and removes the lines: a kill in between leaves both, with the same content,
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -20,12 +21,11 @@ from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.store.schema import SCHEMA
-from grpo_async.utils.files import append_whole, whole_bytes, write_atomically
+from grpo_async.utils.files import whole_bytes, write_atomically
 from grpo_async.utils.text import count
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")
 _SEALED = re.compile(r"block-(\d{12})-(\d{12})\.parquet")
-MAX_LISTINGS = 10  # of a folder whose names change meanwhile; a block changes its name once
 METADATA = "store.json"
 _LOCK = "writer.lock"
 
@@ -50,8 +50,9 @@ def open_name(first_seq: int) -> str:
     return f"block-{first_seq:012d}.jsonl"
 
 
-def sealed_name(first_seq: int, last_seq: int) -> str:
-    return f"block-{first_seq:012d}-{last_seq:012d}.parquet"
+def sealed_name(lines: Path, last_seq: int) -> str:
+    """The name of a file of lines as soon as it is Parquet."""
+    return f"{lines.stem}-{last_seq:012d}.parquet"
 
 
 def find_blocks(folder: Path) -> list[Block]:
@@ -60,7 +61,7 @@ def find_blocks(folder: Path) -> list[Block]:
     if not folder.is_dir():
         return []
     found: dict[int, Block] = {}
-    for name in _names(folder):
+    for name in os.listdir(folder):
         if match := _SEALED.fullmatch(name):
             found[int(match[1])] = Block(folder / name, int(match[1]), int(match[2]))
         elif match := _OPEN.fullmatch(name):
@@ -68,15 +69,10 @@ def find_blocks(folder: Path) -> list[Block]:
     return [found[first] for first in sorted(found)]
 
 
-def _names(folder: Path) -> set[str]:
-    """List the folder until two listings agree: one listing may miss both names of a block that is being renamed."""
-    names = set(os.listdir(folder))
-    for _ in range(MAX_LISTINGS):
-        again = set(os.listdir(folder))
-        if again == names:
-            break
-        names = again
-    return names
+def whole_lines(path: Path) -> int:
+    """The number of lines that have their line feed."""
+    with path.open("rb") as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
 
 
 def torn_bytes(path: Path) -> int:
@@ -84,37 +80,6 @@ def torn_bytes(path: Path) -> int:
     with path.open("rb") as file:
         whole = whole_bytes(file.fileno())
         return file.seek(0, 2) - whole
-
-
-class LineFile:
-    """One block of JSON lines. Its first line will have the seq `first_seq`, and the file must not exist: should another writer
-    have taken the name, this fails instead of mixing the lines of two. Raises OSError."""
-
-    def __init__(self, folder: Path, first_seq: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.path = folder / open_name(first_seq)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        self.num_bytes = 0
-        self.is_broken = False
-
-    def write(self, line: bytes) -> None:
-        """Append a line, with its line feed.
-
-        Raises:
-            OSError: it could not be written; nothing of it is left, or `is_broken` is set.
-        """
-        try:
-            append_whole(self._descriptor, line)
-        except OSError:
-            self.is_broken = os.fstat(self._descriptor).st_size != self.num_bytes
-            raise
-        self.num_bytes += len(line)
-
-    def close(self) -> None:
-        """Close the file; one without a line is removed."""
-        os.close(self._descriptor)
-        if self.num_bytes == 0:
-            self.path.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------- metadata
@@ -153,7 +118,17 @@ class Metadata:
             found.append(f"every group before seq {blocks[0].first_seq} was deleted to keep to record.rollouts.max_gb")
         if self.num_lost:
             found.append(f"missing: {count(self.num_lost, 'group')} that a full disk or a kill kept from being written")
-        if self.is_open and not has_writer(folder):
+        is_written = has_writer(folder)
+        for block in blocks:
+            if block.is_sealed or (is_written and block is blocks[-1]):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # sealed meanwhile
+                if rest := torn_bytes(block.path):
+                    found.append(
+                        f"the last line of {block.path.name} is torn (the writer was killed, or the disk was full): "
+                        f"{rest} bytes are left out, at most one group"
+                    )
+        if self.is_open and not is_written:
             found.append("the process that wrote was killed: groups that it had not written yet are missing")
         return found
 

@@ -58,16 +58,6 @@ class Entry:
     stats: Mapping[str, TokenStats] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """What scoring made of one rollout; the default is that of a rollout that was never scored."""
-
-    reward: float | None = None
-    advantage: float | None = None
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
 def line_of(entry: Entry) -> bytes:
     """One line of JSON with its line feed.
 
@@ -123,44 +113,43 @@ def prompt_hash(prompt: Prompt) -> str:
     return blake2b(_dumps(kept, orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
 
 
-def _outcomes(scored: ScoredGroup | None) -> dict[str, _Outcome]:
-    """The outcome of each rollout and branch, by its id."""
-    found: dict[str, _Outcome] = {}
+def _outcomes(scored: ScoredGroup | None) -> dict[str, dict[str, Any]]:
+    """What scoring made of each rollout and branch, by its id."""
+    found: dict[str, dict[str, Any]] = {}
     if scored is None:
         return found
     scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
     for index, (completion, reward, parts) in enumerate(scores):
         extra = {name: values[index] for name, values in scored.extra_columns.items()}
-        found[completion.rollout_id] = _Outcome(reward=reward, rewards=parts, extra=extra)
+        found[completion.rollout_id] = {**_NOT_SCORED, "reward": reward, "rewards": parts, "extra": extra}
     for sample in scored.samples:
-        found[sample.rollout_id] = _Outcome(
-            reward=sample.reward,
-            advantage=sample.advantage,
-            rewards=sample.rewards,
-            extra=found.get(sample.rollout_id, _Outcome()).extra,
-        )
+        trained = {"reward": sample.reward, "advantage": sample.advantage, "rewards": sample.rewards}
+        found[sample.rollout_id] = {**found.get(sample.rollout_id, _NOT_SCORED), **trained}
     return found
+
+
+_NOT_SCORED: Mapping[str, Any] = {"reward": None, "advantage": None, "rewards": {}, "extra": {}}
 
 
 def _rollout(
     completion: RolloutCompletion,
-    outcomes: Mapping[str, _Outcome],
+    outcomes: Mapping[str, Mapping[str, Any]],
     stats: Mapping[str, TokenStats],
     shared_ids: IntArray | None,
 ) -> dict[str, Any]:
     """The JSON object of one rollout. `shared_ids` are the group's prompt ids, which it need not repeat."""
-    ids, outcome = completion.prompt_ids, outcomes.get(completion.rollout_id, _Outcome())
+    ids, outcome = completion.prompt_ids, outcomes.get(completion.rollout_id, _NOT_SCORED)
     return {
         "rollout_id": completion.rollout_id,
         "status": completion.status,
         "truncated": completion.truncated,
         "done": completion.done,
         "error": completion.error,
-        "rewards": outcome.rewards,
+        "rewards": outcome["rewards"],
         "started_at": completion.started_at,
         "total_duration_s": completion.total_duration_s,
         "reset_messages": completion.prompt_messages,
-        "extra": {**completion.reward_columns, **outcome.extra},
+        "extra": {**completion.reward_columns, **outcome["extra"]},
         **_path(completion, outcome, stats.get(completion.rollout_id)),
         "num_tokens": completion.num_sampled_tokens,
         "prompt_ids": None if shared_ids is not None and np.array_equal(ids, shared_ids) else ids,
@@ -171,12 +160,12 @@ def _rollout(
 def _branch(
     completion: RolloutCompletion,
     branch: Branch,
-    outcomes: Mapping[str, _Outcome],
+    outcomes: Mapping[str, Mapping[str, Any]],
     stats: Mapping[str, TokenStats],
 ) -> dict[str, Any]:
     """The JSON object of one branch, with the fields of a rollout. Without a sample it has the reward that its agent named."""
     name = completion.sample_id(branch)
-    outcome = outcomes.get(name, _Outcome(reward=branch.reward))
+    outcome = outcomes.get(name, {**_NOT_SCORED, "reward": branch.reward})
     parent = completion if branch.parent == 0 else completion.branches[branch.parent - 1]
     return {
         "rollout_id": name,
@@ -186,13 +175,13 @@ def _branch(
     }
 
 
-def _path(path: TokenPath, outcome: _Outcome, stats: TokenStats | None) -> dict[str, Any]:
+def _path(path: TokenPath, outcome: Mapping[str, Any], stats: TokenStats | None) -> dict[str, Any]:
     """What a rollout and each of its branches have: messages, turns and tokens."""
     mask = path.completion_mask
     return {
         "num_tokens": path.num_own_tokens,
-        "reward": outcome.reward,
-        "advantage": outcome.advantage,
+        "reward": outcome["reward"],
+        "advantage": outcome["advantage"],
         "messages": path.completion_messages(),
         "turns": [_turn(turn) for turn in path.turns],
         "prompt_ids": path.prompt_ids,

@@ -1,6 +1,6 @@
 """Writes groups to the rollout store during the run.
 
-    append (any thread) -> queue, bounded -> one thread: line_of -> block-N.jsonl --full--> Sealer -> block-N-M.parquet
+    append (any thread) -> queue, bounded -> one thread: line_of -> block-N.jsonl --full--> seal -> block-N-M.parquet
 
 Invariant: a line that ends in a line feed is whole, and never changes; no seq is used twice. Neither the trainer's thread nor the
 event loop makes JSON or waits for the disk, but for `position` (once per checkpoint) and a queue that is full. A kill costs what
@@ -10,17 +10,16 @@ was in the queue and the line that was being written.
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import logging
 import os
+import queue
 import random
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +30,6 @@ from grpo_async.store.files import (
     METADATA,
     TEMPORARY_SUFFIX,
     Block,
-    LineFile,
     Metadata,
     find_blocks,
     lock_writer,
@@ -41,7 +39,7 @@ from grpo_async.store.files import (
     write_metadata,
 )
 from grpo_async.store.lines import Entry, check_stats, line_of
-from grpo_async.utils.files import Outage, Writer
+from grpo_async.utils.files import Outage, Writer, append_whole
 from grpo_async.utils.text import count
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
@@ -74,19 +72,19 @@ class RolloutStore(Writer):
     def __init__(self, folder: Path, *, settings: RolloutRecordSection | None = None) -> None:
         self._folder = folder
         self._settings = settings or _default_settings()
-        self._changed = threading.Condition()
-        self._queue: deque[Entry] = deque()
-        self._is_writing = False  # an entry that is no longer in the queue
+        self._lock = threading.RLock()  # of the order of writing
+        self._queue: queue.Queue[Entry | None] = queue.Queue(_MAX_QUEUED)
         self._next_seq: int | None = None  # None: the folder was not read yet
-        self._error: RunError | None = None  # for the next call
+        self._metadata = Metadata()
+        self._errors: list[RunError] = []  # the first is for the next call
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._has_written_all = threading.Event()  # after `close`; the thread may still wait for the sealer
-        self._file: LineFile | None = None  # only the thread's
+        # only the thread's
+        self._file: tuple[Path, int] | None = None  # the open block, and its descriptor
+        self._num_bytes = 0
         self._outage = Outage(folder, meanwhile="rollouts wait for free space", afterward="what waited is written")
-        self._metadata = Metadata()
-        self._saved: Metadata | None = None
-        self._sealer = Sealer(folder, self._settings.max_gb)
+        self._sealer: subprocess.Popen[bytes] | None = None
+        self._given: set[str] = set()  # names of blocks that a sealer has got
 
     def stores(self, group_id: int, status: GroupStatus) -> bool:
         """Whether a group that ends with this status is kept; `record.rollouts.sample_rate` decides by its id, so every attempt
@@ -115,18 +113,11 @@ class RolloutStore(Writer):
         """
         stats = (stats or {}) if self._settings.token_stats else {}
         check_stats(group, stats)
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
-            self._open()
-            if not self.stores(group.group_id, status):
-                self._metadata.sample_rate = min(self._metadata.sample_rate, self._settings.sample_rate)
-                return
-            if not self._changed.wait_for(lambda: len(self._queue) < _MAX_QUEUED, timeout=_WRITE_TIMEOUT_S):
-                self._metadata.num_lost += 1
-                raise self._hangs(f"group {group.group_id}", _WRITE_TIMEOUT_S)
             entry = Entry(
-                seq=self._open(),  # not before: others append while this waits
+                seq=self._open(),
                 group=group,
                 status=status,
                 step=step,
@@ -134,13 +125,15 @@ class RolloutStore(Writer):
                 scored=scored,
                 stats=stats,
             )
+            if not self.stores(group.group_id, status):
+                self._metadata.sample_rate = min(self._metadata.sample_rate, self._settings.sample_rate)
+                return
+            self._put(entry, f"group {group.group_id}", _WRITE_TIMEOUT_S)
             self._next_seq = entry.seq + 1
-            self._queue.append(entry)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="rollout-store", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
-            self._raise_error()
+        self._raise_error()
 
     def flush(self) -> None:
         """Wait until everything that was appended before can be read.
@@ -148,17 +141,20 @@ class RolloutStore(Writer):
         Raises:
             RunError: a group could not be written, or the disk hangs.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._queue and not self._is_writing, timeout=_FLUSH_TIMEOUT_S):
-                raise self._hangs(count(len(self._queue) + self._is_writing, "group"), _FLUSH_TIMEOUT_S)
-            self._raise_error()
+        with self._queue.all_tasks_done:
+            is_done = self._queue.all_tasks_done.wait_for(
+                lambda: not self._queue.unfinished_tasks, timeout=_FLUSH_TIMEOUT_S
+            )
+            if not is_done:
+                raise self._hangs(count(self._queue.unfinished_tasks, "group"), _FLUSH_TIMEOUT_S)
+        self._raise_error()
 
     def position(self) -> int:
         """The seq of the next group. What was appended before this call is on the disk. Raises the errors of `flush`."""
-        with self._changed:
+        with self._lock:
             seq = self._open()
             self.flush()
-        self._save_metadata()
+            self._save_metadata()
         return seq
 
     def supersede_from(self, seq: int, *, step: int) -> None:
@@ -168,7 +164,7 @@ class RolloutStore(Writer):
         Raises:
             RunError: it cannot be written.
         """
-        with self._changed:
+        with self._lock:
             until = self._next_seq = max(self._open(), seq)
             self._metadata.superseded.append({"step": step, "from_seq": seq, "until_seq": until})
             try:
@@ -183,17 +179,16 @@ class RolloutStore(Writer):
         Raises:
             RunError: a group could not be written, or the disk hangs.
         """
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            if not self._has_written_all.wait(timeout=_FLUSH_TIMEOUT_S):
-                raise self._hangs("the rest of the groups", _FLUSH_TIMEOUT_S)
-            thread.join(timeout=SEAL_TIMEOUT_S if seal_wait_s is None else seal_wait_s)
-        self._save_metadata()
-        with self._changed:
-            self._raise_error()
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+            if self._thread is None:
+                return
+            if is_first:
+                self._put(None, "the rest of the groups", _FLUSH_TIMEOUT_S)
+        try:
+            self.flush()
+        finally:
+            self._thread.join(timeout=SEAL_TIMEOUT_S if seal_wait_s is None else seal_wait_s)
 
     # -- with the lock
 
@@ -201,32 +196,30 @@ class RolloutStore(Writer):
         """The next seq; reads the folder the first time."""
         if self._next_seq is None:
             self._metadata = read_metadata(self._folder)
-            self._saved = copy.deepcopy(self._metadata)
             self._metadata.is_open = False
-            self._next_seq = max(
-                [_next_seq(find_blocks(self._folder)), *(each["until_seq"] for each in self._metadata.superseded)]
-            )
+            superseded = [each["until_seq"] for each in self._metadata.superseded]
+            self._next_seq = max([_next_seq(find_blocks(self._folder)), *superseded])
         return self._next_seq
 
+    def _put(self, entry: Entry | None, what: str, timeout_s: float) -> None:
+        try:
+            self._queue.put(entry, timeout=timeout_s)
+        except queue.Full:
+            self._metadata.num_lost += 1
+            raise self._hangs(what, timeout_s) from None
+
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
             raise error
 
     def _hangs(self, what: str, waited_s: float) -> RunError:
         return RunError(f"cannot write {what}: {self._folder} has taken nothing for {waited_s:.0f} s; check its disk")
 
-    def _save_metadata(self, *, is_open: bool | None = None) -> None:
-        """Write `store.json` if it changed."""
-        with self._changed:
-            if is_open is not None:
-                self._metadata.is_open = is_open
-            now = copy.deepcopy(self._metadata)
-            if now == self._saved or (self._saved is None and now == Metadata()):
-                return
-            self._saved = now
+    def _save_metadata(self) -> None:
         try:
-            write_metadata(self._folder, now)
+            write_metadata(self._folder, self._metadata)
         except OSError as error:
             logger.warning("cannot write %s: %s", self._folder / METADATA, error)
 
@@ -236,30 +229,22 @@ class RolloutStore(Writer):
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # the first write says why
                 stack.callback(os.close, lock_writer(self._folder))
-            self._save_metadata(is_open=True)
+            self._metadata.is_open = True
+            self._save_metadata()
             self._recover()
-            self._write_all()
-            self._save_metadata(is_open=False)
-        self._has_written_all.set()
-        self._sealer.close()
-
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)  # until the next group, or close
-                if not self._queue:
-                    break
-                entry = self._queue.popleft()
-                self._is_writing = True
-                self._changed.notify_all()
-            try:
-                self._write_patiently(entry)
-            except Exception as error:  # noqa: BLE001 - raised by the next call; the thread has to go on
-                self._note(entry, error)
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-        self._finish_block()
+            while (entry := self._queue.get()) is not None:  # until the next group, or close
+                try:
+                    self._write_patiently(entry)
+                except Exception as error:  # noqa: BLE001 - raised by the next call; the thread has to go on
+                    self._note(entry, error)
+                self._queue.task_done()
+            self._finish_block()
+            self._metadata.is_open = False
+            self._save_metadata()
+        self._queue.task_done()
+        self._wait_for_sealer()
+        self._seal()  # what became full meanwhile
+        self._wait_for_sealer()
 
     def _recover(self) -> None:
         """What an earlier writer left: cut torn lines off, and seal."""
@@ -273,54 +258,78 @@ class RolloutStore(Writer):
                     self._recover_lines(block.path)
         except OSError as error:
             logger.warning("the rollout store cannot tidy up %s: %s", self._folder, error)
+        self._seal()
 
     def _recover_lines(self, path: Path) -> None:
         torn, size = torn_bytes(path), path.stat().st_size
         if torn:
-            with self._changed:
-                self._metadata.num_lost += 1
+            self._metadata.num_lost += 1
             self._save_metadata()
             logger.warning("%s: a kill had torn its last line, which is lost", path)
             os.truncate(path, size - torn)
         if size == torn:
             path.unlink()
-        else:
-            self._sealer.add(path)
 
     def _write_patiently(self, entry: Entry) -> None:
         """On a full disk it is tried again, for `_DISK_FULL_TIMEOUT_S` in all: no event says when there is space."""
         line = line_of(entry)
         while True:
             try:
-                self._write(entry, line)
+                self._write(entry.seq, line)
                 self._outage.end()
                 return
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._outage.lasts(error) >= _DISK_FULL_TIMEOUT_S:
                     raise
-            with self._changed:
-                self._changed.wait(timeout=_DISK_FULL_RETRY_S)
+            time.sleep(_DISK_FULL_RETRY_S)
 
-    def _write(self, entry: Entry, line: bytes) -> None:
+    def _write(self, seq: int, line: bytes) -> None:
         if self._file is None:
-            self._file = LineFile(self._folder, entry.seq)
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path, self._num_bytes = self._folder / open_name(seq), 0
+            # O_EXCL: should another writer have taken the name, this fails instead of mixing the lines of two
+            self._file = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        descriptor = self._file[1]
         try:
-            self._file.write(line)
+            append_whole(descriptor, line)
+            self._num_bytes += len(line)
         finally:
-            is_empty = self._file.num_bytes == 0  # its first line failed; the next names its own block
-            if is_empty or self._file.is_broken or self._file.num_bytes >= self._settings.block_mb * 1_000_000:
+            is_torn = os.fstat(descriptor).st_size != self._num_bytes  # and could not be cut back
+            if is_torn or self._num_bytes >= self._settings.block_mb * 1_000_000:
                 self._finish_block()
 
     def _finish_block(self) -> None:
-        file, self._file = self._file, None
-        if file is None:
+        if self._file is None:
+            return
+        (path, descriptor), self._file = self._file, None
+        os.close(descriptor)
+        if self._num_bytes == 0:
+            path.unlink(missing_ok=True)
+        self._seal()
+
+    def _seal(self) -> None:
+        """Start a process that seals the full blocks, unless one is at work. It dies with this thread (`utils.processes`)."""
+        if self._sealer is not None and self._sealer.poll() is None:
             return
         try:
-            file.close()
-            if file.num_bytes and not file.is_broken:
-                self._sealer.add(file.path)
+            lines = [block.path for block in find_blocks(self._folder) if not block.is_sealed]
+            open_path = None if self._file is None else self._file[0]
+            if names := [path.name for path in lines if path != open_path and path.name not in self._given]:
+                self._given.update(names)
+                limits = [str(os.getpid()), str(self._folder.absolute()), str(int(self._settings.max_gb * 1e9))]
+                # its own process group: Ctrl-C in the terminal is for the run, which ends its child itself
+                self._sealer = subprocess.Popen(
+                    [sys.executable, "-m", "grpo_async.store.seal", *limits, *names],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
         except OSError as error:
-            logger.warning("the rollout store cannot seal %s, which loses nothing: %s", file.path, error)
+            logger.warning("the rollout store cannot seal what is in %s, which loses nothing: %s", self._folder, error)
+
+    def _wait_for_sealer(self) -> None:
+        if self._sealer is not None:
+            self._sealer.wait()
 
     def _note(self, entry: Entry, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -332,42 +341,8 @@ class RolloutStore(Writer):
             failure = RunError(f"group {entry.group.group_id} cannot be stored: {message_of(error)}")
         failure.__cause__ = error
         logger.error("%s", failure)
-        with self._changed:
-            self._metadata.num_lost += 1
-            self._error = self._error or failure
-
-
-class Sealer:
-    """The process that seals the blocks of one writer (`seal`). It dies with the thread that adds the first block
-    (`utils.processes`): let that thread close it."""
-
-    def __init__(self, folder: Path, max_gb: float) -> None:
-        self._arguments = [str(os.getpid()), str(folder.absolute()), str(int(max_gb * 1e9))]
-        self._child: subprocess.Popen[str] | None = None
-
-    def add(self, path: Path) -> None:
-        """Seal a block, after those that were added before. Returns at once. Raises OSError."""
-        if self._child is None or self._child.poll() is not None:
-            # its own process group: Ctrl-C in the terminal is for the run, which ends its child itself
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "grpo_async.store.seal", *self._arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-            )
-        assert self._child.stdin is not None
-        self._child.stdin.write(path.name + "\n")
-        self._child.stdin.flush()
-
-    def close(self) -> None:
-        """Wait until everything is sealed."""
-        child, self._child = self._child, None
-        if child is not None:
-            assert child.stdin is not None
-            with contextlib.suppress(OSError):  # it was killed
-                child.stdin.close()
-            child.wait()
+        self._metadata.num_lost += 1
+        self._errors.append(failure)
 
 
 def _default_settings() -> RolloutRecordSection:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter
 
-from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
+from grpo_async.records import FinishReason, GroupStatus, RolloutStatus, TaggedMessage, ToolCallRecord
 from grpo_async.store.schema import SCHEMA
 
 _JSON_COLUMNS = ("messages", "reset_messages", "turns", "branches", "extra")
@@ -120,56 +121,26 @@ class GroupRow:
 def from_columns(rows: Sequence[Mapping[str, Any]]) -> GroupRow:
     """The group whose rollouts are `rows` (schema.COLUMNS), in their order: every row of one `seq`."""
     first = rows[0]
-    return GroupRow(
-        schema=SCHEMA,
-        seq=first["seq"],
-        group_id=first["group_id"],
-        prompt_id=first["prompt_id"],
-        step=first["step"],
-        status=GroupStatus(first["group_status"]),
-        written_at=first["written_at"],
-        prompt_hash=first["prompt_hash"],
-        messages=_messages_from(orjson.loads(first["prompt_messages"])),
-        columns=orjson.loads(first["columns"]),
-        rollouts=[_rollout_from(row) for row in rows if row["rollout_index"] is not None],
-    )
+    content = {
+        **first,
+        "schema": SCHEMA,
+        "status": first["group_status"],
+        "messages": orjson.loads(first["prompt_messages"]),
+        "columns": orjson.loads(first["columns"]),
+        "rollouts": [_rollout_from(row) for row in rows if row["rollout_index"] is not None],
+    }
+    return _GROUP.validate_python(content)
 
 
-def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
-    content = {name: row[name] for name in RolloutRow.__dataclass_fields__ if name != "parent"}
+def _rollout_from(row: Mapping[str, Any]) -> dict[str, Any]:
+    content = {**row, "started_at": row["started_at"] or 0.0}
     content |= {name: None if row[name] is None else orjson.loads(row[name]) for name in _JSON_COLUMNS}
-    shared = {name: content[name] for name in ("status", "truncated", "done", "error", "rewards", "total_duration_s")}
-    branches = [
-        _path_from({**shared, "started_at": min((turn["started_at"] for turn in each["turns"]), default=0.0), **each})
+    shared = {name: row[name] for name in ("status", "truncated", "done", "error", "rewards", "total_duration_s")}
+    content["branches"] = [
+        {**shared, "started_at": min((turn["started_at"] for turn in each["turns"]), default=0.0), **each}
         for each in content["branches"] or ()
     ]
-    return _path_from({**content, "branches": branches})
+    return content
 
 
-def _path_from(content: Mapping[str, Any]) -> RolloutRow:
-    """A rollout, or one of its branches."""
-    reset = content["reset_messages"]
-    return RolloutRow(
-        **{
-            **content,
-            "status": RolloutStatus(content["status"]),
-            "messages": _messages_from(content["messages"]),
-            "reset_messages": None if reset is None else _messages_from(reset),
-            "turns": [_turn_from(turn) for turn in content["turns"]],
-            "started_at": content["started_at"] or 0.0,
-        }
-    )
-
-
-def _messages_from(messages: Sequence[dict[str, Any]]) -> list[TaggedMessage]:
-    return [
-        TaggedMessage(
-            **{**content, "origin": Origin(content["origin"]), "tool_calls": tuple(content.get("tool_calls", ()))}
-        )
-        for content in messages
-    ]
-
-
-def _turn_from(content: dict[str, Any]) -> TurnRow:
-    calls = [ToolCallRecord(**call) for call in content["tool_calls"]]
-    return TurnRow(**{**content, "finish_reason": FinishReason(content["finish_reason"]), "tool_calls": calls})
+_GROUP = TypeAdapter(GroupRow)

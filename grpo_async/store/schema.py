@@ -34,21 +34,23 @@ class Column:
         type: of DuckDB, as in the Parquet files (JSON columns are text there).
         unit: "" for a column without one.
         expression: how it is made of a line: `g` is the group, `r` the rollout, `i` its index.
+        short: the name that a query may use instead.
     """
 
     name: str
     type: str
-    unit: str
     description: str
-    expression: str
+    unit: str = ""
+    expression: str = ""
+    short: str = ""
 
 
-def _group(name: str, type_: str, description: str, *, unit: str = "", expression: str = "") -> Column:
-    return Column(name=name, type=type_, unit=unit, description=description, expression=expression or f'g."{name}"')
+def _group(name: str, type_: str, description: str, **more: str) -> Column:
+    return Column(name=name, type=type_, description=description, **{"expression": f'g."{name}"', **more})
 
 
-def _rollout(name: str, type_: str, description: str, *, unit: str = "", expression: str = "") -> Column:
-    return Column(name=name, type=type_, unit=unit, description=description, expression=expression or f'r."{name}"')
+def _rollout(name: str, type_: str, description: str, **more: str) -> Column:
+    return Column(name=name, type=type_, description=description, **{"expression": f'r."{name}"', **more})
 
 
 _ALL_VERSIONS = "list_concat(r.versions, json_extract(r.branches, '$[*].versions[*]')::INTEGER[])"
@@ -75,14 +77,14 @@ COLUMNS: tuple[Column, ...] = (
            expression="g.status"),
     _group("group_size", "INTEGER", "Rollouts of the group", unit="rollouts", expression="len(g.rollouts)"),
     _rollout("rollout_index", "INTEGER", "Index in the group, from 0; NULL: the group has no rollout",
-             expression="if(r IS NULL, NULL, i)"),
+             expression="if(r IS NULL, NULL, i)", short="index"),
     _group("prompt_hash", "VARCHAR", "Hash of the prompt's messages: the same prompt has the same in every step and run"),
     _group("prompt_text", "VARCHAR", "Contents of the messages of the prompt, as the policy saw them, joined by line feeds",
-           expression=_TEXTS.format("coalesce(r.reset_messages, g.messages)")),
+           expression=_TEXTS.format("coalesce(r.reset_messages, g.messages)"), short="prompt"),
     _group("prompt_messages", "JSON", "Messages of the prompt as the data has them: objects with role, content, origin, tool_calls,"
            " name, tool_call_id", expression="g.messages"),
     _group("columns", "JSON", "The other columns of the data: object"),
-    _rollout("rollout_id", "VARCHAR", "The rollout. It may come again after a resume, as the group's id"),
+    _rollout("rollout_id", "VARCHAR", "The rollout. It may come again after a resume, as the group's id", short="id"),
     _rollout("status", "VARCHAR", "finished, truncated, failed"),
     _rollout("truncated", "BOOLEAN", "Cut by a limit of tokens, turns or length"),
     _rollout("done", "BOOLEAN", "The environment said that the episode is over"),
@@ -90,27 +92,34 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("reward", "DOUBLE", "The weighted sum; NULL: never scored"),
     _rollout("advantage", "DOUBLE", "NULL: no sample was made of it"),
     _rollout("rewards", "MAP(VARCHAR, DOUBLE)", "Value of each reward function, by its name; NULL: it does not apply"),
-    _group("group_reward_mean", "DOUBLE", "Mean of the group's rewards", expression="g.reward_mean"),
-    _group("group_reward_std", "DOUBLE", "Their standard deviation (n - 1), as in the advantages", expression="g.reward_std"),
+    _group("group_reward_mean", "DOUBLE", "Mean of the group's rewards", expression="g.reward_mean",
+             short="group_reward"),
+    _group("group_reward_std", "DOUBLE", "Their standard deviation (n - 1), as in the advantages", expression="g.reward_std",
+             short="group_std"),
     _rollout("num_prompt_tokens", "INTEGER", "Length of prompt_ids", unit="tokens",
-             expression="if(r IS NULL, NULL, len(coalesce(r.prompt_ids, g.prompt_ids)))"),
-    _rollout("num_tokens", "INTEGER", "Tokens that the policy sampled, in branches too", unit="tokens"),
+             expression="if(r IS NULL, NULL, len(coalesce(r.prompt_ids, g.prompt_ids)))", short="prompt_length"),
+    _rollout("num_tokens", "INTEGER", "Tokens that the policy sampled, in branches too", unit="tokens",
+             short="length"),
     _rollout("num_completion_tokens", "INTEGER", "Length of completion_ids: with tokens of tools and environments", unit="tokens",
-             expression="len(r.completion_ids)"),
+             expression="len(r.completion_ids)", short="completion_length"),
     _rollout("num_turns", "INTEGER", "Generations, without those of branches", unit="turns",
-             expression="json_array_length(r.turns)"),
-    _rollout("num_tool_calls", "INTEGER", "Tool calls made", unit="calls", expression=f"len({_CALLS_FAILED})"),
+             expression="json_array_length(r.turns)", short="turns"),
+    _rollout("num_tool_calls", "INTEGER", "Tool calls made", unit="calls", expression=f"len({_CALLS_FAILED})",
+             short="tool_calls"),
     _rollout("num_failed_tool_calls", "INTEGER", "Failed tool calls; 0 where an agent made them", unit="calls",
-             expression=f"len(list_filter({_CALLS_FAILED}, lambda failed: failed = 'true'))"),
+             expression=f"len(list_filter({_CALLS_FAILED}, lambda failed: failed = 'true'))",
+             short="failed_tool_calls"),
     _rollout("tool_names", "VARCHAR[]", "Name of the tool of each call, in order",
-             expression="json_extract_string(r.turns, '$[*].tool_calls[*].name')"),
-    _rollout("completion_text", "VARCHAR", "Contents of `messages`, joined by line feeds", expression=_TEXTS.format("r.messages")),
+             expression="json_extract_string(r.turns, '$[*].tool_calls[*].name')", short="tools"),
+    _rollout("completion_text", "VARCHAR", "Contents of `messages`, joined by line feeds", expression=_TEXTS.format("r.messages"),
+             short="completion"),
     _rollout("messages", "JSON", "Messages of the completion, as prompt_messages; origin: policy, tool, environment"),
     _rollout("reset_messages", "JSON", "The prompt as an environment's reset changed it or an agent wrote it; NULL: as in the"
              " data"),
     _rollout("turns", "JSON", "One object per generation: num_tokens, finish_reason, stop_reason (a stop string that ended it),"
              " started_at, generation_duration_s, tool_execution_duration_s, parse_error, tool_calls (tool_call_id, name,"
-             " arguments, result, failed, duration_s, returned: the list that reward functions got in place of `result`)"),
+             " arguments, result, failed, duration_s, returned: the list that reward functions got in place of `result`)",
+             short="calls"),
     _rollout("branches", "JSON", "Further paths of an agent that changed its history: objects with rollout_id (g7-r0.b1), parent"
              " (the path whose beginning it shares), reward, advantage, num_tokens, reset_messages, messages, turns, and the lists"
              " below"),
@@ -122,12 +131,12 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("staleness", "INTEGER", "step - 1 - version_min: how many policies older than the one trained; NULL in an evaluation",
              unit="versions", expression=f"if(g.status = 'evaluated', NULL, g.step - 1 - list_min({_VERSIONS}))"),
     _rollout("logprob_mean", "DOUBLE", "Mean log-probability of the sampled tokens in the sampler", unit="nats",
-             expression=f"list_avg({_SAMPLED_LOGPROBS})"),
+             expression=f"list_avg({_SAMPLED_LOGPROBS})", short="logprob"),
     _rollout("logprob_min", "DOUBLE", "Log-probability of the least likely sampled token in the sampler", unit="nats",
              expression=f"list_min({_SAMPLED_LOGPROBS})"),
     _rollout("entropy_mean", "DOUBLE", "Mean entropy of the policy at the sampled tokens, in the trainer", unit="nats",
-             expression="list_avg(r.entropies)"),
-    _rollout("ratio_mean", "DOUBLE", "Mean of `weights`", expression="list_avg(r.weights)"),
+             expression="list_avg(r.entropies)", short="entropy"),
+    _rollout("ratio_mean", "DOUBLE", "Mean of `weights`", expression="list_avg(r.weights)", short="ratio"),
     _rollout("ratio_min", "DOUBLE", "Lowest of `weights`", expression="list_min(r.weights)"),
     _rollout("ratio_max", "DOUBLE", "Highest of `weights`", expression="list_max(r.weights)"),
     _rollout("clipped_fraction", "DOUBLE", "Fraction of the sampled tokens that were clipped",
@@ -135,14 +144,16 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("masked_fraction", "DOUBLE", "Fraction of the sampled tokens left out for another reason (flags 4, 8, 32)",
              expression=_fraction_flagged(TokenFlag.IMPORTANCE_MASKED | TokenFlag.OFF_POLICY_MASKED | TokenFlag.SKIPPED)),
     _rollout("mismatch_mean", "DOUBLE", "Mean of abs(trainer's - sampler's log-probability)", unit="nats",
-             expression=f"list_avg({_MISMATCHES})"),
+             expression=f"list_avg({_MISMATCHES})", short="mismatch"),
     _rollout("started_at", "DOUBLE", "When its first request was made; NULL: not known", unit="s since 1970",
              expression="nullif(r.started_at, 0)"),
-    _rollout("total_duration_s", "DOUBLE", "From start to end, without scoring", unit="s"),
+    _rollout("total_duration_s", "DOUBLE", "From start to end, without scoring", unit="s", short="duration"),
     _rollout("generation_duration_s", "DOUBLE", "Generation time of all its turns", unit="s",
-             expression="list_sum(json_extract(r.turns, '$[*].generation_duration_s')::DOUBLE[])"),
+             expression="list_sum(json_extract(r.turns, '$[*].generation_duration_s')::DOUBLE[])",
+             short="generation_duration"),
     _rollout("tool_duration_s", "DOUBLE", "Time in tools of all its turns", unit="s",
-             expression="list_sum(json_extract(r.turns, '$[*].tool_execution_duration_s')::DOUBLE[])"),
+             expression="list_sum(json_extract(r.turns, '$[*].tool_execution_duration_s')::DOUBLE[])",
+             short="tool_duration"),
     _rollout("waiting_duration_s", "DOUBLE", "From its end to written_at: the rest of its group, scoring, queue, step; NULL:"
              " not known", unit="s", expression=f"g.written_at - ({_ENDED_AT})"),
     _group("written_at", "DOUBLE", "When the group was finalized and stored", unit="s since 1970"),

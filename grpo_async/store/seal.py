@@ -1,6 +1,6 @@
 """Rewrites full blocks of JSON lines as Parquet files, and keeps the store to its size.
 
-    rollout_store.Sealer --names of blocks--> python -m grpo_async.store.seal PARENT_PID FOLDER MAX_BYTES
+    RolloutStore starts python -m grpo_async.store.seal PARENT_PID FOLDER MAX_BYTES BLOCK...
 
 A process of its own, at the lowest priority: neither the GIL nor the caches of the training process are touched.
 The lines are removed last, after the Parquet file is on the disk under its name and has been counted. What cannot be sealed stays
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.store.database import connect, quote, sql_path
-from grpo_async.store.files import TEMPORARY_SUFFIX, find_blocks, open_name, sealed_name
+from grpo_async.store.files import TEMPORARY_SUFFIX, find_blocks, sealed_name, whole_lines
 from grpo_async.store.schema import PARQUET_OPTIONS, select_from_lines
 from grpo_async.utils.files import sync
 from grpo_async.utils.processes import die_with_parent
@@ -32,8 +32,7 @@ def seal_block(path: Path) -> Path:
     import duckdb
 
     folder, temporary = path.parent, path.with_name(path.name + TEMPORARY_SUFFIX)
-    with path.open("rb") as file:
-        num_lines = sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
+    num_lines = whole_lines(path)
     try:
         with connect() as connection:
             connection.execute("SET threads = 1; SET temp_directory = ''")
@@ -41,15 +40,15 @@ def seal_block(path: Path) -> Path:
                 f"COPY ({select_from_lines(path)}) TO {quote(str(temporary))} ({PARQUET_OPTIONS}, COMPRESSION_LEVEL 3)"
             )
             found = connection.execute(
-                f"SELECT min(seq), max(seq), count(DISTINCT seq) FROM read_parquet({quote(sql_path(temporary))})"
+                f"SELECT max(seq), count(DISTINCT seq) FROM read_parquet({quote(sql_path(temporary))})"
             ).fetchone()
         assert found is not None
-        first, last, num_groups = found
-        if num_groups != num_lines or path.name != open_name(first):
-            groups = count(num_groups, "group")
-            raise RunError(f"cannot seal {path}: it has {count(num_lines, 'line')}, and {groups} from seq {first} on")
+        last, num_groups = found
+        if num_groups != num_lines:
+            lines, groups = count(num_lines, "line"), count(num_groups, "group")
+            raise RunError(f"cannot seal {path}: it has {lines}, and {groups} can be read")
         sync(temporary)
-        sealed = folder / sealed_name(first, last)
+        sealed = folder / sealed_name(path, last)
         os.replace(temporary, sealed)
     except duckdb.Error as error:
         raise RunError(f"cannot seal {path}: {error}") from error
@@ -74,13 +73,12 @@ def enforce_max_size(folder: Path, max_bytes: int) -> None:
         total -= size
 
 
-def main(arguments: list[str]) -> int:
-    parent, folder, max_bytes = arguments
+def main(arguments: list[str]) -> None:
+    parent, folder, max_bytes, *names = arguments
     die_with_parent(int(parent))  # one that outlived a killed run would rename files that the next run uses
     os.nice(19)
     os.umask(0o077)
-    for line in sys.stdin:
-        name = line.rstrip("\n")
+    for name in names:
         try:
             seal_block(Path(folder) / name)
             enforce_max_size(Path(folder), int(max_bytes))
@@ -89,8 +87,7 @@ def main(arguments: list[str]) -> int:
         except (RunError, OSError) as error:
             reason = " ".join(str(error).split())
             print(f"rollouts in {folder}: {name} stays as JSON lines, which loses nothing: {reason}", file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """Reads a rollout store by queries, page by page, also while a run writes it.
 
-    with RolloutTable.open(run.rollouts) as table:
+    with RolloutTable(run.rollouts) as table:
         query = parse_query("reward < 0.2 and truncated")
         table.count(query)
         table.page(query, sort="-length", offset=0, limit=50)
@@ -8,37 +8,41 @@
         if table.refresh():     # what the run wrote since
             ...
 
-DuckDB reads the sealed blocks where they are; only the open block of lines is held in memory. All
-methods may be called from several threads. Superseded groups are left out unless asked for.
+DuckDB reads sealed blocks where they are, and the open block into the table `unsealed` when it has
+grown; `stored` is all of them. All methods may be called from several threads. Superseded groups
+are left out unless asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from grpo_async.errors import RunError
 from grpo_async.records import root_id
-from grpo_async.store.blocks import ALL, Blocks, Row
-from grpo_async.store.database import quote
-from grpo_async.store.names import KNOWN, SMALL
+from grpo_async.store.database import connect, interrupted_in_time, lock, quote, sql_paths
+from grpo_async.store.files import Block, Metadata, find_blocks, read_metadata, whole_lines
+from grpo_async.store.names import KNOWN, LAST_STEP_SQL, SMALL, VIEW_SQL
 from grpo_async.store.query import EVERYTHING, Query, QueryError, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
-from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, PARQUET_OPTIONS
-from grpo_async.utils.text import did_you_mean
+from grpo_async.store.schema import COLUMN_NAMES, NO_ROWS_SQL, select_from_lines
+from grpo_async.utils.files import file_stamp
+from grpo_async.utils.text import count, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
+Row: TypeAlias = dict[str, Any]
+
 PREVIEW_CHARACTERS = 240
 """Length of `prompt_preview` and `completion_preview`, at most."""
-_ROWS_AT_ONCE = 256
-_ROW_KEY = "(seq * 65536 + coalesce(rollout_index, 65535))"
-"""One number per row; a group without rollouts has a row of its own."""
+_MAX_LISTINGS = 10  # of a folder whose blocks are sealed meanwhile
+ALL = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
 
 _PROMPT = (
     f"left(json_extract_string(coalesce(reset_messages, prompt_messages), '$[#-1].content'), {PREVIEW_CHARACTERS})"
@@ -58,15 +62,12 @@ _GROUP_SQL = {
     **{name: f"any_value({name})" for name in ("group_id", "prompt_id", "prompt_hash", "step")},
     "status": "any_value(group_status)",
     "size": "count(rollout_index)",
-    "num_scored": "count(reward)",
     "reward_mean": "any_value(group_reward_mean)",
     "reward_std": "any_value(group_reward_std)",
     "reward_min": "min(reward)",
     "reward_max": "max(reward)",
     "num_truncated": "count_if(truncated)",
-    "num_failed": "count_if(status = 'failed')",
     "num_tokens_mean": "coalesce(avg(num_tokens), 0.0)",
-    "num_turns_mean": "coalesce(avg(num_turns), 0.0)",
     "num_tool_calls": "coalesce(sum(num_tool_calls), 0)::INTEGER",
     "num_failed_tool_calls": "coalesce(sum(num_failed_tool_calls), 0)::INTEGER",
     "tool_names": "list_sort(list_distinct(flatten(list(coalesce(tool_names, [])))))",
@@ -80,7 +81,6 @@ _GROUP_SQL = {
     "mismatch_mean": "avg(mismatch_mean)",
     "started_at": "min(started_at)",
     "total_duration_s": "max(total_duration_s)",
-    "written_at": "any_value(written_at)",
     "superseded": "any_value(superseded)",
     "prompt_preview": f"arg_min({_PROMPT}, coalesce(rollout_index, 0))",
 }
@@ -115,35 +115,46 @@ class Counts:
 
 
 class RolloutTable:
-    """A store, opened for reading. Use as a context, or call `close`."""
+    """A store, opened for reading. Use as a context, or call `close`.
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self._counts: dict[tuple[int, str], Counts] = {}  # of the newest generation
+    Args:
+        folder: `rollouts`, or that of an evaluation. One that is empty, or not there yet, has no
+            rows: `notes` says so.
+        writable: a further folder, which `export` may write to.
 
-    @classmethod
-    def open(cls, folder: Path, *, writable: Sequence[Path] = ()) -> Self:
-        """Read what the folder `rollouts` (or that of an evaluation) holds now. One that is empty,
-        or not there yet, has no rows: `notes` says so.
+    Attributes:
+        blocks: those that can be read.
+        damage: blocks and lines that cannot be read, so that their rows are missing, a sentence each.
+        newest_seq: the highest seq of all groups, superseded or not; -1: there is none.
 
-        Args:
-            writable: folders that `write_parquet` may write to.
+    Raises:
+        RunError: the store is of another version, or cannot be read at all. A damaged block only
+            costs its own rows.
+    """
 
-        Raises:
-            RunError: the store is of another version, or cannot be read at all. A damaged block
-                only costs its own rows; `damage` names it.
-        """
-        blocks = Blocks(folder, writable)
+    def __init__(self, folder: Path, *, writable: Path | None = None) -> None:
+        self.folder = folder
+        self.blocks: list[Block] = []
+        self.damage: list[str] = []
+        self.newest_seq = -1
+        self._metadata = Metadata()
+        self._state: object = None  # of the files, as they were read
+        self._lock = threading.RLock()
+        self._connection = connect()
         try:
-            blocks.refresh()
+            lock(self._connection, folder, *([writable] if writable else []))
+            self._load(self._metadata, [])
+            self._connection.execute(LAST_STEP_SQL)
+            self._connection.execute(VIEW_SQL)
+            self.refresh()
         except BaseException:
-            blocks.close()
+            self.close()
             raise
-        return cls(blocks)
 
     def close(self) -> None:
         """Allowed more than once."""
-        self._blocks.close()
+        with self._lock:
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,24 +163,10 @@ class RolloutTable:
         self.close()
 
     @property
-    def folder(self) -> Path:
-        return self._blocks.folder
-
-    @property
-    def newest_seq(self) -> int:
-        """The highest seq of all groups, superseded or not; -1: there is none."""
-        return self._blocks.newest_seq
-
-    @property
-    def damage(self) -> list[str]:
-        """Blocks and lines that cannot be read, so that their rows are missing. One sentence each."""
-        return self._blocks.damage
-
-    @property
     def notes(self) -> list[str]:
         """What a reader must know, one sentence each: `damage`, torn lines, deleted blocks,
         sampling, superseded groups, an empty store."""
-        found = [*self.damage, *self._blocks.torn(), *self._blocks.metadata.notes(self.folder)]
+        found = [*self.damage, *self._metadata.notes(self.folder)]
         groups = self.count(with_superseded=True).groups
         superseded = groups - self.count().groups
         if superseded:
@@ -182,22 +179,118 @@ class RolloutTable:
             found.append(f"{self.folder} {state}")
         return found
 
+    # -- the files
+
     def refresh(self) -> bool:
-        """Read what was written since; whether anything changed."""
-        return self._blocks.refresh()
+        """Read what was written since; whether anything changed.
+
+        Raises:
+            RunError: the folder cannot be read, or is of a version with another format.
+        """
+        import duckdb
+
+        with self._lock:
+            try:
+                for _ in range(_MAX_LISTINGS):
+                    self._metadata, blocks = read_metadata(self.folder), find_blocks(self.folder)
+                    state = (self._metadata.superseded, [file_stamp(block.path) for block in blocks])
+                    if state == self._state:
+                        return False
+                    with contextlib.suppress(FileNotFoundError, duckdb.IOException):  # one was sealed meanwhile
+                        self._load(self._metadata, blocks)
+                        self._state = state
+                        return True
+            except OSError as error:
+                raise RunError(f"cannot read the rollouts in {self.folder}: {error}") from error
+            raise RunError(f"the blocks in {self.folder} change faster than they can be read")
+
+    def _load(self, metadata: Metadata, blocks: Sequence[Block]) -> None:
+        """Make `stored` of these blocks; other threads see it as it was, or as it is."""
+        problems = {block: problem for block in blocks if block.is_sealed and (problem := self._problem_of(block))}
+        lines = [each for each in blocks if not each.is_sealed]
+        num_lines = sum(whole_lines(each.path) for each in lines)
+        sealed = [each.path for each in blocks if each.is_sealed and each not in problems]
+        files = f"SELECT * FROM read_parquet({sql_paths(sealed)}) UNION ALL " if sealed else ""
+        rows = select_from_lines(*(each.path for each in lines)) if lines else NO_ROWS_SQL
+        with self._connection.cursor() as cursor, _transaction(cursor):
+            cursor.execute(f"CREATE OR REPLACE TABLE unsealed AS {rows}")
+            cursor.execute(
+                f"CREATE OR REPLACE VIEW stored AS SELECT *, {metadata.superseded_condition()} AS superseded "
+                f"FROM ({files}SELECT * FROM unsealed)"
+            )
+            seqs = [seq for (seq,) in cursor.execute("SELECT DISTINCT seq FROM unsealed").fetchall()]
+        self.blocks = [each for each in blocks if each not in problems]
+        self.newest_seq = max([-1, *(each.last_seq or 0 for each in self.blocks if each.is_sealed), *seqs])
+        self.damage = [
+            f"{block.path} is damaged, its rollouts are left out ({problem}; restore it from a copy, or remove it)"
+            for block, problem in problems.items()
+        ]
+        if num_lines > len(seqs):
+            names = ", ".join(str(each.path) for each in lines)
+            self.damage.append(f"left out {count(num_lines - len(seqs), 'damaged line')} of {names}")
+
+    def _problem_of(self, block: Block) -> str:
+        """Why a sealed block cannot be opened; empty: it can, or is gone."""
+        import duckdb
+
+        if block in self.blocks:
+            return ""
+        try:
+            with self._connection.cursor() as cursor:
+                cursor.execute(f"SELECT count(*) FROM read_parquet({sql_paths([block.path])})").fetchall()
+        except duckdb.Error as error:
+            return first_line(str(error)) if block.path.exists() else ""
+        return ""
+
+    @contextlib.contextmanager
+    def cursor(self, query: Query = EVERYTHING) -> Iterator[DuckDBPyConnection]:
+        """A cursor for this query alone, so that threads do not wait for each other.
+
+        Raises:
+            QueryError: the query does not fit what is stored (a text that is not a number).
+            RunError: a block is damaged, or was sealed or deleted meanwhile.
+            TimeoutError: the deadline of `time_limit` has passed.
+        """
+        import duckdb
+
+        with self._lock:
+            cursor = self._connection.cursor()
+        try:
+            with interrupted_in_time(cursor):
+                yield cursor
+        except duckdb.Error as error:
+            problem = first_line(str(error))
+            is_of_file = isinstance(error, duckdb.IOException)
+            if query.text and not is_of_file and not re.search("parquet|decompress", problem, re.I):
+                raise QueryError(query.text, problem) from error
+            raise RunError(f"cannot read the rollouts in {self.folder}: {problem}") from error
+        finally:
+            cursor.close()
+
+    def fetch(self, sql: str, query: Query = EVERYTHING) -> list[Row]:
+        """The rows of a SELECT, which is asked again where a block was sealed meanwhile. `query` is
+        the one in it, for errors. Raises the errors of `cursor`."""
+
+        def ask() -> list[Row]:
+            with self.cursor(query) as cursor:
+                rows = cursor.execute(sql).fetchall()
+                names = [column[0] for column in cursor.description or ()]
+                return [dict(zip(names, row, strict=True)) for row in rows]
+
+        try:
+            return ask()
+        except RunError:
+            if not self.refresh():
+                raise
+            return ask()
 
     # -- pages
 
     def count(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Counts:
         """The number of rollouts that match the query, and of their groups."""
-        where = _where(query, with_superseded)
-        key = (self._blocks.generation, where)
-        if key not in self._counts:
-            counted = "count(rollout_index) AS rollouts, count(DISTINCT seq) AS groups"
-            (found,) = self._blocks.fetch(f"SELECT {counted} FROM {where}", query)
-            known = {old: each for old, each in self._counts.items() if old[0] == key[0]}
-            self._counts = known | {key: Counts(**found)}
-        return self._counts[key]
+        counted = "count(rollout_index) AS rollouts, count(DISTINCT seq) AS groups"
+        (found,) = self.fetch(f"SELECT {counted} FROM {where(query, with_superseded)}", query)
+        return Counts(**found)
 
     def page(self, query: Query = EVERYTHING, *, sort: str = "-seq", offset: int = 0, limit: int = 50) -> list[Row]:
         """Rollouts that match the query: their small columns, and the beginning of their texts.
@@ -209,8 +302,8 @@ class RolloutTable:
         Raises:
             QueryError: no such column.
         """
-        keys = self._blocks.fetch(
-            f"SELECT seq, rollout_index FROM {_where(query)} AND rollout_index IS NOT NULL "
+        keys = self.fetch(
+            f"SELECT seq, rollout_index FROM {where(query)} AND rollout_index IS NOT NULL "
             f"ORDER BY {_order(sort, _ROLLOUT_SORTS)}seq DESC, rollout_index {_window(offset, limit)}",
             query,
         )
@@ -229,7 +322,7 @@ class RolloutTable:
         Raises:
             QueryError: groups have no such value.
         """
-        keys = self._blocks.fetch(
+        keys = self.fetch(
             f"SELECT seq, count(rollout_index) FILTER ({query.sql}) AS num_matching FROM rollouts "
             f"WHERE NOT superseded GROUP BY seq HAVING bool_or({query.sql}) "
             f"ORDER BY {_order(sort, _GROUP_SORTS)}seq DESC {_window(offset, limit)}",
@@ -256,17 +349,6 @@ class RolloutTable:
         page = self.group_page(parse_query(f"step = {step}"), sort="seq", limit=1_000_000)
         return [self.group_at(row["seq"]) for row in page]
 
-    def group_summary_at(self, seq: int) -> Row:
-        """One group, by its seq; all its rollouts count as matching. RunError: there is none."""
-        found = self._group_summaries([seq])
-        if not found:
-            raise RunError(f"{self.folder} has no group with seq {seq}")
-        return found[0]
-
-    def rollout_summaries_at(self, seq: int) -> list[Row]:
-        """The rollouts of one group, by its seq, in their order."""
-        return [row for row in self._summaries([seq]) if row["rollout_index"] is not None]
-
     def rollout(self, rollout_id: str) -> tuple[GroupRow, RolloutRow]:
         """One rollout, or one of its branches, with all its tokens, and its group. RunError: there
         is none."""
@@ -279,65 +361,22 @@ class RolloutTable:
 
     # -- of the whole store
 
-    def errors(self, limit: int) -> list[tuple[str, int]]:
-        """The most frequent errors of failed rollouts, with their numbers."""
-        rows = self._blocks.fetch(
-            f"SELECT error, count(*) AS number FROM {_where(EVERYTHING)} AND status = 'failed' "
-            f"AND error IS NOT NULL GROUP BY error ORDER BY number DESC, error LIMIT {int(limit)}"
-        )
-        return [(row["error"], row["number"]) for row in rows]
-
     def map_names(self) -> dict[str, list[str]]:
         """Names of the entries of `rewards` and of `columns`, those of the newest groups."""
-        rows = self._blocks.fetch(
+        rows = self.fetch(
             "SELECT map_keys(rewards) AS rewards, json_keys(columns) AS columns FROM stored "
             f"WHERE seq > {self.newest_seq - 8}"
         )
         return {part: sorted({name for row in rows for name in row[part] or ()}) for part in ("rewards", "columns")}
 
-    # -- export
-
-    def dump_json(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Iterator[str]:
-        """Every column of every matching rollout and `superseded` as the text of a JSON object, in
-        the order of writing. A group without rollouts is one row, without an id of a rollout."""
-        with self._dumping(query, _DUMPED_JSON_SQL, with_superseded) as (cursor, selects):
-            for select in selects:
-                cursor.execute(f"{select} ORDER BY seq, rollout_index")
-                while rows := cursor.fetchmany(_ROWS_AT_ONCE):
-                    yield from (text for (text,) in rows)
-
-    def write_parquet(self, path: Path, query: Query = EVERYTHING, *, with_superseded: bool = False) -> None:
-        """As `dump_json`, into a Parquet file (zstd). Its folder was named as `writable`. Nothing is
-        sorted, because that would hold everything in memory: DuckDB keeps the order of the rows."""
-        with self._dumping(query, _DUMPED_SQL, with_superseded) as (cursor, selects):
-            none = f"SELECT {_DUMPED_SQL} FROM stored LIMIT 0"
-            rows = " UNION ALL ".join(selects) or none
-            cursor.execute(f"COPY ({rows}) TO {quote(str(path.absolute()))} ({PARQUET_OPTIONS})")
-
-    @contextlib.contextmanager
-    def _dumping(
-        self, query: Query, columns: str, with_superseded: bool
-    ) -> Iterator[tuple[DuckDBPyConnection, list[str]]]:
-        """A cursor that knows which rows match, and one SELECT of these for each block."""
-        matching = f"SELECT {_ROW_KEY} AS row_key FROM {_where(query, with_superseded)}"
-        with self._blocks.cursor(query) as cursor:
-            cursor.execute(f"CREATE TEMP TABLE matching AS {matching}")
-            yield (
-                cursor,
-                [
-                    f"SELECT {columns} FROM {part} WHERE {_ROW_KEY} IN (SELECT row_key FROM matching)"
-                    for part in self._blocks.parts()
-                ],
-            )
-
     # -- below
 
     def _read(self, columns: str, seqs: Sequence[int], rest: str) -> list[Row]:
-        """Columns of the blocks that these groups are in."""
+        """Columns of these groups."""
         if not seqs:
             return []
-        where = f"seq IN ({', '.join(str(int(seq)) for seq in dict.fromkeys(seqs))})"
-        return self._blocks.fetch(lambda: f"SELECT {columns} FROM {self._blocks.of(seqs)} WHERE {where} {rest}")
+        listed = ", ".join(str(int(seq)) for seq in dict.fromkeys(seqs))
+        return self.fetch(f"SELECT {columns} FROM stored WHERE seq IN ({listed}) {rest}")
 
     def _summaries(self, seqs: Sequence[int]) -> list[Row]:
         columns = f"{', '.join(SMALL)}, superseded, {_PROMPT} AS prompt_preview, {_SAID} AS completion_preview"
@@ -352,10 +391,10 @@ class RolloutTable:
     def _newest(self, condition: str, what: str) -> int:
         """The newest seq of a group that meets the condition and is not superseded."""
         select = f"SELECT max(seq) AS seq FROM stored WHERE {condition} AND NOT superseded"
-        seq = self._blocks.fetch(select)[0]["seq"]
+        seq = self.fetch(select)[0]["seq"]
         if seq is None:
             hint = "; a resume may have left it behind: export --superseded has what is superseded"
-            left = hint if self._blocks.metadata.superseded else ""
+            left = hint if self._metadata.superseded else ""
             raise RunError(f"there is no {what} in {self.folder}{left}")
         return int(seq)
 
@@ -363,7 +402,7 @@ class RolloutTable:
 # -- SQL
 
 
-def _where(query: Query, with_superseded: bool = False) -> str:
+def where(query: Query, with_superseded: bool = False) -> str:
     """Behind FROM: the rollouts that match."""
     return f"rollouts WHERE {query.sql}{'' if with_superseded else ' AND NOT superseded'}"
 
@@ -388,26 +427,18 @@ def _order(sort: str, known: Mapping[str, str]) -> str:
             sql = name
         if sql is None:
             what = f"there is nothing to sort by that is called '{name}'{did_you_mean(name, known)}"
-            raise QueryError(sort, what, max(sort.find(name), 0))
+            raise QueryError(sort, what)
         found += f"{sql} {'DESC' if part.strip().startswith('-') else 'ASC'} NULLS LAST, "
     return found
 
 
-_DUMPED_SQL = ", ".join(f'"{name}"' for name in (*COLUMN_NAMES, "superseded"))
-
-
-def _as_json(name: str, type_: str) -> str:
-    """The column as a JSON value: JSON text is not quoted again, and single precision has only the
-    digits that it needs."""
-    if type_ == "JSON":
-        return f'"{name}"::JSON'
-    if type_ == "FLOAT[]":
-        return f"replace(\"{name}\"::VARCHAR, 'NULL', 'null')::JSON"
-    return f'"{name}"'
-
-
-_DUMPED_JSON_SQL = (
-    "to_json({"
-    + ", ".join(f"'{column.name}': {_as_json(column.name, column.type)}" for column in COLUMNS)
-    + ", 'superseded': superseded})::VARCHAR"
-)
+@contextlib.contextmanager
+def _transaction(cursor: DuckDBPyConnection) -> Iterator[None]:
+    """What is done within becomes visible at once, or not at all."""
+    cursor.execute("BEGIN")
+    try:
+        yield
+    except BaseException:
+        cursor.execute("ROLLBACK")
+        raise
+    cursor.execute("COMMIT")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.utils.files import Outage, Writer, append_whole, json_safe, parse_object, write_atomically
-from grpo_async.utils.text import count
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +74,12 @@ class MetricsWriter(Writer):
 
 
 def keep_steps(path: Path, last_step: int) -> int:
-    """Drop the lines of steps after `last_step`, which a resume repeats, and a torn last line. Where other lines cannot be read
-    they are left out, too, and the whole file is kept next to it. Return the number of lines that stay; without a file 0."""
-    if not path.exists():
-        return 0
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1].splitlines()
-    steps = [_step_of(line) for line in whole]
-    if None in steps:
-        copy = path.with_name(f"{path.name}.damaged")
-        shutil.copyfile(path, copy)
-        bad = count(steps.count(None), "line")
-        logger.warning("%s: left out %s that cannot be read; the whole file: %s", path, bad, copy)
-    kept = [line.decode() for line, step in zip(whole, steps, strict=True) if step is not None and step <= last_step]
-    write_atomically(path, "".join(f"{line}\n" for line in kept))
+    """Drop the lines of steps after `last_step`, which a resume repeats, and what is torn or no such line. Return the number of
+    lines that stay; without a file 0."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    kept = [line.decode() for line in lines if (step := _step_of(line)) is not None and step <= last_step]
+    if lines:
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
     return len(kept)
 
 

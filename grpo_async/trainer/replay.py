@@ -123,7 +123,7 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
     steps = {int(row["step"]): row for row in read_metrics(run, [])}
     _check(run, step, own, other, steps)
     recorded = steps[step]
-    with RolloutTable.open(run.rollouts) as table:
+    with RolloutTable(run.rollouts) as table:
         rows = [row for row in table.groups_of_step(step) if row.status in _TRAINED]
     rows.sort(key=lambda row: row.group_id)
     groups = _as_trained(rows, own)

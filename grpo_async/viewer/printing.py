@@ -17,10 +17,8 @@ from rich.text import Text
 
 from grpo_async.records import GroupStatus, Origin, RolloutStatus
 from grpo_async.store import GroupRow, RolloutRow
-from grpo_async.store.blocks import Row
 from grpo_async.store.export import printable
-from grpo_async.store.query import Query
-from grpo_async.store.table import RolloutTable
+from grpo_async.store.table import Row
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.utils.text import duration, percent
 from grpo_async.viewer.format import call_text, call_tree, flag_names, message_text, number, or_dash, prompt_of
@@ -29,7 +27,6 @@ from grpo_async.viewer.token_text import TokenTexts
 _PROMPT_WIDTH = 60
 _COMPLETION_WIDTH = 400
 _DETAIL_WIDTH = 200  # of arguments, results and what rewards noted
-_PAGE = 500  # groups of one read
 _STATUS_STYLES: dict[str, str] = {
     GroupStatus.TRAINED: "green",
     GroupStatus.FILTERED: "yellow",
@@ -40,18 +37,6 @@ _STATUS_STYLES: dict[str, str] = {
     RolloutStatus.FINISHED: "green",
     RolloutStatus.TRUNCATED: "yellow",
 }
-
-
-def groups(table: RolloutTable, query: Query, *, sort: str = "", limit: int | None = None) -> Iterator[Row]:
-    """The groups that match the query, read by pages. `sort`: an order of the store ("" = newest first); `limit` None: all."""
-    left, offset = math.inf if limit is None else limit, 0
-    while left > 0:
-        size = int(min(left, _PAGE))
-        page = table.group_page(query, sort=sort or "-seq", offset=offset, limit=size)
-        yield from page
-        if len(page) < size:
-            return
-        offset, left = offset + size, left - size
 
 
 def group_json(group: GroupRow, summary: Row) -> bytes:

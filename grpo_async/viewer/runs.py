@@ -14,6 +14,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.utils.text import did_you_mean, shortlist
 
 RUNS_FOLDER = Path("runs")
+_MAX_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +46,25 @@ def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
     return EvaluationDir(run.root, wanted)
 
 
-_MAX_LISTED = 5
-
-
 def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     """The run directory `runs_folder`/`name`, also one in which nothing was written yet, or the run directory `name`.
 
     Raises:
         ConfigError: there is neither; the message lists the nearest names.
     """
-    folder = Path(name)
     if name.strip("/."):
-        for candidate in (runs_folder / name, folder):
+        for candidate in (runs_folder / name, Path(name)):
             is_new = candidate.parent == runs_folder and _is_folder(candidate)
             if is_new or is_run(candidate):
                 return RunDir(candidate)
-    elif name and is_run(folder):  # "." in a run directory
-        return RunDir(folder.resolve())
-    known, no_run = _names(runs_folder), f"there is no run '{name}'"
-    if name.strip("/.") and _is_folder(folder):
-        no_run += ", and the folder of this name holds none"
+    elif name and is_run(Path(name)):  # "." in a run directory
+        return RunDir(Path(name).resolve())
+    known = [path.name for path in sorted(_folders(runs_folder), key=lambda path: -modified_at(RunDir(path)))]
     if not known:
-        raise ConfigError(f"{no_run}, and {runs_folder} holds none; start one: grpo-async train CONFIG")
+        raise ConfigError(f"there is no run '{name}', and {runs_folder} holds none; start one: grpo-async train CONFIG")
     hint = did_you_mean(Path(name).name, known, limit=_MAX_LISTED)
     listed = shortlist(known, ", ", limit=_MAX_LISTED)
-    raise ConfigError(f"{no_run}{hint or f'; {runs_folder} holds {listed}'}")
+    raise ConfigError(f"there is no run '{name}'{hint or f'; {runs_folder} holds {listed}'}")
 
 
 def find_folder(name: str) -> Path | None:
@@ -122,8 +117,3 @@ def _folders(folder: Path) -> list[Path]:
     """The folders below `folder`. Symlinks to sibling folders are skipped."""
     found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return [path for path in found if not (path.is_symlink() and path.resolve().parent == folder.resolve())]
-
-
-def _names(runs_folder: Path) -> list[str]:
-    """Names of the folders, newest first."""
-    return [path.name for path in sorted(_folders(runs_folder), key=lambda path: -modified_at(RunDir(path)))]

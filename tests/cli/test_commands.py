@@ -22,7 +22,7 @@ from grpo_async.cli.app import app, main
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.display import StatusFile
-from grpo_async.display.progress import Progress, StatusContent
+from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
@@ -100,8 +100,7 @@ def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
     assert "there is no run" in nothing.stderr
     run_dir = RunDir(tmp_path / "runs" / "x")
     run_dir.create()
-    content = StatusContent(run_dir, Progress(max_steps=3), run_name="x", about={})
-    with StatusFile(content) as status:
+    with StatusFile(Progress(run_dir, run_name="x", max_steps=3)) as status:
         running = _invoke("status", "x", "--json")
         assert (running.exit_code, json.loads(running.stdout)["state"]) == (0, "running")
     status.end("failed", exit_code=1, error="the trainer\x1b[2J died")

@@ -5,26 +5,27 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from grpo_async.checks.report import Check
 from grpo_async.display import display as display_module
 from grpo_async.display.display import Display, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Example, Progress, StatusContent
-from grpo_async.display.render import reward_change
+from grpo_async.display.progress import Progress
 from grpo_async.display.summary import print_summary
-from grpo_async.findings import Diagnosis
+from grpo_async.findings import RunHistory
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
 from tests.support.waiting import eventually
 
-LOGS = Path("runs/x/logs/latest")
+LITTLE = {"name": "memory", "status": "warn", "detail": "little\x1b[2J"}
+ENOUGH = {"name": "disk", "status": "pass", "detail": "enough"}
 
 
 def _console(*, terminal: bool = False, width: int = 80) -> Console:
@@ -36,27 +37,31 @@ def _text(console: Console) -> str:
     return console.file.getvalue()
 
 
-def _status(max_steps: int = 60, *, step: int = 0, run_dir: Path = Path("runs/x")) -> StatusContent:
-    return StatusContent(RunDir(run_dir), Progress(max_steps=max_steps, step=step), run_name="x", about={})
+def _progress(max_steps: int = 60, *, run_dir: Path = Path("runs/x")) -> Progress:
+    return Progress(RunDir(run_dir), run_name="x", max_steps=max_steps)
 
 
 def _lines(console: Console, *, quiet: bool = False) -> Display:
-    status = _status()
-    return Display(status.progress, [LineView(console, status, logs=LOGS, quiet=quiet)])
+    progress = _progress()
+    return Display(progress, [LineView(console, progress, quiet=quiet)])
+
+
+def _step(display: Display, step: int, metrics: dict[str, float], max_steps: int = 60) -> None:
+    display.show("step", step=step, max_steps=max_steps, metrics=metrics)
 
 
 def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
     console = _console()
     with _lines(console) as display:
         display.phase("training")
-        display.step(
-            10, 60, {"reward": float("nan"), "sync/push_s": 0.5, "servers/serving": 2.0, "servers/restarts": 0.0}
+        _step(
+            display, 10, {"reward": float("nan"), "sync/push_s": 0.5, "servers/serving": 2.0, "servers/restarts": 0.0}
         )
-        display.step(11, 60, {**METRICS, "reward": 0.51})
+        _step(display, 11, {**METRICS, "reward": 0.51})
         completions = [{"reward": 1.0, "text": "it is\n7"}, {"reward": 0.0, "text": "8\x1b[2J"}]
-        display.example(Example.of({"step": 11, "prompt": "3 + 4\n=", "completions": completions}))
-        display.step(12, 60, {**METRICS, "servers/serving": 1.0, "servers/restarts": 3.0})
-        display.evaluation("after", {"reward": 0.9, "mean_length": 20.0})
+        display.show("example", step=11, prompt="3 + 4\n=", completions=completions)
+        _step(display, 12, {**METRICS, "servers/serving": 1.0, "servers/restarts": 3.0})
+        display.show("evaluation", when="after", metrics={"reward": 0.9, "mean_length": 20.0})
     assert _text(console).splitlines() == [
         "logs: runs/x/logs/latest",
         "training",
@@ -80,9 +85,9 @@ def test_no_text_of_others_moves_the_cursor() -> None:
     with _lines(console) as display:
         display.phase(bad)
         display.note(bad)
-        display.evaluation(f"step {bad}", {"mean_length": 1.0})
+        display.show("evaluation", when=f"step {bad}", metrics={"mean_length": 1.0})
         display.warning(bad)
-        display.preflight([Check(bad, "fail", bad)])
+        display.show("preflight", checks=[{"name": bad, "status": "fail", "detail": bad}])
     assert not set("\x1b\r") & set(_text(console))
     assert _text(console).count("abcd") == 6
 
@@ -104,9 +109,9 @@ def test_a_quiet_run_tells_of_warnings_only() -> None:
     console = _console()
     with _lines(console, quiet=True) as display:
         display.phase("training")
-        display.step(1, 2, METRICS)
+        _step(display, 1, METRICS, 2)
         display.note("the server starts again")
-        display.preflight([Check("logprobs", "pass", "fine"), Check("memory", "warn", "little\x1b[2J")])
+        display.show("preflight", checks=[ENOUGH, LITTLE])
         display.warning("the server was killed\x1b[2J")
     assert _text(console).splitlines() == ["preflight: warn: memory: little", "warning: the server was killed"]
 
@@ -117,18 +122,17 @@ def test_silence_is_broken_by_what_the_run_is_doing_and_how_far_it_is(
     """A server that starts (the last line of its log), then an evaluation with a slow reward."""
     monkeypatch.setattr(display_module, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(display_module, "_SILENCE_S", 0.05)
-    console, status = _console(width=200), _status(run_dir=tmp_path)
+    console, progress = _console(width=200), _progress(run_dir=tmp_path)
     logs = tmp_path / "logs" / "latest"
     logs.mkdir(parents=True)
     (logs / "server.log").write_text("loading\nCapturing CUDA graphs 40%\n")
-    view = LineView(console, status, logs=LOGS)
-    with Display(status.progress, [view]) as display:
+    with Display(progress, [LineView(console, progress)]) as display:
         display.phase("waiting for the server")
-        status.progress.phase_since = time.time() - 150
+        progress._content["phase_since"] = time.time() - 150
         assert eventually(
             lambda: "waiting for the server (2:30); server.log: Capturing CUDA graphs 40%" in _text(console), 10.0
         )
-        display.servers([{"index": 0, "state": "serving"}])
+        display.show("servers", servers=[{"index": 0, "state": "serving"}])
         display.phase("evaluating")
         display.phase("evaluating: 12 of 200 prompts")
         assert eventually(lambda: "evaluating: 12 of 200 prompts (0 s)\n" in _text(console), 10.0)
@@ -136,21 +140,18 @@ def test_silence_is_broken_by_what_the_run_is_doing_and_how_far_it_is(
 
 
 def test_after_the_first_step_nobody_says_that_there_was_none() -> None:
-    status = _status()
-    display = Display(status.progress)
-    display.learning(
-        Diagnosis(is_learning=None, key="no-steps", text="Too early to say: no optimizer step has finished yet.")
-    )
-    display.step(1, 60, METRICS)
-    assert status.content()["learning"] is None
+    display = Display(_progress())
+    display.show("learning", key="no-steps", text="Too early to say: no optimizer step has finished yet.", fix="")
+    _step(display, 1, METRICS)
+    assert display.progress.content()["learning"] is None
 
 
 def test_the_dashboard_leaves_what_was_said_when_it_goes(tmp_path: Path) -> None:
-    console, status = _console(terminal=True), _status(2, run_dir=tmp_path)
-    with Display(status.progress, [LiveView(console, status, RunDir(tmp_path))]) as display:
-        display.step(1, 2, METRICS)
-        display.evaluation("before", {"reward": 0.5})
-        display.preflight([Check("memory", "warn", "little\x1b[2J")])
+    console, progress = _console(terminal=True), _progress(2, run_dir=tmp_path)
+    with Display(progress, [LiveView(console, progress)]) as display:
+        _step(display, 1, METRICS, 2)
+        display.show("evaluation", when="before", metrics={"reward": 0.5})
+        display.show("preflight", checks=[LITTLE])
     after = plain(_text(console).rpartition("\x1b[?1049l")[2]).splitlines()  # the alternate screen is left
     assert [line for line in after if line.strip()] == [
         "held-out before training: reward 0.500",
@@ -161,101 +162,81 @@ def test_the_dashboard_leaves_what_was_said_when_it_goes(tmp_path: Path) -> None
 
 def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() -> None:
     file = io.StringIO()
-    with Display(Progress(max_steps=4), [JsonView(file)]) as display:
-        display.step(2, 4, {"step_time": 3.0, "grad_norm": float("nan")})
+    with Display(_progress(4), [JsonView(file)]) as display:
+        _step(display, 2, {"step_time": 3.0, "grad_norm": float("nan")}, 4)
         for state, running in (("serving", 1), ("serving", 2), ("down", 0)):
-            display.servers([{"index": 0, "state": state, "running": running}])
-        display.preflight([Check("disk", "pass", "enough")])
+            display.show("servers", servers=[{"index": 0, "state": state, "running": running}])
+        display.show("preflight", checks=[ENOUGH])
     step, *servers, preflight = [json.loads(line) for line in file.getvalue().splitlines()]
     assert (step.pop("time") > 0, step) == (
         True,
         {"event": "step", "step": 2, "max_steps": 4, "eta_s": 6.0, "metrics": {"step_time": 3.0, "grad_norm": None}},
     )
     assert [event["servers"][0]["state"] for event in servers] == ["serving", "down"]
-    assert preflight["checks"] == [{"name": "disk", "status": "pass", "detail": "enough"}]
+    assert preflight["checks"] == [ENOUGH]
 
 
 def test_averages_and_changes_are_what_their_formulas_say_also_after_a_step_runs_again() -> None:
-    progress = Progress(max_steps=10)
-    for step, reward in enumerate([0.4, 0.6, 0.9], start=1):
-        progress.add_step(step, 10, {"reward": reward})
-    progress.add_step(3, 10, {"reward": 0.7})  # the ranks went on from step 2
-    assert reward_change(progress.last_rewards) == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
-    assert progress.as_dict()["reward"] == pytest.approx({"last": 0.7, "average": 1.7 / 3, "curve": [0.4, 0.6, 0.7]})
-    assert reward_change([]) is None
+    display = Display(_progress())
+    assert display.progress.reward_change is None
+    for step, reward in ((1, 0.4), (2, 0.6), (3, 0.9), (3, 0.7)):  # the ranks went on from step 2
+        _step(display, step, {"reward": reward})
+    assert display.progress.reward_change == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
+    expected = {"last": 0.7, "average": 1.7 / 3, "curve": [0.4, 0.6, 0.7]}
+    assert display.progress.content()["reward"] == pytest.approx(expected)
 
 
 # The summary.
 
 
-def _summary(**fields: Any) -> str:
+def _summary(run_dir: Path = Path("runs/x"), **fields: Any) -> str:
     console = _console(width=200)
-    print_summary(console, {"status": "finished", **fields}, Path("runs/x"))
+    print_summary(console, RunHistory(**fields), run_dir)
     return _text(console)
 
 
-def test_in_a_pipe_each_fact_is_one_line_which_can_be_searched() -> None:
-    text = _summary(learning={"text": "word " * 100 + "end"}, reward_first=0.1, reward_last=0.2)
-    assert f"learning   {'word ' * 100}end\n" in text
-    assert "\nreward     0.100 -> 0.200" in text
-
-
-def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed() -> None:
+def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
+    ledger = {"started": 100.0, "trained": 90.0, "filtered": 6.0, "cancelled": 4.0}
+    row = {"step_time": 2.5, "perf/generated_tokens_per_s": 1234.0, "perf/trained_tokens_per_s": 987.0,
+           "pipeline/trainer_idle_ratio": 0.12, "pipeline/generator_idle_ratio": 0.3, "async/staleness_mean": 0.75,
+           "async/staleness_max": 1.0, **{f"ledger/groups/{name}": value for name, value in ledger.items()}}  # fmt: skip
+    metrics = [{**row, "step": float(step), "reward": 0.01 * step, "source/a/reward": 0.5} for step in range(1, 61)]
+    results = [
+        EvaluationRecord(step=0, when="before", metrics={"reward": 0.54}),
+        EvaluationRecord(step=60, when="after", metrics={"reward": 0.93, "majority_baseline": 0.1}),
+    ]
     failures = [
         {"server": "server 0", "reason": "killed", "recovery_s": 12.34},
         {"server": "server 1", "reason": "hung\x1b[2J", "recovery_s": None},
     ]
-    text = " ".join(_summary(server_failures=failures).split())
-    assert "servers 2 failures, recovered after 12.3 s; not recovered: server 1 (hung)" in text
-    assert "servers" not in _summary(server_failures=[])
-
-
-def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
-    states = {"trained": 90, "filtered": 6, "stale": 0, "failed": 0, "cancelled": 4, "queued": 0, "in_flight": 0}
-    evaluation = {"before": {"reward": 0.54}, "after": {"reward": 0.93}, "majority_baseline": 0.1}
-    means = {"generated_tokens_per_s": 1234.0, "trained_tokens_per_s": 987.0, "trainer_idle_ratio": 0.12,
-             "generator_idle_ratio": 0.3, "overlap_efficiency": 0.8, "staleness_mean": 0.75, "staleness_max": 1}  # fmt: skip
-    ledger = {"ledger": {"groups": {"started": 100, **states}}, "ledger_closed": True}
-    reached = {
-        "steps": 60,
-        "wall_s": 75.0,
-        "model": "runs/x/model",
-        "engine": "embedded",
-        "reward_first": 0.25,
-        "reward_last": 0.9,
-    }
-    text = _summary(**reached, **means, **ledger, evaluation=evaluation)
+    summary = {"wall_s": 75.0, "model": "runs/x/model", "server_failures": failures, "ledger_closed": True}
+    text = _summary(metrics=metrics, evaluations=results, summary=summary, engine="embedded")
     for part in (
-        "finished after 60 steps", "60 steps in 1:15", "0.250 -> 0.900",
-        "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
-        "1234 generated, 987 trained (embedded engine)", "trainer 12%, servers 30%", "80% efficiency", "mean 0.75, max 1 steps",
-        "100 started = 90 trained + 6 filtered + 4 cancelled (balanced)", "runs/x/model",
+        "finished after 60 steps", "60 (1:15, 1.25 s per step)", "0.02 → 0.59", "a 0.5 → 0.5",
+        "0.54 → 0.93 (always the most frequent answer: 0.1)", "1,234 (generated by embedded; 987 trained)",
+        "12% (servers idle 30%)", "0.75 (mean, in steps; at most 1)", "100 (90 trained, 6 filtered, 4 cancelled, balanced)",
+        "2 failures (recovered after 12.3 s; not recovered: server 1 (hung))", "runs/x/model",
         "grpo-async inspect-rollouts runs/x",
     ):  # fmt: skip
         assert part in " ".join(text.split()), text
     assert "--resume" not in text
+    assert "NOT BALANCED" in _summary(metrics=metrics, summary={"ledger_closed": False})
 
 
 def test_the_summary_ends_with_a_table_where_it_says_more_than_a_line() -> None:
     samples = {"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5, "pass@2": 0.625}
-    parts = {"gsm8k": {**samples, "reward": 0.125}}
-    text = _summary(evaluation={"before": None, "after": samples, "by_group": {"after": parts}, "group_by": "source"})
-    for part in ("held out, after training", "gsm8k", "0.125"):
-        assert part in text
-    evaluation = {"after": samples, "by_group": {"after": {"all": {**samples, "reward": 0.125}}}, "group_by": "source"}
-    whole = [line for line in _summary(evaluation=evaluation).splitlines() if line.startswith(("all ", "all prompts "))]
+    parts = {"all": {**samples, "reward": 0.125}}
+    record = EvaluationRecord(step=9, when="after", metrics=samples, by_group=parts)
+    text = _summary(evaluations=[record])
+    assert "held out, after training" in text
+    whole = [line for line in text.splitlines() if line.startswith(("all ", "all prompts "))]
     assert [line.split()[-3] for line in whole] == ["0.125", "0.500"], "a value may have the name of the whole"
-    greedy = {"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5}
-    assert "held out, " not in _summary(evaluation={"before": greedy, "after": greedy, "by_group": {"after": {}}})
-    assert "held out, before training" in _summary(evaluation={"before": samples, "after": None, "by_group": {}})
+    greedy = replace(record, metrics={"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5}, by_group={})
+    assert "held out, " not in _summary(evaluations=[greedy])
 
 
-def test_one_step_and_one_group_are_one_and_the_commands_after_a_run_can_be_pasted() -> None:
-    console = _console(width=200)
-    summary = {"status": "stopped", "steps": 1, "wall_s": 2.0, "evaluation": {"majority_baseline": 0.25}}
-    print_summary(console, summary, Path("my runs/x"))
-    text = _text(console)
+def test_one_step_is_one_and_the_commands_after_a_run_can_be_pasted() -> None:
+    text = _summary(Path("my runs/x"), metrics=[{"step": 1.0}], status="stopped")
     assert "stopped after 1 step\n" in text
-    assert "held out" not in text, "a baseline of no reward"
     assert "grpo-async inspect-rollouts 'my runs/x' " in text
     assert "grpo-async train 'my runs/x/config.yaml' --resume latest" in text

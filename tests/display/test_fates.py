@@ -81,9 +81,8 @@ def test_state_cause_and_remedy_come_first_on_every_surface(tmp_path: Path, name
     assert [part for part in remedy if part not in fix] == [], fix
     assert bool(fix) is bool(remedy), fix
 
-    summary = {"status": "finished", "learning": found.as_dict()}
     terminal = {
-        "summary": _printed(2, lambda console: print_summary(console, summary, run_dir.root)),
+        "summary": _printed(2, lambda console: print_summary(console, RunHistory.read(run_dir), run_dir.root)),
         "status": _printed(2, lambda console: print_status(console, read_status(run_dir))),
     }
     for surface, (first, second) in terminal.items():
@@ -92,8 +91,8 @@ def test_state_cause_and_remedy_come_first_on_every_surface(tmp_path: Path, name
     content = {"run": "x", "step": 60, "state": "running", "learning": found.as_dict(), "metrics": {}}
     picture = screen(content, (len(text + fix) + 30, 12), footer="")
     drawn = _printed(6, lambda console: console.print(picture))
-    assert text in drawn[2]
-    assert fix in drawn[3]
+    assert text in drawn[1]
+    assert fix in drawn[2]
 
     source = RunRegistry([run_dir]).source(RunRegistry([run_dir]).names[0])
     pages = {

@@ -16,15 +16,12 @@ import psutil
 import pytest
 from rich.console import Console
 
-from grpo_async.checks.report import Check
 from grpo_async.display import status as status_module
 from grpo_async.display.display import Display, LiveView, StatusFile
-from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Example, Progress, StatusContent
+from grpo_async.display.progress import Progress
 from grpo_async.display.status import print_status, read_status, watch
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.utils.concurrency import in_thread
 from tests.display.support import METRICS
 from tests.support.waiting import eventually
@@ -41,7 +38,11 @@ SERVER = {
 }
 
 
-EXAMPLE = Example(step=3, prompt="3 + 4 =", completions=[{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": "8"}])
+EXAMPLE = {
+    "step": 3,
+    "prompt": "3 + 4 =",
+    "completions": [{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": "8"}],
+}
 ABOUT = {"engine": "vllm", "on_gpu": True, "precision": "float32 master weights, computed and served in bfloat16"}
 
 
@@ -56,8 +57,8 @@ class _Run(Display):
     """What the supervisor tells, and the file that is made of it."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        super().__init__(Progress(max_steps=10))
-        self.file = StatusFile(StatusContent(run_dir, self.progress, run_name="x", about=ABOUT))
+        super().__init__(Progress(run_dir, run_name="x", max_steps=10, about=ABOUT))
+        self.file = StatusFile(self.progress)
         self.views.append(self.file)
 
 
@@ -69,33 +70,12 @@ def _content(run_dir: RunDir) -> dict[str, Any]:
 
 def _fill(status: Display) -> None:
     status.phase("training")
-    status.step(3, 10, STEP)
-    status.evaluation("before", {"reward": 0.25})
-    status.example(EXAMPLE)
-    status.servers([SERVER])
+    status.show("step", step=3, max_steps=10, metrics=STEP)
+    status.show("evaluation", when="before", metrics={"reward": 0.25})
+    status.show("example", **EXAMPLE)
+    status.show("servers", servers=[SERVER])
     status.warning("the server was killed")
     status.note("no warning")
-
-
-@pytest.mark.parametrize("mode", [OutputMode.QUIET, OutputMode.JSON])
-def test_it_is_the_same_whatever_the_user_looks_at(run_dir: RunDir, mode: OutputMode) -> None:
-    """A resumed run on a terminal, with its dashboard, and anywhere else."""
-    run_dir.metrics.write_text('{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 0.75}\n{"step": 3, "reward": 9.0}\n')
-    contents = []
-    for is_terminal, each in ((True, OutputMode.FULL), (False, mode)):
-        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80, height=24, _environ={})
-        display = Output(each, console).display(run_name="x", max_steps=10, run_dir=run_dir, resume_step=2)
-        status = StatusContent(run_dir, display.progress, run_name="x", about={})
-        with display:
-            display.preflight([Check("disk", "pass", "enough"), Check("memory", "warn", "little")])
-            display.evaluation("before", {"reward": 0.25})
-            content = status.content()
-        assert content["last_warning"].pop("at") > 0.0
-        assert content["last_note"].pop("at") > 0.0
-        contents.append({**content, "started_at": 0, "updated_at": 0, "phase_since": 0})
-    assert contents[0] == contents[1]
-    assert contents[0]["reward"] == {"last": 0.75, "average": 0.5, "curve": [0.25, 0.75]}
-    assert contents[0]["last_warning"]["text"] == "preflight: warn: memory: little"
 
 
 def test_it_says_what_was_reported(run_dir: RunDir) -> None:
@@ -135,12 +115,12 @@ def test_the_end_is_said_and_an_exception_is_a_failure(run_dir: RunDir, state: s
 
 def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reports holds the lock of the progress for a moment."""
-    progress, is_free = Progress(max_steps=1), list[bool]()
+    progress, is_free = Progress(run_dir, run_name="x", max_steps=1), list[bool]()
 
     def take() -> bool:
         with contextlib.suppress(RuntimeError):  # not held by this thread
-            taken = progress.lock.acquire(blocking=False)
-            progress.lock.release()
+            taken = progress._lock.acquire(blocking=False)
+            progress._lock.release()
         return taken
 
     def read(_: RunDir) -> list[int]:
@@ -148,10 +128,8 @@ def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.Mon
         return []
 
     monkeypatch.setattr(RunDir, "checkpoint_steps", read)
-    status = StatusContent(run_dir, progress, run_name="x", about={})
-    status.content()
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
-    with LiveView(console, status, run_dir):
+    with LiveView(console, progress):
         eventually(lambda: len(is_free) > 1)
     assert all(is_free)
 
@@ -159,8 +137,8 @@ def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.Mon
 def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> None:
     run_dir.status.mkdir()  # os.replace fails on it, for root, too
     with _Run(run_dir) as status:
-        status.step(1, 10, STEP)
-    assert status.progress.step == 1
+        status.show("step", step=1, max_steps=10, metrics=STEP)
+    assert status.progress.content()["step"] == 1
     assert run_dir.status.is_dir()
 
 
@@ -208,13 +186,13 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
     text = _table(run_dir)
     for part in ("server 0", "serving", "http://h:1", " left", "elapsed", "last update"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
-    assert re.search(r"time +\d+ s in all, with start, evaluations and end", text)
+    assert re.search(r"\d+ s in all, with start, evaluations and end", text)
     assert re.search(r"ended \d+ s ago", text)
-    assert "servers idle 2%" in text
-    run_dir.summary.write_text(json.dumps({"reward_first": 0.1, "reward_last": 0.9, "trainer_idle_ratio": 0.25}))
+    run_dir.metrics.write_text('{"step": 1, "reward": 0.1}\n')
+    run_dir.summary.write_text(json.dumps({"wall_s": 75}))
     text = _table(run_dir)
-    assert "0.100 -> 0.900" in text, "as the summary at the end says it"
-    assert "servers idle" not in text
+    assert "0.1 → 0.1 (all groups" in text, "as the summary at the end says it"
+    assert "1:15" in text
 
 
 @pytest.mark.parametrize("state", ["failed", "running"])
@@ -222,10 +200,10 @@ def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: Ru
     with _Run(run_dir) as status:
         _fill(status)
     _running(run_dir, state=state, pid=2**22 + 1)  # running: it was killed
-    run_dir.summary.write_text(json.dumps({"reward_first": 0.1, "reward_last": 0.9}))
+    run_dir.summary.write_text(json.dumps({"wall_s": 75}))
     text = _table(run_dir)
     assert "servers idle 2%" in text
-    assert "0.100 -> 0.900" not in text
+    assert "1:15" not in text
     assert "serving" not in text
 
 
@@ -235,7 +213,6 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
     text = io.StringIO()
     console = Console(file=text, width=100, height=30, force_terminal=is_terminal, _environ={})
     status = _Run(run_dir)
-    run_dir.metrics.write_text("")
 
     def shows(words: str) -> bool:
         return eventually(lambda: words in text.getvalue(), 20.0)
@@ -245,20 +222,9 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         watching.start()
         status.phase("training")
         assert shows("training")
-        for number, steps in enumerate(((1,), (2, 3), (2,))):  # one, two within a moment, and one again after a resume
-            if number == 2:
-                keep_steps(run_dir.metrics, 1)
-            with run_dir.metrics.open("a") as file:
-                file.writelines(f'{{"step": {step}, "reward": 0.{step}2{number}}}\n' for step in steps)
-            for step in steps:
-                status.step(step, 10, STEP)
-            status.phase(f"phase {steps}")
-            assert shows(f"phase {steps}")
-            assert shows(f"step {steps[-1]}/10")
-        assert is_terminal or shows("0.222 (all groups")
+        for step in (1, 2):
+            status.show("step", step=step, max_steps=10, metrics=STEP)
+            assert shows(f"{step}/10")
     status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()
-    if not is_terminal:
-        lines = text.getvalue().splitlines()
-        assert [line[:9] for line in lines if line.startswith("step")] == [f"step {step}/10" for step in (1, 2, 3, 2)]

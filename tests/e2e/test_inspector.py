@@ -51,7 +51,7 @@ def test_every_view_tells_the_same_reward_of_a_step_and_the_same_verdict(golden_
     """Filtered groups count in both: the store's mean over the rows of a step is what metrics.jsonl says."""
     history = RunHistory.read(RunDir(golden_run.run.folder))
     rewards: dict[int, list[float]] = {}
-    with RolloutTable.open(golden_run.run.folder / "rollouts") as table:
+    with RolloutTable(golden_run.run.folder / "rollouts") as table:
         for row in table.page(parse_query("step is not null and reward is not null"), limit=10_000):
             rewards.setdefault(row["step"], []).append(row["reward"])
     stored = {step: fmean(values) for step, values in rewards.items()}

@@ -65,7 +65,9 @@ def test_a_quiet_run_prints_its_summary_only(golden_run: GoldenRun) -> None:
     lines = [line for line in golden_run.quiet.splitlines() if not line.startswith("warning: ")]
     assert lines[0].startswith("learning "), golden_run.quiet
     assert any(line.startswith("run ") and "after 6 steps" in line for line in lines)
-    assert not [line for line in lines if line.startswith(("step ", "logs:", "held-out", "engine "))]
+    assert not [
+        line for line in lines if line.startswith(("step ", "logs:", "held-out at", "held-out before", "engine "))
+    ]
 
 
 def test_status_tells_of_a_finished_run(golden_run: GoldenRun) -> None:

@@ -381,7 +381,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
 
     setup.run(steps)
     assert setup.groups()["filtered"] == (0 if mode == "train" else 1)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         rewards = [row["reward"] for row in table.page(parse_query("step=1 and reward is not null"), limit=1000)]
         found = table.group_page(parse_query("step=last and filtered"))
     assert fmean(rewards) == pytest.approx(group_metrics(seen)["reward"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.store import blocks, files
-from grpo_async.store.blocks import Blocks
+from grpo_async.store import table as table_module
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
@@ -47,14 +45,12 @@ def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> N
     folder = tmp_path / "rollouts"
     if made:
         folder.mkdir()
-    with RolloutTable.open(folder) as table:
+    with RolloutTable(folder) as table:
         assert table.count().rollouts == 0
         assert not table.page()
         assert not table.group_page()
         assert table.count(parse_query("rewards['exact']<1 and text like 'x' and columns['a']='1'")).groups == 0
-        assert list(table.dump_json()) == []
         assert table.map_names() == {"rewards": [], "columns": []}
-        assert table.errors(3) == []
         (note,) = table.notes
         assert ("holds no rollouts yet" if made else "is not there") in note
         assert not table.refresh()
@@ -65,7 +61,7 @@ def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> N
 def test_a_table_follows_a_writer_in_another_process_that_seals(tmp_path: Path) -> None:
     """Whole groups only, each once, and all of them in the end; a search too."""
     folder = tmp_path / "rollouts"
-    with _writer(folder, 120) as writer, RolloutTable.open(folder) as table:
+    with _writer(folder, 120) as writer, RolloutTable(folder) as table:
         assert writer.stdout is not None
         query = parse_query("text ilike '%what is%' and reward=1")
         seen = 0
@@ -88,7 +84,7 @@ def test_a_table_follows_a_writer_in_another_process_that_seals(tmp_path: Path) 
         assert table.notes == []
 
 
-@pytest.mark.parametrize(("owner", "name"), [(blocks, "find_blocks"), (Blocks, "refresh")])
+@pytest.mark.parametrize(("owner", "name"), [(table_module, "find_blocks"), (RolloutTable, "refresh")])
 def test_a_block_that_is_sealed_while_it_is_read_is_found_by_its_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
@@ -102,27 +98,15 @@ def test_a_block_that_is_sealed_while_it_is_read_is_found_by_its_new_name(
         return found
 
     monkeypatch.setattr(owner, name, sealed_after)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         assert table.group(0).group_id == 0
-        assert (table.count().groups, len(list(table.dump_json()))) == (1, 2)
-
-
-def test_a_block_that_a_listing_misses_is_not_taken_for_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Listing a folder is no moment: a block that is renamed meanwhile may be in it under neither name."""
-    write_groups(tmp_path, 0)
-    with RolloutTable.open(tmp_path) as table:
-        listings = [os.listdir(tmp_path), []]
-        monkeypatch.setattr(files.os, "listdir", lambda _: listings.pop() if len(listings) > 1 else listings[0])
-        assert not table.refresh()
         assert table.count().groups == 1
 
 
 def test_a_block_that_was_deleted_to_make_room_goes(tmp_path: Path) -> None:
     for group_id in range(3):
         write_groups(tmp_path, group_id, seal=True, text=f"prompt {group_id}")
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         assert table.count(parse_query("text like '%prompt%'")).groups == 3
         min(tmp_path.glob("*.parquet")).unlink()
         assert table.group(2).group_id == 2
@@ -139,10 +123,10 @@ def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, 
         (lines,) = tmp_path.glob("*.jsonl")
         with lines.open("ab") as file:
             file.write(lines.read_bytes()[:100])
-        with RolloutTable.open(tmp_path) as table:
+        with RolloutTable(tmp_path) as table:
             assert table.notes == []
             assert table.count().groups == 1
-    with RolloutTable.open(tmp_path) as table:  # nobody writes on
+    with RolloutTable(tmp_path) as table:  # nobody writes on
         (torn,) = table.notes
         assert lines.name in torn
         assert "100 bytes are left out" in torn
@@ -155,11 +139,11 @@ def test_a_damaged_line_costs_its_group_and_is_named(tmp_path: Path, damage: byt
     (path,) = tmp_path.glob("*.jsonl")
     first, _, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + damage + third)
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         assert [group["group_id"] for group in table.group_page(sort="seq")] == [0, 2]
         assert table.group(2).group_id == 2
         (note,) = table.damage
-        assert f"{path}: left out 1 damaged line" in note
+        assert f"left out 1 damaged line of {path}" in note
         assert table.notes[0] == note
 
 
@@ -169,7 +153,7 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(tmp_path: Path) ->
     path = sorted(tmp_path.glob("*.parquet"))[1]
     whole = path.read_bytes()
     path.write_bytes(whole[:2000])
-    with RolloutTable.open(tmp_path) as table:
+    with RolloutTable(tmp_path) as table:
         assert [group["group_id"] for group in table.group_page(sort="seq")] == [0, 2]
         assert table.count(parse_query("text ilike '%what is%'")).groups == 2
         (note,) = table.damage
@@ -181,50 +165,16 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(tmp_path: Path) ->
         assert (table.damage, table.count().groups) == ([], 3)
 
 
-def test_what_cannot_be_read_costs_its_own_rows_and_is_named(tmp_path: Path) -> None:
-    write_groups(tmp_path, 0)
-    (tmp_path / "block-000000000009.jsonl").mkdir()  # root may read any file: a folder in its place does the same
-    with RolloutTable.open(tmp_path) as table:
-        assert table.count().groups == 1
-        (damage,) = table.damage
-    assert "block-000000000009.jsonl is damaged, its rollouts are left out ([Errno 21] Is a directory" in damage
-    (tmp_path / "store.json").unlink(missing_ok=True)
-    (tmp_path / "store.json").mkdir()
-    with pytest.raises(RunError, match=r"cannot read the rollouts in .*Is a directory"):
-        RolloutTable.open(tmp_path)
-
-
-def test_damage_in_texts_and_tokens_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """They are read when they are asked for."""
-    write_groups(tmp_path, 0, seal=True)
-    (path,) = tmp_path.glob("*.parquet")
-    with RolloutTable.open(tmp_path) as table:
-        path.write_bytes(path.read_bytes().replace(b"\x28\xb5\x2f\xfd", b"\xff" * 4))  # begins each compressed page
-        with pytest.raises(RunError, match=path.name):
-            list(table.dump_json())
-
-
 @pytest.mark.parametrize("name", ["a[1]", "it's a[b]*? q\"uote ünï"])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     """Taken for a pattern it would be read from `a1`, which holds something else."""
     write_groups(tmp_path / "a1", 7, seal=True)
     write_groups(tmp_path / name, 0, seal=True)
     write_groups(tmp_path / name, 1)
-    with RolloutTable.open(tmp_path / name) as table:
+    with RolloutTable(tmp_path / name) as table:
         assert (table.damage, [each["group_id"] for each in table.group_page()]) == ([], [1, 0])
         assert table.count(parse_query("text ilike '%what%'")).rollouts == 4
         assert [table.group(group_id).group_id for group_id in (0, 1)] == [0, 1]
-
-
-def test_damage_in_small_columns_costs_the_block_when_it_is_met(tmp_path: Path) -> None:
-    for group_id in range(3):
-        write_groups(tmp_path, group_id, seal=True)
-    path = sorted(tmp_path.glob("*.parquet"))[1]
-    path.write_bytes(path.read_bytes().replace(b"\x28\xb5\x2f\xfd", b"\xff" * 4))  # of each compressed page
-    with RolloutTable.open(tmp_path) as table:
-        assert table.count(parse_query("reward <= 1 and id <> 'x'")).groups == 2
-        (note,) = table.damage
-        assert str(path) in note
 
 
 def test_damaged_metadata_and_a_store_of_another_version_are_refused(tmp_path: Path) -> None:
@@ -232,7 +182,7 @@ def test_damaged_metadata_and_a_store_of_another_version_are_refused(tmp_path: P
     path = tmp_path / "store.json"
     path.write_text(path.read_text().replace('"schema": 5', '"schema": 9'))
     with pytest.raises(RunError, match=r"has format 9 of the rollout store, this version reads format 5"):
-        RolloutTable.open(tmp_path)
+        RolloutTable(tmp_path)
     path.write_text("{")
     with pytest.raises(RunError, match=r"store\.json is damaged: .*; remove it to read the rollouts"):
-        RolloutTable.open(tmp_path)
+        RolloutTable(tmp_path)

@@ -10,20 +10,10 @@ from typing import Any
 import duckdb
 import pytest
 
-from grpo_async.records import GroupStatus
-from grpo_async.store.files import find_blocks, sealed_name
 from grpo_async.store.query import parse_query
 from grpo_async.store.schema import SCHEMA
-from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
-from tests.store.builders import (
-    append,
-    build_group,
-    build_rollout,
-    build_sample,
-    build_stats,
-    build_tool_rollout,
-)
+from tests.store.builders import append_simple, seal_all
 from tests.support.stored import LineStore
 
 pytestmark = pytest.mark.slow
@@ -34,49 +24,36 @@ FIRST_TABLE_S, FILTER_S = 2.0, 1.0
 SLACK = 5.0  # the machine of the tests does other things too
 FILTERS = (
     "reward<0.2 and truncated",
-    "'add' in tools and failed",
     "rewards['exact'] < 1",
-    "step between 20 and 40 and not finished",
-    "group_std=0",
-    "staleness>=2 or clipped_fraction>0.1",
-    "columns['answer'] = '9'",
+    "step between 20 and 40 and finished",
     "text ilike '%zyzzyva%'",
     "completion ilike '%so therefore%' and reward>0.5",
 )
 
 
-def _write_one_block(folder: Path) -> Path:
-    """Groups of all kinds, by the real writer."""
-    with LineStore(folder) as store:
-        for group_id in range(GROUPS):
-            rollouts = [build_tool_rollout(f"g{group_id}-r0")]
-            for index in range(1, GROUP_SIZE):
-                rare = " zyzzyva" if (group_id + index) % 50 == 0 else ""
-                text = f"so therefore {group_id * index} is the answer{rare}" if index % 2 else f"wait{rare}"
-                rollouts.append(
-                    build_rollout(
-                        f"g{group_id}-r{index}", text=text, ids=range(24), truncated=index == 3, version=group_id // 5
-                    )
-                )
-            rewards = [0.0 if group_id % 10 == 0 else index % 5 / 4 for index in range(GROUP_SIZE)]
-            samples = [build_sample(group_id, each, reward) for each, reward in zip(rollouts, rewards, strict=True)]
-            group = build_group(group_id, rollouts, text=f"question {group_id % 30}", answer=group_id % 20)
-            stats = {each.rollout_id: build_stats(each.num_sampled_tokens) for each in rollouts[:2]}
-            step = group_id // 5 + 1 + group_id % 4
-            append(store, group, samples, GroupStatus.TRAINED, step, stats=stats)
-    (block,) = find_blocks(folder)
-    return seal_block(block.path)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The groups of one block, again and again with other ids, steps and rewards of groups."""
+    """The groups of one block, again and again with other ids, steps and texts."""
     made: Path = tmp_path_factory.mktemp("scale") / "rollouts"
-    source = _write_one_block(made)
+    with LineStore(made) as store:
+        for group_id in range(GROUPS):
+            rewards = [index % 5 / 4 for index in range(GROUP_SIZE)]
+            said = f"so therefore {group_id}" if group_id % 2 else f"wait{' zyzzyva' if group_id % 10 == 0 else ''}"
+            append_simple(
+                store,
+                group_id,
+                rewards=rewards,
+                step=group_id // 5,
+                answer=said,
+                num_tokens=24,
+                truncated=group_id % 3 == 0,
+            )
+    seal_all(made)
+    (source,) = made.glob("*.parquet")
     with duckdb.connect() as connection:
         for first in range(1, COPIES, PER_BLOCK):
             last = min(first + PER_BLOCK, COPIES)
-            target = made / sealed_name(first * GROUPS, last * GROUPS - 1)
+            target = made / f"block-{first * GROUPS:012d}-{last * GROUPS - 1:012d}.parquet"
             connection.execute(
                 f"COPY (SELECT * REPLACE (seq + k * {GROUPS} AS seq, group_id + k * {GROUPS} AS group_id, step + k * 20 AS step, "
                 f"'c' || k || rollout_id AS rollout_id, completion_text || ' ' || hash(seq, rollout_index, k) AS completion_text) "
@@ -88,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(folder: Path) -> Iterator[RolloutTable]:
-    with RolloutTable.open(folder) as opened:
+    with RolloutTable(folder) as opened:
         yield opened
 
 
@@ -100,9 +77,10 @@ def _seconds(ask: Callable[[], Any]) -> float:
 
 def test_the_first_table_of_a_large_run_is_there_at_once(folder: Path) -> None:
     def first_table() -> None:
-        with RolloutTable.open(folder) as opened:
+        with RolloutTable(folder) as opened:
             assert opened.count().rollouts == ROLLOUTS
             assert len(opened.group_page(limit=40)) == len(opened.page(limit=40)) == 40
+            assert opened.group_at(GROUPS * COPIES - 1).group_id == GROUPS * COPIES - 1
 
     assert _seconds(first_table) < FIRST_TABLE_S * SLACK
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from grpo_async.errors import RunError
 from grpo_async.store import GroupRow, RolloutStore
-from grpo_async.store.blocks import Blocks
-from grpo_async.store.rollout_store import Sealer
 from grpo_async.store.rows import from_columns
+from grpo_async.store.table import RolloutTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +29,16 @@ def read_groups(folder: Path) -> list[GroupRow]:
 
 def scan_groups(folder: Path) -> list[StoredGroup]:
     """As `read_groups`, with the superseded ones."""
-    blocks = Blocks(folder)
-    try:
-        blocks.refresh()
-        if blocks.damage:
-            raise RunError("\n".join(blocks.damage))
-        rows = blocks.fetch("SELECT * FROM stored ORDER BY seq, rollout_index")
-    finally:
-        blocks.close()
+    with RolloutTable(folder) as table:
+        if table.damage:
+            raise RunError("\n".join(table.damage))
+        rows = table.fetch("SELECT * FROM stored ORDER BY seq, rollout_index")
     groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row["seq"])]
     return [StoredGroup(from_columns(each), each[0]["superseded"]) for each in groups]
-
-
-class _NoSealer(Sealer):
-    def add(self, path: Path) -> None:
-        pass
 
 
 class LineStore(RolloutStore):
     """Leaves its blocks as JSON lines: sealing takes a process."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        super().__init__(folder, **options)
-        self._sealer = _NoSealer(folder, 1.0)
+    def _seal(self) -> None:
+        pass

@@ -165,13 +165,3 @@ def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path) -> None:
     assert [each["details"]["detail"] for each in read_spans(path)] == [kept for _, kept in details]
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
-
-
-def test_outside_of_a_recording_nothing_is_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with span("before"):
-        record("before", 1.0, 2.0)
-    with recording(path):
-        pass
-    record("after", 1.0, 2.0)
-    assert not path.exists()

@@ -70,24 +70,6 @@ def test_tensorboard_gets_every_finite_value(tmp_path: Path) -> None:
     assert b"policy_loss" not in content
 
 
-def test_tensorboard_shows_each_completion_as_it_was_written_and_the_verdict(tmp_path: Path) -> None:
-    """Its Text tab makes HTML of Markdown: indented lines stay as they are."""
-    trackers = open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
-    trackers.log_completions(4, [])  # no evaluation has ended
-    trackers.log_completions(5, [ROWS[0], ROWS[1] | {"completion": "```\n\n# no heading" + " long" * 30}])
-    trackers.log_diagnosis(5, VERDICT)
-    trackers.close()
-    (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
-    content = file.read_bytes()
-    shown = (
-        "### step 4, reward 1, rewards/exact 1\n\n**prompt**\n\n    3 + 4 =\n\n**completion**\n\n    it is\n    7 | seven\n\n"
-        "### step 4, reward none, rewards/exact none\n\n**prompt**\n\n    1 + 1 =\n\n**completion**\n\n"
-        f"    ```\n    \n    # no heading{' long' * 21} \n    {'long ' * 8}long"
-    )
-    assert shown.encode() in content
-    assert VERDICT.encode() in content
-
-
 def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from grpo_async.config.sections import EvaluationSection
 from grpo_async.display.summary import print_summary
 from grpo_async.errors import ConfigError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult
+from grpo_async.findings import RunHistory
 from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
@@ -379,7 +380,7 @@ def test_a_stop_during_the_evaluation_after_training_leaves_a_run_that_a_resume_
     stopped = lead_from_the_last_step(None)
     assert (stopped["status"], stopped["steps"], stopped["model"]) == ("stopped", 2, str(run_dir.model))
     console = Console(file=io.StringIO(), width=200)
-    print_summary(console, stopped, run_dir.root)
+    print_summary(console, RunHistory(status="stopped", summary=stopped), run_dir.root)
     assert "--resume latest    # make the evaluation after training" in console.file.getvalue()  # type: ignore[attr-defined]
     finished = lead_from_the_last_step(EvaluationResult(metrics={"reward": 0.5}, by_group={}))
     assert (finished["status"], finished["evaluation"]["after"]) == ("finished", {"reward": 0.5})

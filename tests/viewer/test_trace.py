@@ -54,13 +54,6 @@ def test_threads_have_rows_and_the_spans_of_a_task_stay_together() -> None:
     ]  # fmt: skip
 
 
-def test_rounding_to_microseconds_keeps_what_nests_nested() -> None:
-    start = 1_763_760_000.123456
-    spans = [_span("outer", start + n * 3.3e-6, start + n * 3.3e-6 + 3.2e-6, thread="t") for n in range(200)]
-    spans += [_span("inner", s["start"] + 0.4e-6, s["end"] - 0.3e-6, thread="t") for s in spans]
-    check_trace(trace_events(spans, title="demo"))
-
-
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_is_written_whole_and_compressed_by_its_name(tmp_path: Path, name: str) -> None:
     events, path = _write(tmp_path / "events.jsonl"), tmp_path / name

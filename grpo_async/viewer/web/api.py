@@ -1,14 +1,12 @@
-"""The application behind the page: its files, and one GET per view, each answered in a thread.
+"""The application behind the page: its files, and one GET per view, each answered in a thread, with a deadline at which its query
+is interrupted.
 
-Errors, as `error_answer` answers them for all:
-
-400 the query or a parameter is wrong (with the position of the mistake) | 404 no such run, group or rollout
-503 the store cannot be read, or all threads hang | 504 the deadline has passed
+Errors: 400 the query or a parameter is wrong | 404 no such run, group or rollout | 503 the store cannot be read | 504 too late
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,18 +19,18 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.store.database import time_limit
 from grpo_async.store.names import HELP, NAMES
-from grpo_async.store.query import QueryError
-from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.validation import problems_of
 from grpo_async.viewer.trace import write_trace
 from grpo_async.viewer.web.guard import Guard
 from grpo_async.viewer.web.overview import study_table
 from grpo_async.viewer.web.report import STATIC, render_report
-from grpo_async.viewer.web.sources import DEADLINE_S, NotFoundError, RunRegistry
+from grpo_async.viewer.web.sources import NotFoundError, RunRegistry
 from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json, together
 
+DEADLINE_S = 30.0  # of one request
 HOME = {"view": "home", "query": "", "sort": None}
 """What the page opens with, where its address names nothing: a view (home, run, groups), the query, and the order (None: newest
 first)."""
@@ -48,26 +46,21 @@ class Json(Response):
         return to_json(content)
 
 
+_STATUS: Mapping[type[Exception], int] = {NotFoundError: 404, ConfigError: 400, ValidationError: 400, RunError: 503}
+
+
 def error_answer(request: Request, error: Exception) -> Json:
     """The answer to a request that failed, for all endpoints."""
     match error:
-        case QueryError():
-            return Json({"error": error.problem, "position": error.position}, status_code=400)
-        case ValidationError():
-            return Json({"error": problems_of(error)}, status_code=400)
-        case NotFoundError():
-            return Json({"error": str(error)}, status_code=404)
-        case ConfigError():
-            return Json({"error": str(error)}, status_code=400)
-        case TimeoutError():
-            late = f"no answer within {DEADLINE_S:.0f} s; narrow the query, or ask again when the machine is less busy"
-            return Json({"error": late}, status_code=504)
-        case RunError() | ThreadsExhaustedError():
-            return Json({"error": str(error)}, status_code=503)
         case HTTPException():
             problem = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
             return Json({"error": problem}, status_code=error.status_code, headers=error.headers)
-    raise error
+        case TimeoutError():
+            late = f"no answer within {DEADLINE_S:.0f} s; narrow the query, or ask again when the machine is less busy"
+            return Json({"error": late}, status_code=504)
+    status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+    problem = problems_of(error) if isinstance(error, ValidationError) else getattr(error, "problem", str(error))
+    return Json({"error": problem}, status_code=status)
 
 
 def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[str, Any] = HOME) -> Guard:
@@ -79,14 +72,14 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
         opening: what the page opens with.
     """
 
-    def endpoint(answer: Callable[[RequestParameters], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """`answer` is called in a thread, where it also renders the response: rows with tokens take long to encode."""
+    def endpoint(answer: Callable[[RequestParameters], Response]) -> Callable[[Request], Response]:
+        """Called in a thread, where the response is also rendered: rows with tokens take long to encode."""
 
-        async def answer_in_thread(request: Request) -> Response:
-            parameters = RequestParameters.model_validate(dict(request.query_params))
-            return await registry.ask(lambda: answer(parameters))
+        def answered(request: Request) -> Response:
+            with time_limit(DEADLINE_S):
+                return answer(RequestParameters.model_validate(dict(request.query_params)))
 
-        return answer_in_thread
+        return answered
 
     def runs(_: RequestParameters) -> Json:
         """All runs and their evaluations, the study that they belong to, and what queries may say."""
@@ -130,7 +123,7 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
         *(Route(path, endpoint(answer), methods=["GET"]) for path, answer in answers.items()),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    failures = (GrpoAsyncError, TimeoutError, ValidationError, HTTPException)
+    failures = (*_STATUS, TimeoutError, HTTPException)
     return Guard(
         Starlette(routes=routes, exception_handlers=dict.fromkeys(failures, error_answer)), token=token, host=host
     )

@@ -1,18 +1,15 @@
 """ASGI middleware that decides who may read, and what a browser may do with the answer.
 
 - The Host header must name this machine, or a page of another site could reach us through a name of its own (DNS rebinding).
-- Paths below /api need the token of this start: as `Authorization: Bearer TOKEN`, or as the cookie that POST /api/session gives
-  for it. The page itself and its static files hold no data and need none, so a link that is followed from another program or site
-  opens, and its own requests then carry the cookie (SameSite=Strict would keep it from the first one).
-- A request that the browser marks as coming from another site or port is refused even with the cookie.
+- Paths below /api need the token of this start, as `Authorization: Bearer TOKEN`. The page keeps it where only its own origin can
+  read it, not in a cookie, so a request that another site makes has no rights. The page and its static files hold no data and need
+  none.
 - Every answer carries a Content-Security-Policy that lets nothing run or load but files of ours.
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
-import secrets
 import socket
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,8 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_async.inference.token import has_bearer
 from grpo_async.utils.network import is_loopback
-
-_MAX_COOKIE_BYTES = 16_384
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -60,7 +55,6 @@ class Guard:
     def __init__(self, app: ASGIApp, *, token: str, host: str) -> None:
         self._app = app
         self._token = token
-        self._cookie = secrets.token_urlsafe(32)  # another secret than the one that stood in an address bar
         self._names = {"localhost", host.lower()}
         self._any_address = not is_loopback(host)
         if self._any_address:
@@ -82,28 +76,11 @@ class Guard:
             return _refusal(403, f"the Host header must be one of {', '.join(sorted(self._names))}")
         if _is_open(path):
             return self._app
-        if any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
-            return _refusal(403, "requests from pages of other sites are refused")
-        # cookies are shared by all ports of a host: each inspector has its own, also behind a forwarded port
-        cookie_name = f"grpo_async_{_port(hosts[0])}"
-        has_token = has_bearer(scope["headers"], self._token)
-        if path == "/api/session" and scope["method"] == "POST":
-            if not has_token:
-                return _refusal(401, "the token is wrong; it changes with every start of the inspector")
-            cookie = f"{cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
-            return Response(status_code=204, headers={"set-cookie": cookie})
-        if has_token or self._has_cookie(headers, cookie_name):
+        if has_bearer(scope["headers"], self._token):
             return self._app
         return _refusal(
             401, "the token is missing or wrong: open the address that the command printed, which ends in it"
         )
-
-    def _has_cookie(self, headers: Headers, wanted: str) -> bool:
-        header = "; ".join(headers.getlist("cookie"))[:_MAX_COOKIE_BYTES]
-        pairs = (part.strip().partition("=") for part in header.split(";"))
-        given = [value for name, _, value in pairs if name == wanted]
-        # in constant time: how long it takes does not reveal how much of it is right
-        return len(given) == 1 and hmac.compare_digest(given[0].encode(), self._cookie.encode())
 
     def _names_us(self, host: str) -> bool:
         name = _name(host)
@@ -127,11 +104,6 @@ def _name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-def _port(host: str) -> str:
-    port = host.rpartition("]")[2].rpartition(":")[2]
-    return port if port.isascii() and port.isdecimal() else "80"
 
 
 def _with_headers(send: Send, path: str) -> Send:

@@ -7,15 +7,12 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from grpo_async.config.diff import differences, flat
 from grpo_async.errors import RunError
 from grpo_async.findings import MetricRow, RunHistory, Severity, find
-from grpo_async.findings.statistics import mean_over_time
 from grpo_async.findings.study import Study
-from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.files import numbers, read_object
@@ -31,7 +28,8 @@ from grpo_async.utils.run_state import (
     UNFINISHED,
 )
 from grpo_async.utils.safe_text import tail
-from grpo_async.utils.text import count, duration, finite, format_number, percent
+from grpo_async.utils.text import count, duration, format_number
+from grpo_async.viewer.facts import facts_of, trained_s
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.plots import CHAPTERS, Line, Plot, curve, draw, draw_all
 from grpo_async.viewer.web.sources import NotFoundError, Source
@@ -60,7 +58,7 @@ def card(source: Source) -> dict[str, Any]:
     results = run.evaluated()
     return {
         "name": source.name,
-        **{name: value for name, value in _headline(run).items() if name != "statistics"},
+        **_headline(run),
         "step": run.last_step,
         "max_steps": run.max_steps,
         "model": run.setting("model.path"),
@@ -101,7 +99,7 @@ def page(source: Source) -> dict[str, Any]:
     ]
     return {
         **card(source),
-        "statistics": _headline(run)["statistics"],
+        "statistics": facts_of(run),
         "plots": [drawing for name in _MAIN_PLOTS if (drawing := drawn[name])][:_MAX_MAIN_PLOTS],
         "findings": findings,
         "tables": [*_evaluation_tables(run), *_replay_tables(source.run, problems)],
@@ -191,29 +189,12 @@ def _replay_tables(run: RunDir, problems: list[str]) -> Iterator[dict[str, Any]]
 # -- the top of its page
 
 
-Number = tuple[str, str]
-"""A value, and a note about it."""
-
-
 def _headline(run: RunHistory) -> dict[str, Any]:
-    """The top of a run's page: status (a level for the color, and a word), one sentence, and numbers with notes; those that are not
-    known are left out."""
-    # where this attempt failed or still runs, the summary is that of the attempt before
-    summary = run.summary if run.status in (FINISHED, STOPPED) else {}
-    wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
-    numbers = {
-        "held-out reward": _held_out(run),
-        "training reward": _reward(run),
-        "steps": _steps(run, wall_s),
-        "tokens/s": _throughput(run),
-        "trainer idle": _idle(run),
-        "groups": _groups(run),
-    }
+    """The top of a run's page: status (a level for the color, and a word), and one sentence."""
     return {
         "level": LEVELS.get(run.status, "warning"),
         "status": "not finished" if run.status == UNFINISHED else run.status,
-        "outcome": _outcome(run, wall_s),
-        "statistics": [(name, *found) for name, found in numbers.items() if found is not None],
+        "outcome": _outcome(run, trained_s(run)),
     }
 
 
@@ -233,54 +214,6 @@ def _outcome(run: RunHistory, wall_s: float) -> str:
         UNFINISHED: f"The run has {steps}. It is still running, or it was killed.",
     }
     return how.get(run.status, f"{run.status}: {steps}.")
-
-
-def _held_out(run: RunHistory) -> Number | None:
-    results = run.evaluated()
-    if not results:
-        return None
-    first, last = results[0], results[-1]
-    baseline = last.metrics.get("majority_baseline")
-    note = "" if baseline is None else f"always the most frequent answer: {format_number(baseline)}"
-    if len(results) == 1:
-        return format_number(first.metrics["reward"]), note or f"at step {first.step}"
-    change = f"{format_number(first.metrics['reward'])} → {format_number(last.metrics['reward'])}"
-    return change, note or f"steps {first.step} and {last.step}"
-
-
-def _reward(run: RunHistory) -> Number | None:
-    rewards = run.values("reward")
-    if not rewards:
-        return None
-    first, last = fmean(rewards[:3]), fmean(rewards[-3:])
-    return f"{format_number(first)} → {format_number(last)}", "all groups of the first and last 3 steps"
-
-
-def _steps(run: RunHistory, wall_s: float) -> Number:
-    planned = f" of {run.max_steps}" if run.max_steps and run.max_steps != run.last_step else ""
-    per_step = f", {format_number(wall_s / run.last_step)} s per step" if run.last_step else ""
-    return f"{run.last_step}{planned}", f"{duration(round(wall_s))}{per_step}" if wall_s else ""
-
-
-def _throughput(run: RunHistory) -> Number | None:
-    generated, trained = (mean_over_time(run.metrics, f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
-    if generated is None or trained is None:
-        return None
-    by_engine = f" by {run.engine}" if run.engine else ""
-    return format_number(generated), f"generated{by_engine}; {format_number(trained)} trained"
-
-
-def _idle(run: RunHistory) -> Number | None:
-    trainer, generator = (mean_over_time(run.metrics, f"pipeline/{who}_idle_ratio") for who in ("trainer", "generator"))
-    return None if trainer is None or generator is None else (percent(trainer), f"servers idle {percent(generator)}")
-
-
-def _groups(run: RunHistory) -> Number | None:
-    last = next((row for row in reversed(run.metrics) if "ledger/groups/started" in row), None)
-    if last is None:
-        return None
-    parts = [f"{last[name]:.0f} {state}" for state in FINAL_STATUSES if last.get(name := f"ledger/groups/{state}")]
-    return f"{last['ledger/groups/started']:,.0f}", ", ".join(parts)
 
 
 # -- curves

@@ -1,8 +1,4 @@
-"""The runs that the page shows: the table, the token texts and the verdict of each; and the threads in which requests read them.
-
-Nothing of this runs on the event loop: at most `_MAX_THREADS` requests run at a time, each with a deadline at which its query is
-interrupted.
-"""
+"""The runs that the page shows: the table, the token texts and the verdict of each."""
 
 from __future__ import annotations
 
@@ -11,27 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from grpo_async.config.public import shown_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.run_directory import RunDir
-from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable
-from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.utils.files import file_stamp, read_object
-from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.runs import EvaluationDir, labels_of, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 
-DEADLINE_S = 30.0  # of one request
-_MAX_THREADS = 4
 _REFRESH_EVERY_S = 0.5  # a page has several views, and a person several pages
-
-Result = TypeVar("Result")
 
 
 class NotFoundError(ConfigError):
@@ -51,7 +38,6 @@ class Source:
         self._table: RolloutTable | None = None
         self._texts: TokenTexts | None = None
         self._refreshed_at = 0.0
-        self._run_and_verdict: tuple[object, RunHistory, Diagnosis] | None = None
 
     def table(self) -> RolloutTable:
         """The table, with what was written until half a second ago at least.
@@ -61,7 +47,7 @@ class Source:
         """
         with self._lock:
             if self._table is None:
-                self._table = RolloutTable.open(self.run.rollouts)
+                self._table = RolloutTable(self.run.rollouts)
             elif time.monotonic() - self._refreshed_at > _REFRESH_EVERY_S:
                 self._table.refresh()
             else:
@@ -80,24 +66,15 @@ class Source:
             return self._texts
 
     def run_and_verdict(self) -> tuple[RunHistory, Diagnosis]:
-        """The run's files without its rollouts (of its configuration what may be shown), and whether it learns; read again when one
-        has changed."""
-        status, summary = read_object(self.run.status, []), read_object(self.run.summary, [])
-        files = (self.run.status, self.run.summary, self.run.metrics, self.run.evaluation_log, self.run.config)
-        now = state_of(status, summary).state, *map(file_stamp, files)
-        with self._lock:
-            if self._run_and_verdict is None or self._run_and_verdict[0] != now:
-                run = RunHistory.read(self.run, list(self.metrics.rows().values()))
-                problems = [*run.problems]
-                if not run.metrics and not run.evaluation_result:
-                    problems.append("There are no metrics: no optimizer step was finished.")
-                if self.metrics.problem is not None:
-                    problems.append(self.metrics.problem)
-                run = replace(run, config=shown_config(run.config), problems=problems)
-                if self.metrics.problem is not None:  # shown, but not kept: the next request looks again
-                    return run, diagnose(run)
-                self._run_and_verdict = now, run, diagnose(run)
-            return self._run_and_verdict[1:]
+        """The run's files without its rollouts (of its configuration what may be shown), and whether it learns."""
+        run = RunHistory.read(self.run, list(self.metrics.rows().values()))
+        problems = [*run.problems]
+        if not run.metrics and not run.evaluation_result:
+            problems.append("There are no metrics: no optimizer step was finished.")
+        if self.metrics.problem is not None:
+            problems.append(self.metrics.problem)
+        run = replace(run, config=shown_config(run.config), problems=problems)
+        return run, diagnose(run)
 
     def close(self) -> None:
         with self._lock:
@@ -113,7 +90,6 @@ class RunRegistry:
     def __init__(self, runs: Sequence[RunDir], folder: Path | None = None) -> None:
         """`folder`: what is below it, as it is when `names` is asked for; then no run is named."""
         self.folder = folder
-        self._threads = ThreadRunner("query of the web page", max_threads=_MAX_THREADS)
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
         for name, run in zip(labels_of(runs), runs, strict=True):
@@ -151,27 +127,6 @@ class RunRegistry:
                     raise NotFoundError(f"there is no run '{name}' here; there are {known}")
                 self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)), self.source)
             return self._sources[name]
-
-    async def ask(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in a thread.
-
-        Raises:
-            TimeoutError: it did not end within `DEADLINE_S`.
-            Exception: what `work` raises.
-        """
-        deadline_s = DEADLINE_S
-
-        def guarded() -> Result | Exception:
-            try:
-                with time_limit(deadline_s):
-                    return work()
-            except Exception as error:  # noqa: BLE001 - raised again below, in the event loop
-                return error
-
-        result = await self._threads.run(guarded, deadline_s)
-        if isinstance(result, Exception):
-            raise result
-        return result
 
     def close(self) -> None:
         for source in self._sources.values():

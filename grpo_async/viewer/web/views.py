@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_async.errors import RunError
 from grpo_async.records import root_id
-from grpo_async.store.query import EVERYTHING, Query, both, parse_query
+from grpo_async.store.query import EVERYTHING, Query, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.schema import TOKEN_COLUMNS
 from grpo_async.utils.files import read_object
@@ -88,7 +88,7 @@ def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> 
     bound. With `count=1` also how many there are."""
     table = source.table()
     until = parameters.until if parameters.until >= 0 else table.newest_seq
-    query = both(parse_query(parameters.q), Query(f"seq <= {until}"))
+    query = Query(f"{parse_query(parameters.q).sql} and seq <= {until}")
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit)
     counts = {"counts": table.count(query)} if parameters.count else {}
@@ -108,12 +108,16 @@ def _group(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     except RunError as error:
         raise NotFoundError(str(error)) from error
     return {
-        "summary": table.group_summary_at(group.seq),
+        "summary": table.group_page(_of(group))[0],
         "group": _without_rollouts(group),
         "prompt": prompt_of(group),
         "rollouts": [_without_tokens(rollout) for rollout in group.rollouts],
-        "summaries": table.rollout_summaries_at(group.seq),
+        "summaries": table.page(_of(group), sort="index", limit=len(group.rollouts)),
     }
+
+
+def _of(group: GroupRow) -> Query:
+    return Query(f"seq = {group.seq}")
 
 
 def _find_rollout(source: Source, parameters: RequestParameters) -> tuple[GroupRow, RolloutRow]:
@@ -139,7 +143,7 @@ def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
         "group": _without_rollouts(group),
         "prompt": prompt_of(group, rollout),
         "rollout": _without_tokens(rollout),
-        "summaries": source.table().rollout_summaries_at(group.seq),
+        "summaries": source.table().page(_of(group), sort="index", limit=len(group.rollouts)),
         "root": root.rollout_id,
         "tree": list(call_tree(group, root)) if root.branches else [],
         "tokens": token_view(rollout, source.texts()),

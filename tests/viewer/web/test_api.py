@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
-import time
 import webbrowser
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import httpx
 import pytest
-from starlette.requests import Request
-from tokenizers import Tokenizer, models
 
 from grpo_async.errors import ConfigError
-from grpo_async.records import GroupStatus, Origin, TaggedMessage
+from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.store.blocks import Blocks
-from grpo_async.viewer.web import sources
-from grpo_async.viewer.web.api import error_answer
-from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
-from grpo_async.viewer.web.sources import RunRegistry
-from tests.store.builders import build_branched_rollout, build_group, build_rollout
+from grpo_async.viewer.web import api
+from grpo_async.viewer.web.serve import _open_in_browser, listen, serve
+from tests.store.builders import build_branched_rollout, build_group
 from tests.support.stored import LineStore
 from tests.viewer.support import steps, write_run
 from tests.viewer.web.serving import (
@@ -65,29 +58,12 @@ def small(tmp_path: Path) -> Path:
 def test_data_needs_the_token_and_the_page_needs_none(inspector: Inspector) -> None:
     for path in ("", "static/web/main.js"):
         assert inspector.get(path, headers={}).status_code == 200
-    for path in ("api/runs", "api/summary", "api/rollouts", "api/rollout", "api/nothing", "api/session"):
+    for path in ("api/runs", "api/summary", "api/rollouts", "api/rollout", "api/nothing"):
         refused = inspector.get(path, headers={})
         assert refused.status_code == 401, path
         assert "token" in refused.json()["error"]
     for header in ("Bearer wrong", TOKEN, f"bearer {TOKEN}", f"Bearer {TOKEN}x", "Bearer", "Basic e"):
         assert inspector.get("api/runs", headers={"authorization": header}).status_code == 401, header
-
-
-def test_the_token_is_exchanged_for_a_cookie_that_scripts_and_other_sites_cannot_use(inspector: Inspector) -> None:
-    with httpx.Client(timeout=LIMIT_S) as client:
-        session = f"{inspector.origin}/api/session"
-        assert client.post(session).status_code == 401
-        assert client.post(session, headers={"authorization": "Bearer wrong"}).status_code == 401
-        given = client.post(session, headers=BEARER)
-        assert given.status_code == 204
-        cookie = given.headers["set-cookie"]
-        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
-        assert TOKEN not in cookie
-        assert client.get(f"{inspector.origin}/api/runs").status_code == 200  # by the cookie
-        name, _, value = cookie.partition(";")[0].partition("=")
-        client.cookies.clear()
-        for wrong in (f"{name}={value}x", f"{name}={value}; {name}={value}"):
-            assert client.get(f"{inspector.origin}/api/runs", headers={"cookie": wrong}).status_code == 401
 
 
 def test_only_names_of_this_machine_are_answered(inspector: Inspector) -> None:
@@ -97,13 +73,6 @@ def test_only_names_of_this_machine_are_answered(inspector: Inspector) -> None:
             assert inspector.get(path, headers={**BEARER, "host": host}).status_code in (400, 403), host
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:9", "127.9.9.9"):
         assert inspector.get("api/runs", headers={**BEARER, "host": host}).status_code == 200, host
-
-
-@pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_a_request_from_a_page_of_another_site_or_port_is_refused(inspector: Inspector, site: str) -> None:
-    headers = {**BEARER, "sec-fetch-site": site}
-    assert inspector.get("api/runs", headers=headers).status_code == 403
-    assert inspector.get("", headers=headers).status_code == 200  # a link that is followed
 
 
 @pytest.mark.parametrize("path", ["", "api/runs", "api/nothing", "static/web/main.js", "static/nothing", "elsewhere"])
@@ -139,23 +108,6 @@ def test_pages_follow_each_other_without_gap_and_groups_are_ordered(inspector: I
     assert [(row["group_id"], row["num_matching"], row["reward_mean"]) for row in rows] == [
         (5, 2, 0.5), (4, 2, 0.5), (3, 2, 0.5), (2, 3, 0.25), (1, 3, 0.25), (0, 3, 0.25),
     ]  # fmt: skip
-
-
-def test_before_the_first_group_a_page_ends_before_it(tmp_path: Path) -> None:
-    """So that the page tells of the first group that comes."""
-    RunDir(tmp_path / "run").create()
-    with serving(tmp_path / "run") as inspector:
-        found = inspector.json("api/groups", count=1)
-    assert (found["rows"], found["counts"]["groups"], found["until"]) == ([], 0, -1)
-
-
-def test_a_mistake_in_a_query_has_its_place(inspector: Inspector) -> None:
-    for view in ("rollouts", "groups"):
-        answer = inspector.get(f"api/{view}", run="one", q="truncated and rewrd<1", until=3)
-        assert answer.status_code == 400
-        problem = answer.json()
-        assert problem["position"] == 14
-        assert "did you mean reward" in problem["error"]
 
 
 @pytest.mark.parametrize(
@@ -202,15 +154,6 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert not {"rollouts", "messages"} & found["group"].keys()
 
 
-def test_token_texts_are_there_once_a_tokenizer_is(tmp_path: Path) -> None:
-    run = RunDir(write_hostile_run(tmp_path))
-    with serving(run.root) as inspector:
-        assert inspector.json("api/rollout", id="g0-r0")["tokens"]["texts"] is None
-        run.model.mkdir()
-        Tokenizer(models.BPE(vocab={"a": 5}, merges=[])).save(str(run.model / "tokenizer.json"))
-        assert inspector.json("api/rollout", id="g0-r0")["tokens"]["texts"][0] == "a"
-
-
 def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> None:
     path = RunDir(small).metrics
     path.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step": 3, "rew', encoding="utf-8")
@@ -233,19 +176,6 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert drawn(inspector) == {"reward": [0.1, 0.25]}
         path.unlink()
         assert drawn(inspector) == {}
-
-
-def test_a_look_at_the_metrics_that_fails_is_told_and_not_kept(small: Path) -> None:
-    metrics, aside = RunDir(small).metrics, small / "aside"
-    metrics.write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
-    with serving(small) as inspector:
-        metrics.rename(aside)
-        metrics.mkdir()
-        failed = inspector.json("api/run")
-        assert any("metrics.jsonl cannot be read: [Errno 21]" in each for each in failed["problems"])
-        metrics.rmdir()
-        aside.rename(metrics)
-        assert inspector.json("api/run")["metrics"] == failed["metrics"] + 1
 
 
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
@@ -312,45 +242,20 @@ def test_logs_are_those_of_the_run_and_settings_hide_what_may_be_secret(tmp_path
         assert not {"10.9.8.7", "sk-1"} & set(settings.values())
 
 
-def test_a_report_is_a_file_to_keep_which_nothing_opens_with_the_rights_of_the_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(8))
-    with serving(run.root) as inspector:
-        found = inspector.get("api/report")
-        assert found.headers["content-type"].startswith("text/html")
-        assert found.headers["content-disposition"] == "attachment"
-        assert "script-src 'self'" in found.headers["content-security-policy"]
-        assert inspector.get("api/report", headers={}).status_code == 401
-    assert not run.report.exists()  # nothing is written to a run
-
-
 # -- threads
 
 
 def test_slow_queries_are_504_and_end_and_leave_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inspector: Inspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four that went on for good would have taken all threads: 10^14 rows are more than anybody waits for."""
-    registry, blocks = RunRegistry([RunDir(tmp_path)]), Blocks(tmp_path)
-    slow = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
-
-    async def ask() -> object:
-        monkeypatch.setattr(sources, "DEADLINE_S", 0.2)
-        for each in await asyncio.gather(
-            *(registry.ask(lambda: blocks.fetch(slow)) for _ in range(4)), return_exceptions=True
-        ):
-            assert isinstance(each, TimeoutError)
-            assert error_answer(Request({"type": "http"}), each).status_code == 504
-        monkeypatch.setattr(sources, "DEADLINE_S", 20.0)
-        deadline = time.monotonic() + 20
-        while registry._threads.num_abandoned:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
-        return await registry.ask(lambda: blocks.fetch("SELECT 1 AS x"))
-
-    try:
-        assert asyncio.run(ask()) == [{"x": 1}]
-    finally:
-        blocks.close()
+    """10^14 rows are more than anybody waits for."""
+    slow = "(select sum(a.range * b.range) from range(10000000) a, range(10000000) b) > 0"
+    monkeypatch.setattr(api, "DEADLINE_S", 0.2)
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: inspector.get("api/rollouts", run="one", q=slow), range(8)))
+    assert [answer.status_code for answer in answers] == [504] * 8
+    monkeypatch.setattr(api, "DEADLINE_S", 20.0)
+    assert inspector.json("api/rollouts", run="one", limit=1)["rows"]
 
 
 # -- starting
@@ -364,11 +269,6 @@ def test_a_port_that_is_taken_and_an_address_of_others_are_said_before_anything_
             serve([root], port=port)
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         serve([root], host="192.0.2.1")
-
-
-def test_two_inspectors_take_two_ports() -> None:
-    with _listen_at_default("127.0.0.1") as first, _listen_at_default("127.0.0.1") as second:
-        assert first.getsockname()[1] != second.getsockname()[1]
 
 
 def test_beyond_loopback_addresses_are_answered_and_foreign_names_are_not(small: Path) -> None:
@@ -412,21 +312,6 @@ def test_a_browser_is_opened_by_a_file_of_the_user_alone(
     assert "token" not in url  # which everybody on the machine may see
     assert "url=http://127.0.0.1:1/#token=a&quot;b" in page
     assert "no browser" in capsys.readouterr().err
-
-
-def test_the_prompt_of_a_group_is_that_of_one_rollout_only_where_all_have_it(tmp_path: Path) -> None:
-    def prompts(*texts: str) -> list[str]:
-        folder = tmp_path / "-".join(texts)
-        asked = [[TaggedMessage(role="user", content=text, origin=Origin.ENVIRONMENT)] for text in texts]
-        rollouts = [replace(build_rollout(f"g7-r{at}"), prompt_messages=each) for at, each in enumerate(asked)]
-        with LineStore(folder / "rollouts") as store:
-            store.append(build_group(7, rollouts, text="of the data"), GroupStatus.TRAINED, 1)
-        with serving(folder) as inspector:
-            found = [inspector.json("api/group", id="7"), inspector.json("api/rollout", id="g7-r1")]
-        return [message["content"] for each in found for message in each["prompt"]]
-
-    assert prompts("same", "same") == ["same", "same"]
-    assert prompts("one", "other") == ["be brief", "of the data", "other"]
 
 
 def test_a_branch_of_an_agent_is_a_page_of_its_own_below_its_rollout(tmp_path: Path) -> None:

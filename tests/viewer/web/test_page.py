@@ -12,16 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import grpo_async
 from grpo_async.findings.study import STUDY_FILE, StudyPlan
-from grpo_async.records import GroupStatus, Origin, TaggedMessage, TokenFlag
+from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.viewer.format import flag_names
-from grpo_async.viewer.runs import find_evaluation
-from tests.store.builders import build_branched_rollout, build_group
 from tests.support.browser import watch, watched_page
-from tests.support.stored import LineStore
 from tests.viewer.support import Group, evaluation, steps, write_run, write_store
 from tests.viewer.web.pages import go, look_for_news, opened, ready, rows, search
 from tests.viewer.web.serving import (
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
 # -- open
 
 
-def test_the_token_leaves_the_address_and_the_cookie_opens_further_tabs(browser: Browser, inspected: Inspector) -> None:
+def test_the_token_leaves_the_address_and_opens_further_tabs(browser: Browser, inspected: Inspector) -> None:
     with opened(browser, inspected) as watched:
         page = watched.page
         assert "token" not in page.url
@@ -63,12 +58,12 @@ def test_without_the_token_the_page_asks_for_it_also_when_the_server_was_started
         page = watched.page
         page.goto(f"{inspected.origin}/#/groups")
         page.fill("#token", "wrong%")
-        page.press("#token", "Enter")
-        page.wait_for_selector("text=not the token of this start")
+        with page.expect_navigation():
+            page.press("#token", "Enter")
         page.fill("#token", inspected.url)  # as it was printed
         page.press("#token", "Enter")
         page.wait_for_selector(".run-status:has-text('48 rollouts')")
-        page.context.clear_cookies()  # as if the server were another
+        page.evaluate("localStorage.clear()")  # as if the server were another
         look_for_news(page)
         page.wait_for_selector("#token")
         assert all("401" in error for error in watched.errors)
@@ -91,15 +86,14 @@ def test_a_query_filters_and_has_an_address(show: Show) -> None:
     page.wait_for_selector("text=48 rollouts in 12 groups")
 
 
-def test_a_mistake_is_marked_where_it_is(browser: Browser, inspected: Inspector) -> None:
+def test_a_mistake_is_said_below_the_query(browser: Browser, inspected: Inspector) -> None:
     with watched_page(browser, origin=inspected.origin) as watched:
         page = watched.page
         page.goto(inspected.url)
         ready(page)
         go(page, "#/groups?run=one")
         search(page, "trained and rewrd=0")
-        assert page.locator("#query-problem pre").inner_text() == "trained and rewrd=0\n            ^"
-        assert "did you mean reward" in page.inner_text("#query-problem .level")
+        assert 'Candidate bindings: "reward"' in page.inner_text("#query-problem .level")
         assert page.get_attribute("#query", "aria-invalid") == "true"
         page.keyboard.press("5")  # mends the query, and opens no other page
         assert page.input_value("#query").endswith("=05")
@@ -160,48 +154,6 @@ def test_keys_move_open_and_go_back(show: Show) -> None:
 # -- one rollout
 
 
-_COLORS = """async data => {
-    const {MODES, classOf, legendOf} = await import('/static/web/token_colors.js');
-    const all = [...data.mask.keys()];
-    return Object.fromEntries(Object.keys(MODES).map(mode => [mode, [all.map(i => classOf(mode, data, i)), legendOf(mode, data)]]));
-}"""
-
-
-def test_every_flag_has_a_color() -> None:
-    css = (Path(grpo_async.__file__).parent / "viewer/static/web/token_colors.css").read_text(encoding="utf-8")
-    for name in ("trained", *flag_names(sum(TokenFlag))):
-        assert f".token-{name.replace(' ', '-')} {{ background: " in css
-
-
-def test_a_token_has_the_color_of_its_value_and_the_legend_says_what_it_means(show: Show) -> None:
-    tokens = {
-        "mask": [1, 1, 1, 0],
-        "logprobs": [-1.3, -0.05, None, None],
-        "trainer_logprobs": [-1.0, -0.06, -1.0, None],
-        "entropies": [0.05, 0.69, 2.0, None],
-        "versions": [7, 8, 14, 0],
-        "token_flags": [0, 5, 2, None],
-        "flag_names": {"0": [], "5": ["masked by correction", "clipped low"], "2": ["clipped high"]},
-    }
-    page = show("#/groups?run=one")
-    found = page.evaluate(_COLORS, tokens)
-    assert {mode: classes for mode, (classes, _) in found.items()} == {
-        "log_ratio": ["up-2", "even", "unknown", "untrained"],  # -1.0 + 1.3 = 0.3, -0.06 + 0.05 = -0.01
-        "entropy": ["level-0", "level-2", "level-4", "untrained"],
-        "probability": ["level-2", "level-0", "unknown", "untrained"],  # e^-1.3 = 0.27, e^-0.05 = 0.95
-        "version": ["version-1", "version-2", "version-2", "untrained"],
-        "flags": ["trained", "masked-by-correction", "clipped-high", "untrained"],
-    }
-    others = [["unknown", "not recorded"], ["untrained", "not trained on"]]
-    texts = [text for _, text in found["log_ratio"][1]]
-    assert texts[:7] == ["≤-0.7", "≤-0.2", "≤-0.02", "about 0", "≥0.02", "≥0.2", "≥0.7"]
-    assert found["log_ratio"][1][7:] == found["probability"][1][5:] == others
-    assert found["version"][1] == [["version-1", "7"], ["version-2", "8"], ["version-2", "14"], others[1]]
-    assert [text for _, text in found["flags"][1]][:3] == ["trained", "masked by correction", "clipped high"]
-    not_recorded = page.evaluate(_COLORS, {**tokens, "token_flags": [5, 5, None, None]})["flags"][1]
-    assert [text for _, text in not_recorded] == ["masked by correction", "not recorded", "not trained on"]
-
-
 def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> None:
     page = show("#/rollout?run=one&id=g3-r0&show=tokens")
     page.locator("[data-token='0']").hover()
@@ -239,40 +191,6 @@ def test_the_same_prompt_is_followed_over_steps(show: Show) -> None:
     page.click("text=Same prompt in other steps")
     page.wait_for_selector("text=16 rollouts in 4 groups")
     assert rows(page) == ["0", "3", "6", "9"]
-
-
-def test_the_page_of_a_branch_says_whose_numbers_stand_beside_it(browser: Browser, tmp_path: Path) -> None:
-    with LineStore(tmp_path / "run" / "rollouts") as store:
-        store.append(build_group(7, [build_branched_rollout("g7-r0")]), GroupStatus.FILTERED, 1)
-    with serving(tmp_path / "run") as inspected, opened(browser, inspected, "#/rollout?run=run&id=g7-r0.b1") as watched:
-        titles = watched.page.locator("aside h3").all_inner_texts()
-        assert {"Tokens of g7-r0", "Time of g7-r0"} <= set(titles)
-        go(watched.page, "#/rollout?run=run&id=g7-r0")
-        assert {"Tokens", "Time"} <= set(watched.page.locator("aside h3").all_inner_texts())
-
-
-def test_keys_find_nothing_in_a_group_that_ended_before_its_rollouts(browser: Browser, tmp_path: Path) -> None:
-    with LineStore(tmp_path / "run" / "rollouts") as store:
-        store.append(build_group(7, []), GroupStatus.CANCELLED, None)
-    with serving(tmp_path / "run") as inspected, opened(browser, inspected, "#/group?run=run&id=7") as watched:
-        for key in ("j", "k", "Enter"):
-            watched.page.keyboard.press(key)
-        assert watched.page.inner_text("h1") == "Group 7"
-
-
-def test_names_of_runs_share_a_parameter_whatever_is_in_them(show: Show) -> None:
-    names = ["lr=0.1,bs=4/run", "50%", "plain"]
-    call = "async names => { const m = await import('/static/web/api.js'); return [m.joined(names), m.split(m.joined(names))]; }"
-    assert show("#/groups?run=one").evaluate(call, names) == ["lr=0.1%2Cbs=4/run,50%25,plain", names]
-
-
-def test_an_evaluation_that_is_looked_at_alone_has_all_tabs(browser: Browser, tmp_path: Path) -> None:
-    run = RunDir(write_stored_run(tmp_path / "run", num_steps=1))
-    write_store(run.evaluation(5), [Group(rewards=[1.0], step=5)])
-    with serving(find_evaluation(run, "5")) as inspected, opened(browser, inspected) as watched:
-        for tab, shown in (("Overview", "h1:has-text('run@5')"), ("Groups", "text=1 rollout in 1 group")):
-            watched.page.click(f"nav >> text={tab}")
-            watched.page.wait_for_selector(shown)
 
 
 # -- live
@@ -335,43 +253,6 @@ def test_curves_grow_with_the_run_and_have_other_axes_that_are_remembered(browse
         assert page.locator(".curves .chart-title").all_inner_texts() == ["own"]
         assert page.input_value("[aria-label='Horizontal axis']") == "tokens"
         assert reward.count() == 0
-
-
-_ZOOM = "() => [...Charts.alive].find(each => each.options?.title === 'Reward').plot.scales.x"
-"""{min, max} of the steps that the plot of the reward shows."""
-
-
-def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(browser: Browser, tmp_path: Path) -> None:
-    run = write_run(tmp_path, "live", metrics=steps(10, own=2.0), state="stopped")
-    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/curves?run=live") as watched:
-        page = watched.page
-        reward = page.locator(".curves .panel", has=page.locator("h3", has_text=re.compile("^Reward$")))
-        box = reward.locator(".u-over").bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20, steps=4)
-        page.mouse.up()  # the pointer stays in the plot
-        zoomed = page.evaluate(_ZOOM)
-        assert zoomed["min"] > 1
-        assert zoomed["max"] < 10
-        reward.locator(".chart-legend button:has-text('lowest')").click()
-        page.click("summary:has-text('The pipeline')")
-        page.click("summary:has-text('Further metrics')")
-        reward.locator(".chart-plot").focus()
-        page.evaluate("document.querySelector('main').scrollTop = 40")
-        top = page.evaluate("document.querySelector('main').scrollTop")
-        write_metrics(run.root, 0.875, first=11)
-        look_for_news(page)
-        page.wait_for_selector(".curves .chart-legend:has-text('0.875')")
-        assert page.evaluate(_ZOOM) == zoomed
-        assert reward.locator("[aria-pressed=false]").all_inner_texts()[0].startswith("lowest")
-        assert page.evaluate("document.activeElement.className") == "chart-plot"
-        assert page.evaluate("document.querySelector('main').scrollTop") == top
-        assert page.locator("details:has-text('The pipeline') >> nth=0").get_attribute("open") is None
-        assert page.locator(".chart-title:has-text('own')").is_visible()
-        page.locator(".u-over").first.dblclick()  # all of it again
-        page.wait_for_function(f"({_ZOOM})().max === 11")
 
 
 # -- all runs, and one as a whole
@@ -442,13 +323,6 @@ def test_a_study_is_a_table_above_its_runs_and_forks_are_a_family(browser: Brows
         page.wait_for_selector(".uplot")
 
 
-def test_a_folder_without_runs_has_help_and_no_status(browser: Browser, tmp_path: Path) -> None:
-    with serving(folder=tmp_path) as inspected, opened(browser, inspected, "#/help") as watched:
-        watched.page.wait_for_selector("h1:has-text('Queries and keys')")
-        watched.page.wait_for_load_state("networkidle")
-        assert watched.page.inner_text(".run-status") == ""
-
-
 def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Browser, learned: Inspector) -> None:
     with opened(browser, learned, "#/run?run=flat") as watched:
         page = watched.page
@@ -468,35 +342,13 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
         assert "20" in page.inner_text("tbody tr:has-text('training.max_steps')")
         go(page, "#/run?run=good")
         with page.expect_download() as downloading:
-            page.click("a.button:has-text('Timeline')")
+            page.click("button:has-text('Timeline')")
         assert downloading.value.suggested_filename == "good.trace.json.gz"
         assert b'"forward"' in gzip.decompress(downloading.value.path().read_bytes())
         with page.expect_download() as downloading:
-            page.click("a.button:has-text('Report')")
+            page.click("button:has-text('Report')")
         assert downloading.value.suggested_filename == "good.html"
         assert b'id="report"' in downloading.value.path().read_bytes()
-
-
-def test_of_more_runs_than_have_a_color_the_page_says_how_many_it_compares(browser: Browser, tmp_path: Path) -> None:
-    names = [f"run{number}" for number in range(9)]
-    for name in names:
-        write_run(tmp_path, name, metrics=steps(2))
-    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/home") as watched:
-        page = watched.page
-        for name in names:
-            page.check(f"[aria-label='compare {name}']")
-        assert page.locator("text=Curves of 9 runs").count() == 0
-        assert "At most 8 runs can be compared." in page.inner_text(".heading")
-        page.uncheck("[aria-label='compare run8']")
-        page.click("text=Curves of 8 runs")
-        page.wait_for_selector(".chart-legend button >> nth=7")
-        go(page, f"#/curves?run=run0&with={','.join(names)}")
-        page.wait_for_selector("text=the first 8 of 9 runs")
-        assert page.locator(".chart-legend >> nth=0 >> button").count() == 8
-        go(page, f"#/config?run=run0&with={','.join(names)}")
-        page.wait_for_selector("text=the first 8 of 9 runs")
-        refused = inspected.get("api/report", run="run0", compare_with=",".join(names))
-        assert (refused.status_code, "9 runs are too many" in refused.text) == (400, True)
 
 
 def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from grpo_async.config.public import shown_config
 from grpo_async.findings import RunHistory
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
-from grpo_async.utils.text import both_ends
 from grpo_async.viewer.runs import labels_of
 from grpo_async.viewer.web.overview import on_axis
 from grpo_async.viewer.web.plots import CHAPTERS, Curve, Plot, curve, draw_all
@@ -80,15 +79,6 @@ def test_several_runs_have_a_color_each_and_only_the_main_lines() -> None:
     assert [len(each["x"]) for each in drawn["series"]] == [3, 4]
 
 
-def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is_not_drawn() -> None:
-    rows = [
-        {"step": 1.0, **{f"sync/phase/{phase}_s": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}
-    ]
-    labels = [each["label"] for each in _draw("push", RunHistory(metrics=rows))["series"]]
-    assert labels == ["pause", "resume", "transfer"]
-    assert draw_all([_plot("kl"), _plot("held-out")], {"a": RunHistory(metrics=steps(3))}) == []
-
-
 def test_what_may_be_secret_is_not_shown() -> None:
     shown = shown_config(
         {
@@ -119,11 +109,6 @@ def test_only_settings_that_differ_are_listed_with_their_paths() -> None:
     assert differences([first, first]) == []
 
 
-def test_a_long_text_keeps_both_ends() -> None:
-    assert both_ends("abc", 3) == "abc"
-    assert both_ends("a" * 50 + "b" * 50, 21) == "a" * 10 + "…" + "b" * 10
-
-
 def test_runs_of_the_same_name_are_told_apart() -> None:
     for names in (["a", "b"], ["x/a", "y/a", "y/b"], ["x/a/run", "y/a/run"]):
         assert labels_of([RunDir(Path("/runs") / name) for name in names]) == names
@@ -133,33 +118,6 @@ def test_the_vendored_library_is_what_its_note_says() -> None:
     script = Path(__file__).parents[3] / "scripts" / "update-uplot"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores() -> None:
-    evaluations = [
-        EvaluationRecord(step=step, when="during", metrics={"reward": reward, "majority_baseline": 0.2})
-        for step, reward in ((0, 0.1), (10, 0.9))
-    ]
-    run = RunHistory(evaluations=evaluations)
-    reward, baseline = _draw("held-out", run)["series"]
-    assert (reward["values"], baseline["values"]) == ([0.1, 0.9], [0.2, 0.2])
-    assert baseline["label"] == "always the most frequent answer"
-    assert [each["label"] for each in _draw("held-out", run, run)["series"]] == ["a", "b"]
-
-
-def test_the_pass_rate_is_over_all_prompts_and_the_reward_also_of_each_value_of_group_by() -> None:
-    metrics = {"reward": 0.5, "pass@1": 0.5, "pass@2": 0.7}
-    by_group = {f"v{number}": metrics for number in range(7)} | {"unscored": {"num_prompts": 1.0}}
-    run = RunHistory(evaluations=[EvaluationRecord(step=0, metrics=metrics, by_group=by_group)])
-    assert [each["label"] for each in _draw("pass", run)["series"]] == ["pass@1", "pass@2"]
-    drawn = _draw("held-out-groups", run)
-    assert [each["label"] for each in drawn["series"]] == [f"v{number}" for number in range(7)]
-    assert "not drawn" not in drawn["unit"]
-    more = {f"v{number}": metrics for number in range(10)}
-    run = replace(run, evaluations=[EvaluationRecord(step=0, metrics=metrics, by_group=more)])
-    drawn = _draw("held-out-groups", run)
-    assert [each["label"] for each in drawn["series"]] == [f"v{number}" for number in range(8)]
-    assert drawn["unit"] == "mean over the prompts with this value; 2 more are not drawn"
 
 
 def test_evaluations_on_an_axis_of_seconds_keep_their_order_also_where_the_row_of_a_step_is_missing() -> None:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.store.files import Metadata, write_metadata
 from grpo_async.viewer.web.report import write_report
 from tests.support.browser import SIZES, WatchedPage, watched_page
 from tests.viewer.support import Group, answers_by_view, answers_of, evaluation, steps, write_run
@@ -95,13 +94,6 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
     assert any("There are no metrics" in each for each in top["problems"])
 
 
-def test_a_value_of_group_by_may_have_any_name(tmp_path: Path) -> None:
-    parts = {"by_group": {"all": {"reward": 0.125}}}
-    run = write_run(tmp_path, evaluations=[{**evaluation(0, 0.5), **parts}])
-    _, table = _answers(run)["run"]["tables"]
-    assert [row[:2] for row in table["rows"]] == [["all", "0.125"], ["all prompts", "0.5"]]
-
-
 def test_replayed_steps_are_side_by_side_with_the_tokens_that_differ_most(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(4))
     run.replays.mkdir()
@@ -117,12 +109,6 @@ def test_replayed_steps_are_side_by_side_with_the_tokens_that_differ_most(tmp_pa
     assert metrics["rows"][:2] == [["loss", "0.5", "0.5", "0.25"], ["grad_norm", "", "2", ""]]
     assert tokens["rows"][0][3:] == ["+1.00e-03", "-2.00e-03"]
     assert any("step_3.2.json" in each for each in page["problems"])
-
-
-def test_an_evaluation_that_failed_says_why_it_has_no_result(tmp_path: Path) -> None:
-    run = write_run(tmp_path, evaluations=[{"step": 0, "when": "before", "error": "the scorer died"}])
-    (table,) = _answers(run)["run"]["tables"]
-    assert table["rows"][0][1] == "none: the scorer died"
 
 
 def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -142,13 +128,6 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert found["rollouts"]["counts"] == {"rollouts": 2, "groups": 1}
 
 
-@pytest.mark.parametrize("state", ["failed", "running"])
-def test_the_time_of_an_attempt_before_is_not_told_of_this_one(tmp_path: Path, state: str) -> None:
-    left = {"status": "stopped", "steps": 3, "wall_s": 32.0}
-    run = write_run(tmp_path, metrics=steps(120), state=state, error="it broke", summary=left)
-    assert "120 of 120 steps, 4:00 of training" in _answers(run)["run"]["outcome"]  # 120 x 2 s
-
-
 def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(8), state=None, summary={"status": "finished", "steps": 8})
     run.config.write_text("model: {path: m}\nan_old_section: {x: 1}\n")
@@ -158,12 +137,6 @@ def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
     assert ["an_old_section.x", "1"] in found["config"]["settings"]
     assert any("store.json" in each for each in found["run"]["problems"])
     assert found["rollouts"] is None
-
-
-def test_what_is_missing_of_a_store_is_said(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(3), groups=[Group(rewards=[0.0, 1.0])])
-    write_metadata(run.rollouts, Metadata(sample_rate=0.5))
-    assert any("sample_rate = 0.5" in each for each in _answers(run)["run"]["problems"])
 
 
 @pytest.mark.parametrize("content", ["", "not json\n", '[1, 2]\n"x"\n', '{"step": "a"}\n', "\x00\xff\n"])
@@ -357,29 +330,6 @@ def test_a_script_that_somebody_puts_into_the_file_does_not_run(browser: Browser
         assert sum("Content Security Policy" in error for error in watched.errors) == 3
         for notes in (watched.errors, watched.outside):
             notes.clear()
-
-
-@pytest.mark.parametrize(
-    ("metrics", "state", "said"),
-    [
-        ([], "failed", "no optimizer step was finished."),
-        (steps(1), "stopped", "The run was stopped after 1 of 1 steps"),
-        (steps(8), "running", "The run is in progress"),
-    ],
-)
-def test_a_run_of_few_steps_without_evaluations_has_every_view(
-    browser: Browser, tmp_path: Path, metrics: list[dict[str, float]], state: str, said: str
-) -> None:
-    run = write_run(tmp_path, metrics=metrics, state=state, error="CUDA out of memory" if state == "failed" else None)
-    if state == "running":
-        mine = {"host": "another", "updated_at": 4e9}
-        run.status.write_text(json.dumps({"version": 1, "state": state, **mine}))
-    with _opened(browser, write_report([run])) as watched:
-        assert said in watched.page.inner_text("main")
-        assert ("CUDA out of memory" in watched.page.inner_text("main")) is (state == "failed")
-        for view in ("curves", "rollouts", "config"):
-            go(watched.page, f"#/{view}?run=run")
-            assert "Something went wrong" not in watched.page.inner_text("main"), view
 
 
 def test_a_report_of_several_runs_begins_with_all_and_lays_them_over_each_other(

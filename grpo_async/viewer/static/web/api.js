@@ -1,5 +1,4 @@
-/* Requests to the server, or in a report to the answers that stand in the page, and addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
-   the mistake. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
+/* Requests to the server, or in a report to the answers that stand in the page, and addresses of views. A failed answer is an ApiError with the server's message. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
 
 export const DEFAULT_VIEW = "home";
 
@@ -7,7 +6,6 @@ export class ApiError extends Error {
   constructor(status, body) {
     super(body.error || `the server answered ${status}`);
     this.status = status;
-    this.position = body.position;
   }
 }
 
@@ -55,7 +53,7 @@ export async function get(name, parameters = {}, signal = undefined) {
   let answer;
   let body;
   try {
-    answer = await fetch(`api/${name}${queryString(parameters)}`, { signal, credentials: "same-origin" });
+    answer = await ask(`api/${name}${queryString(parameters)}`, signal);
     body = await (answer.ok ? answer.json() : answer.json().catch(() => ({}))); // that of an error may be another server's page
   } catch (error) {
     if (error.name === "AbortError") {
@@ -69,10 +67,17 @@ export async function get(name, parameters = {}, signal = undefined) {
   return body;
 }
 
-/** Exchanges the token for a cookie; false: it is wrong. */
-export async function openSession(token) {
-  const answer = await fetch("api/session", { method: "POST", headers: { Authorization: `Bearer ${token}` } });
-  return answer.ok;
+/** A request with the token, which is kept for further tabs of this origin. */
+function ask(path, signal) {
+  return fetch(path, { signal, headers: { Authorization: `Bearer ${encodeURIComponent(memory.get("token"))}` } });
+}
+
+/** Keeps a file of the server's; a link to it would lack the token. */
+export async function download(path, name) {
+  const answer = await ask(path);
+  const address = URL.createObjectURL(await answer.blob());
+  Object.assign(document.createElement("a"), { href: address, download: name }).click();
+  URL.revokeObjectURL(address);
 }
 
 export function current(hash = location.hash) {

@@ -246,5 +246,5 @@ export function empty(title, ...more) {
 }
 
 export function wrongQuery() {
-  return empty("The query cannot be read.", "The mistake is marked above.");
+  return empty("The query cannot be read.", "The mistake is named above.");
 }

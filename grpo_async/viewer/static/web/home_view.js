@@ -1,6 +1,6 @@
 /* All runs, the most recently updated first: which of them learn. Ticked runs can be compared. */
 
-import { address, get, joined, report, reportAddress } from "./api.js";
+import { address, download, get, joined, report, reportAddress } from "./api.js";
 import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, panel, part, plural, spacer, table } from "./dom.js";
 
 const EVERY_MS = 4000;
@@ -22,7 +22,7 @@ export async function homeView({ app, main, signal }) {
     const links = [
       h("a", { class: "button", href: address("curves", { run, with: names }) }, `Curves of ${ticked.size} runs`),
       h("a", { class: "button", href: address("config", { run, with: names }) }, "Settings that differ"),
-      report ? null : h("a", { class: "button", href: reportAddress(run, names), download: "report.html" }, "Report"),
+      report ? null : button("Report", () => download(reportAddress(run, names), "report.html")),
     ];
     const isMany = ticked.size > Charts.COLORS;
     fill(together, isMany ? hint(`At most ${Charts.COLORS} runs can be compared.`) : ticked.size > 1 ? links : hint("Tick two or more to compare them."));

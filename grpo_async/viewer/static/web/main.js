@@ -1,6 +1,6 @@
 /* The frame of the page: asks for the token, draws the bar of runs and views, handles keys, and shows the view in the address. */
 
-import { ApiError, DEFAULT_VIEW, address, current, get, go, isKnown, openSession, report } from "./api.js";
+import { ApiError, DEFAULT_VIEW, address, current, get, go, isKnown, memory, report } from "./api.js";
 import { announce, button, empty, fill, h, link, oneLine, select, spacer } from "./dom.js";
 import { StatusPoll } from "./status.js";
 import { curvesView } from "./curves_view.js";
@@ -53,12 +53,10 @@ async function start() {
   const token = tokenInAddress();
   if (token !== null) {
     history.replaceState(null, "", location.pathname);
+    memory.set("token", token);
   }
   let found;
   try {
-    if (token !== null) {
-      await openSession(token);
-    }
     found = await get("runs");
   } catch (error) {
     showError(error);
@@ -213,26 +211,18 @@ function showError(error) {
 
 function askForToken() {
   const input = h("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false", required: true });
-  const problem = h("p", { class: "level bad", role: "alert" });
-  const submit = async (event) => {
+  const submit = (event) => {
     event.preventDefault();
-    const given = input.value.trim();
-    const token = given.includes("token=") ? given.split("token=")[1] : given;
-    if (await openSession(token)) {
-      location.reload();
-    } else {
-      problem.textContent = "That is not the token of this start.";
-    }
+    memory.set("token", input.value.trim().split("token=").pop());
+    location.reload();
   };
-  const command = h("code", {}, "grpo-async inspect");
   const form = h(
     "form",
     { class: "token-form", on: { submit } },
     h("h1", {}, "The inspector needs its token"),
-    h("p", {}, "The terminal in which ", command, " runs printed an address that ends in it. Open that address, or paste it here. It changes with every start."),
+    h("p", {}, "The terminal in which ", h("code", {}, "grpo-async inspect"), " runs printed an address that ends in it. Open that address, or paste it here. It changes with every start."),
     h("label", { for: "token" }, "Address or token"),
     h("div", { class: "row" }, input, h("button", { type: "submit", class: "primary" }, "Open")),
-    problem,
   );
   fill(bar);
   fill(main, form);

@@ -41,7 +41,7 @@ export class QueryBox {
     this.onChange(this.input.value.trim());
   }
 
-  /** An error of the server, with a caret under the place; null: none. */
+  /** An error of the server; null: none. */
   show(error) {
     if (!error) {
       this.input.removeAttribute("aria-invalid");
@@ -50,10 +50,7 @@ export class QueryBox {
     }
     this.input.setAttribute("aria-invalid", "true");
     this.input.focus(); // what is typed next corrects the query instead of acting as a key of the page
-    this.input.setSelectionRange(this.input.value.length, this.input.value.length);
-    const caret = `${" ".repeat(error.position)}^`;
-    const where = Number.isInteger(error.position) ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${caret}`) : null;
-    fill(this.problem, where, h("p", { class: "level" }, error.message));
+    fill(this.problem, h("p", { class: "level" }, error.message));
   }
 
   /** The query with each field or word in the place of what is being written; the browser shows those that go on from it. */

@@ -1,7 +1,7 @@
 /* One run as a whole: whether it learns and why not, its main curves. It follows a running run. */
 
-import { address, get, joined, report, reportAddress, traceAddress } from "./api.js";
-import { arrange, badge, h, heading, hint, link, oneLine, panel, part, spacer, statistics, table } from "./dom.js";
+import { address, download, get, joined, report, reportAddress, traceAddress } from "./api.js";
+import { arrange, badge, button, h, heading, hint, link, oneLine, panel, part, spacer, statistics, table } from "./dom.js";
 import { Plots } from "./plots.js";
 
 export async function runView({ app, main, parameters, signal }) {
@@ -14,8 +14,8 @@ export async function runView({ app, main, parameters, signal }) {
       hint(outcome),
       spacer(),
       report ? null : [
-        h("a", { class: "button", href: reportAddress(run), download: `${run}.html`, title: "This page as a file, with its data" }, "Report"),
-        h("a", { class: "button", href: traceAddress(run), download: `${run}.trace.json.gz`, title: "Open the file at ui.perfetto.dev" }, "Timeline"),
+        button("Report", () => download(reportAddress(run), `${run}.html`), { title: "This page as a file, with its data" }),
+        button("Timeline", () => download(traceAddress(run), `${run}.trace.json.gz`), { title: "Open the file at ui.perfetto.dev" }),
       ],
     ),
     h("p", { class: `verdict lined filled said ${verdict.level}`, "data-verdict": verdict.key }, verdict.text),

@@ -10,7 +10,6 @@ export class StatusPoll {
   /** `onLocked` is called when the server does not know this page anymore: it was restarted, with another token. */
   constructor(onLocked) {
     this.onLocked = onLocked;
-    this.isLocked = false;
     this.element = h("span", { class: "run-status" });
     this.run = null;
     this.listener = () => {};
@@ -37,7 +36,7 @@ export class StatusPoll {
 
   async ask() {
     const { run } = this;
-    if (document.hidden || this.isLocked || run === null) {
+    if (document.hidden || run === null) {
       return; // becoming visible begins again
     }
     try {
@@ -49,7 +48,7 @@ export class StatusPoll {
       this.listener(found);
     } catch (error) {
       if (error.status === 401) {
-        this.isLocked = true; // until the page is loaded again, with the new token
+        this.run = null; // until the page is loaded again, with the new token
         this.onLocked();
         return;
       }
