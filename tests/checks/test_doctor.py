@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,7 +88,7 @@ def test_what_nvidia_smi_says(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(doctor, "_NVIDIA_SMI_TIMEOUT_S", 1.0)
-    (found,) = run_check("gpus", doctor.check_gpus, timeout_s=10.0)
+    (found,) = run_check("gpus", doctor.check_gpus)
     assert (found.status, words in found.detail) == (status, True), found
 
 
@@ -154,19 +153,4 @@ def test_errors_of_a_check_become_its_result(error: Exception, detail: str) -> N
         yield "pass", "fine until here"
         raise error
 
-    assert run_check("one", check, timeout_s=5.0) == [Check("one", "fail", detail)]
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"), [("weights.timeout_s", "raise `weights.timeout_s`"), (None, "no result within 0 s")]
-)
-def test_a_check_that_hangs_is_left_after_its_limit(setting: str | None, words: str) -> None:
-    never = threading.Event()
-
-    def hang() -> Iterator[Found]:
-        never.wait(20.0)
-        yield "pass", "too late"
-
-    (timed,) = run_check("x", hang, timeout_s=0.1, setting=setting)
-    never.set()
-    assert (timed.status, words in timed.detail) == ("fail", True)
+    assert run_check("one", check) == [Check("one", "fail", detail)]

@@ -30,11 +30,10 @@ from grpo_async.utils.text import count
 from tests.launch.support import make_config
 from tests.servers.embedded_support import Live, live, load
 from tests.support.chat_families import family
-from tests.support.local_server import local_server
 from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
-NAMES = ["logprobs", "tokenizer", "token", "disk"]
+NAMES = ["logprobs", "tokenizer", "disk"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
         "config": config, "run_dir": RunDir(config.run_path), "renderer": renderer, "servers": [], "prompts": prompts,
         "probes": [],
         "score_on_trainer": lambda *_: TrainerScores(logprobs=[], perturbed_logprobs=[]), "num_parameters": 0,
-        "num_embeddings": len(tokenizer), "policy_version": 0, "token": TOKEN,
+        "num_embeddings": len(tokenizer), "policy_version": 0,
     }  # fmt: skip
     return PreflightContext(**{**fields, **changes})
 
@@ -249,29 +248,6 @@ def test_vllm_must_have_the_same_tokenizer(
 
 
 # Addresses, disk.
-
-
-@pytest.mark.parametrize(
-    ("host", "answer", "status", "words"),
-    [
-        ("127.0.0.1", 401, "pass", "is on loopback and wants the token"),
-        ("127.0.0.1", None, "warn", "answers without a token"),
-        # inet_aton's spelling of 127.0.0.1, which is_loopback does not know: as an address on a network
-        ("127.1", 401, "warn", "without TLS"),
-        ("127.1", 404, "fail", "answers without a token"),
-    ],
-)
-def test_a_server_must_want_the_token(tmp_path: Path, host: str, answer: int | None, status: str, words: str) -> None:
-    with local_server(refuses={"/rollout/info": answer} if answer else {}) as answering:
-        server = _server(f"http://{host}:{answering.port}", engine="embedded")
-        found = preflight.check_token(_context(tmp_path, family("chatml"), servers=[server]), server)
-    assert (found[0], words in found[1]) == (status, True), found
-
-
-@pytest.mark.parametrize(("url", "status"), [("http://127.0.0.1:9", "warn"), ("http://10.1.2.3:9", "fail")])
-def test_a_run_without_a_token_is_for_loopback_only(tmp_path: Path, url: str, status: str) -> None:
-    found = preflight.check_token(_context(tmp_path, family("chatml"), token=None), _server(url))
-    assert found[0] == status
 
 
 NUMBER = 1_000_500
