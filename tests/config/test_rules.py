@@ -29,7 +29,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"data": {"train": [{**JSONL, "weight": 0}]}}, "the weight of every source is 0"),
         ({"data": {"train": {**JSONL, "rewards": ["b"]}}}, "rewards: for a list of sources only"),
         ({"data": {"train": [{**JSONL, "environment": "x"}]}}, "data.train.0.environment: x is not one of the environments []"),
-        ({"evaluation": {"data": [{**JSONL, "weight": 2}]}}, "evaluation.data.0: weight, temperature and group_size"),
         ({"data": {"train": JSONL, "sampling": {"retire_solved": 2}}, "training": {"epochs": 2}}, "training.epochs: 2 does not go"),
         ({"data": {"train": JSONL, "sampling": {"target": 0.3}}}, "target: 0.3 has no effect with type: uniform"),
         # the objective
