@@ -20,8 +20,6 @@ _STARTERS = {  # folder of grpo_async/starters: title of its config
     "tools": "A model that can call your own Python function.",
     "env": "An environment: a game of several turns, rewarded at the end.",
     "agent": "An agent: your own program, which calls the model over HTTP.",
-    "math": "Problems with numbers as answers, compared by value.",
-    "code": "Python functions, judged by running tests in a sandbox.",
 }
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
@@ -33,8 +31,6 @@ def init(
     tools: Annotated[bool, typer.Option("--tools", help=_STARTERS["tools"])] = False,
     env: Annotated[bool, typer.Option("--env", help=_STARTERS["env"])] = False,
     agent: Annotated[bool, typer.Option("--agent", help=_STARTERS["agent"])] = False,
-    math: Annotated[bool, typer.Option("--math", help=_STARTERS["math"])] = False,
-    code: Annotated[bool, typer.Option("--code", help=_STARTERS["code"])] = False,
     model: Annotated[
         str, typer.Option("--model", metavar="PATH", help="The policy: a name on the Hugging Face hub, or a folder.")
     ] = _DEFAULT_MODEL,
@@ -48,7 +44,7 @@ def init(
       grpo-async init my-run
       grpo-async init my-run --tools --model Qwen/Qwen3-4B
     """
-    flags = {"tools": tools, "env": env, "agent": agent, "math": math, "code": code}
+    flags = {"tools": tools, "env": env, "agent": agent}
     chosen = [name for name, wanted in flags.items() if wanted]
     if len(chosen) > 1:
         raise ConfigError(f"--{' and --'.join(chosen)}: choose one; a config can be extended later")

@@ -21,7 +21,7 @@ from grpo_async.cli.app import app
 from grpo_async.config.loader import load_config
 from tests.support.chat_families import TEMPLATES
 
-FLAGS = ([], ["--tools"], ["--env"], ["--agent"], ["--math"], ["--code"])
+FLAGS = ([], ["--tools"], ["--env"], ["--agent"])
 starters = pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: (flags or ["reward"])[0].strip("-"))
 NOISE = """
 import itertools
@@ -105,7 +105,7 @@ def test_init_replaces_nothing_and_takes_one_kind(tmp_path: Path) -> None:
     assert (in_file.exit_code, in_file.stderr) == (2, f"{tmp_path / 'rewards.py'}: File exists\n")
     below = CliRunner().invoke(app, ["init", str(tmp_path / "rewards.py" / "new")])
     assert (below.exit_code, below.stderr) == (2, f"{tmp_path / 'rewards.py' / 'new'}: Not a directory\n")
-    assert CliRunner().invoke(app, ["init", str(tmp_path / "new"), "--tools", "--math"]).exit_code == 2
+    assert CliRunner().invoke(app, ["init", str(tmp_path / "new"), "--tools", "--env"]).exit_code == 2
     assert not (tmp_path / "new").exists()
 
 

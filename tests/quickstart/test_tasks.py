@@ -14,7 +14,7 @@ from grpo_async.tools import load_tools
 ITEM = (3, 4, -2, 1)
 
 
-@pytest.mark.parametrize(("name", "num_items"), [("think", 2012), ("tool", 4400)])
+@pytest.mark.parametrize(("name", "num_items"), [("think", 2012), ("tool", 4500)])
 def test_the_split_covers_every_item_once(name: str, num_items: int) -> None:
     training, held_out = TASKS[name].training_items(), TASKS[name].held_out_items()
     assert not set(training) & set(held_out)
