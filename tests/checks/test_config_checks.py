@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo_async.checks import config_checks, memory
+from grpo_async.checks import memory
 from grpo_async.checks.config_checks import check_data, check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer
-from grpo_async.rollout.components import Components
 from tests.launch.support import EMBEDDED, make_config
 from tests.support.chat_families import family
 
@@ -108,35 +107,6 @@ def test_a_source_needs_the_columns_of_its_own_rewards_only(tmp_path: Path) -> N
     _write(tmp_path / "own.jsonl", [{"prompt": "9 + 9 ="}])
     notes = check_inputs(config, engine=EMBEDDED)
     assert [note[:12] for note in notes if "plain text" in note] == ["data.train.1"]
-
-
-def test_columns_of_evaluation_data_that_is_not_read_here_are_not_looked_for_in_the_training_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
-    evaluation = {"data": {"type": "hub", "name": "a/b"}, "baseline_column": "label"}
-    notes = check_inputs(make_config(tmp_path, evaluation=evaluation), engine=EMBEDDED)
-    assert any(note.startswith("evaluation.data: the dataset a/b is not checked here") for note in notes)
-
-
-def test_tools_and_environments_are_closed_also_where_a_check_breaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[Components] = []
-
-    async def close(self: Components) -> None:
-        closed.append(self)
-
-    def breaks(_: str) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(Components, "aclose", close)
-    monkeypatch.setattr(config_checks, "resolve", breaks)
-    config = make_config(tmp_path)
-    _write(tmp_path / "train.jsonl", TRAIN)
-    with pytest.raises(ZeroDivisionError):
-        check_inputs(config, engine=EMBEDDED)
-    assert len(closed) == 1
 
 
 def test_completions_of_plain_prompts_reach_rewards_as_text_and_it_is_said_unless_an_agent_makes_them(

@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from grpo_async import sandbox
 from grpo_async.checks import doctor
 from grpo_async.checks.doctor import check_vllm, run_doctor
 from grpo_async.checks.report import Check, Found, run_check
@@ -123,19 +121,6 @@ def test_vllm_is_judged_without_importing_it(
 
 
 # The sandbox.
-
-
-def test_a_part_of_the_sandbox_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.sandbox._missing", {"landlock": "no such call"})
-    ((status, text),) = doctor.check_sandbox()
-    assert status == "warn"
-    assert "no landlock here (no such call)" in text
-
-    def fail(require: object) -> Any:
-        raise sandbox.SandboxError("no interpreter")
-
-    monkeypatch.setattr(sandbox, "startup_notes", fail)
-    assert _statuses(doctor.check_sandbox()) == ["warn"]
 
 
 # The runner that isolates each check.

@@ -109,16 +109,6 @@ def test_init_replaces_nothing_and_takes_one_kind(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", ["2024", "1e5", "true", "null", "x" * 201])
-def test_a_folder_whose_name_yaml_takes_for_another_type_or_is_too_long_gives_a_config_that_loads(
-    tmp_path: Path, name: str
-) -> None:
-    assert CliRunner().invoke(app, ["init", str(tmp_path / name)]).exit_code == 0
-    config = tmp_path / name / "train.yaml"
-    assert load_config(config).run.name == name[:200]
-    assert f"written to runs/{name[:200]};" in config.read_text(encoding="utf-8")
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 @starters
