@@ -77,8 +77,8 @@ def run_preflight(context: PreflightContext) -> list[Check]:
         if name == "logprobs" and context.trainer_scores is None:
             continue  # said already
         for server in context.servers:
-            checks += run_check(name, partial(_check_server, ask, context, server))
-    checks += run_check("disk", lambda: [check_disk(context)])
+            checks.append(run_check(name, partial(ask, context, server), prefix=f"{server.name}: "))
+    checks.append(run_check("disk", partial(check_disk, context)))
     write_atomically(context.run_dir.preflight, to_json(checks))
     return checks
 
@@ -87,13 +87,6 @@ def check_disk(context: PreflightContext) -> Found:
     """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
     size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
     return disk_room(context.config, context.run_dir, size)
-
-
-def _check_server(
-    ask: Callable[[PreflightContext, Server], Found], context: PreflightContext, server: Server
-) -> list[Found]:
-    status, detail = ask(context, server)
-    return [(status, f"{server.name}: {detail}")]
 
 
 def _info(server: Server) -> ServerInfo:
@@ -116,14 +109,10 @@ def check_logprobs(context: PreflightContext, server: Server) -> Found:
     if found.versions != [context.policy_version]:
         message = f"it serves version {found.versions} and not {context.policy_version}, which was pushed"
         return "fail", f"{message}; does another trainer use this server?"
-    if found.difference.mean <= MAX_RATIO * trainer.rounding.mean:
+    if found.difference.mean <= max(MAX_ROUNDING, MAX_RATIO * trainer.rounding.mean):
         cause = (
-            f"Rounding explains it, and is too coarse to train with ({_dtypes(context)}): logits of this model are large. Set "
-            "model.head_dtype: float32, or compute and serve in float32 (model.compute_dtype, inference.dtype)"
-        )
-    elif found.difference.mean <= MAX_ROUNDING:
-        cause = (
-            f"That is more than the rounding of {_dtypes(context)} explains; where the difference is known and accepted, raise "
+            f"It may be rounding ({_dtypes(context)}), and is too coarse to train with: set model.head_dtype: float32, or compute "
+            "and serve in float32 (model.compute_dtype, inference.dtype); where the difference is known and accepted, raise "
             "weights.verify_tolerance"
         )
     else:

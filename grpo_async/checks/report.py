@@ -35,7 +35,7 @@ class Check:
 
 
 Found: TypeAlias = tuple[Status, str]
-"""What a check yields: status and detail; its name is added by `run_check`."""
+"""What a check returns: status and detail; its name is added by `run_check`."""
 
 
 def worst_status(checks: Iterable[Check]) -> Status:
@@ -49,12 +49,13 @@ def counts(checks: Sequence[Check]) -> str:
     return f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
 
 
-def run_check(name: str, function: Callable[[], Iterable[Found]]) -> list[Check]:
-    """Run one check. Whatever goes wrong in it becomes a failed check of this name."""
+def run_check(name: str, function: Callable[[], Found], *, prefix: str = "") -> Check:
+    """Run one check; of what comes of it `prefix` begins the detail. Whatever goes wrong in it becomes a failed check."""
     try:
-        return [Check(name, status, detail) for status, detail in function()]
+        status, detail = function()
     except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others found
-        return [Check(name, "fail", message_of(error))]
+        status, detail = "fail", message_of(error)
+    return Check(name, status, f"{prefix}{detail}")
 
 
 def to_json(checks: Sequence[Check]) -> str:
