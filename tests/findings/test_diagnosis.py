@@ -90,7 +90,7 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     "learning rate too small to move a ratio": (
         Run(reward=line(0.3, 0.3), metrics={"lr": 1e-7, **STALE, **STILL}), "hardly-moves", False
     ),
-    "learning rate 0": (Run(reward=line(0.3, 0.3), metrics={"lr": 0.0}), "no-gradient", False),
+    "learning rate 0": (Run(reward=line(0.3, 0.3), metrics={"lr": 0.0}), "hardly-moves", False),
     "collapses, by held-out prompts": (
         Run(reward=peak(0.2, 0.8, 0.02), held_out={0: 0.2, 30: 0.8, 60: 0.02}), "collapsed", False
     ),
