@@ -44,22 +44,10 @@ _NUM_ROWS = 3
 _NUM_FIRST = 10_000  # of a file that is too large to be read here
 _NUM_MEASURED = 200
 _SMALL_BYTES = 128 << 20  # about ten seconds
-_LATER = "the trainer looks at all rows, and so does `grpo-async validate --data`"
+_LATER = "the trainer looks at all rows, and so does `grpo-async train --dry-run`"
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
-
-
-def check_data(config: ExperimentConfig) -> list[str]:
-    """Look at all rows that the configuration names, and at a sample of them with the tokenizer; return notes.
-
-    Raises:
-        ConfigError: all problems, one a line, each with its dotted path.
-    """
-    found = _InputChecks(config=config, deep=True)
-    found.check_data(has_model=True)
-    found.problems.raise_if_any()
-    return found.notes
 
 
 def check_inputs(config: ExperimentConfig, *, engine: EngineChoice, deep: bool = False) -> list[str]:
@@ -355,17 +343,12 @@ class _InputChecks:
             reward.close()
 
     def check_own_functions(self) -> None:
+        """Load what the loss names, as the trainer will."""
         with self.problems.collecting():
             if self.config.loss.type == "custom":
                 from grpo_async.training.loss import UserLoss  # here: it imports torch
 
                 UserLoss(self.config.loss)
-        with self.problems.collecting():
-            optimizer = self.config.optimizer
-            if optimizer.schedule_kwargs or optimizer.schedule == "warmup_stable_decay":  # which needs some
-                from grpo_async.training.schedule import lr_factors  # here: it imports torch
-
-                lr_factors(self.config)
 
 
 def _no_cuda() -> str:

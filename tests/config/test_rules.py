@@ -30,7 +30,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"data": {"train": {**JSONL, "rewards": ["b"]}}}, "rewards: for a list of sources only"),
         ({"data": {"train": [{**JSONL, "environment": "x"}]}}, "data.train.0.environment: x is not one of the environments []"),
         ({"data": {"train": JSONL, "sampling": {"retire_solved": 2}}, "training": {"epochs": 2}}, "training.epochs: 2 does not go"),
-        ({"data": {"train": JSONL, "sampling": {"target": 0.3}}}, "target: 0.3 has no effect with type: uniform"),
         # the objective
         ({"loss": {"correction": {}}}, "loss.correction, which weighs"),
         ({"loss": {"proximal": "log_linear"}, "rollout": {"max_staleness": 0}}, "loss.proximal: log_linear does not go with"),
@@ -40,7 +39,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             "gspo's ratio is the same for all of them; set level: sequence",
         ),
         ({"rewards": [{"name": "x"}]}, "a reward is one of function, model; none of them is set"),
-        ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model never runs in this process"),
         (
             {"model": {"path": "m", "lora": {"push": "adapter_swap", "modules_to_save": ["lm_head"]}}},
             "model.lora.push: adapter_swap sends the adapters alone, and servers would keep the old values of",
@@ -108,7 +106,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
         ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "environment; function and command are set"),
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
-        ({"rollout": {"agent": {"function": "a:b", "memory_mb": 64}}}, "applies to the process of a `command` only"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
