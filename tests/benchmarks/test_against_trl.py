@@ -4,7 +4,6 @@ is there."""
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from benchmarks import _trl_train as train
@@ -34,16 +33,3 @@ def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> Non
     assert config.inference.threads == config.launch.trainer_threads == 1
     assert config.model.dtype == "float32"
     assert not options["bf16"]
-
-
-def test_what_trl_drops_is_counted_from_the_beginning(tmp_path: Path) -> None:
-    """TRL logs how many it dropped since the last step, None where none were, and a summary at the end, which is no step."""
-    writer = train.step_writer(tmp_path / "steps")
-    logs = {"perf/step_s": 2.0, "perf/fwd_s": 0.4, "perf/rollout_wait_s": 0.5, "perf/weight_sync_s": 0.2,
-            "batch/samples_per_step": 16.0, "batch/trained_tokens_per_step": 960.0, "sample/staleness_mean": 1.0}  # fmt: skip
-    for dropped in ({"sample/dropped_stale_total": 8.0}, {}, {"sample/dropped_stale_total": 3.0}):
-        writer.on_log(None, None, None, logs | dropped)
-    writer.on_log(None, None, None, {"train_runtime": 60.0})
-    steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
-    assert [step["thrown_away"] for step in steps] == [8.0, 8.0, 11.0]
-    assert (steps[0]["wall_s"], steps[0]["samples"], steps[0]["push_s"]) == (2.0, 16.0, 0.2)

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from benchmarks import _models, asynchrony
-from benchmarks.report import Report, in_turns, ratios
+from benchmarks.report import Report
 
 
 @pytest.mark.parametrize(
@@ -30,22 +30,7 @@ def test_the_exit_code_says_whether_every_target_is_met(
     assert lines[-1].startswith("MISSED" if code else "met")
 
 
-def test_variants_take_turns_and_ratios_are_within_a_round() -> None:
-    assert list(in_turns(["a", "b", "c"], 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a")]
-    assert ratios({"a": [2.0, 9.0], "b": [1.0, 3.0]}, "a", "b") == [2.0, 3.0]
-    with pytest.raises(ValueError, match="zip"):
-        ratios({"a": [2.0, 9.0], "b": [1.0]}, "a", "b")
-
-
 SMALL = _models.ModelShape(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
-
-
-def test_parameters_and_flops_are_those_of_the_formula() -> None:
-    # a layer: q 4x4, o 4x4, k 4x2, v 4x2 = 48; MLP 3 x 4 x 8 = 96; two layers 288; head 10 x 4 = 40
-    assert SMALL.num_parameters == 328
-    assert SMALL.forward_flops(5) == 656 + 160  # 2 x 328 + 4 x 2 layers x 4 x 5 tokens
-    assert SMALL.training_flops(9) == 1968 + 480  # 6 x 328 + 6 x 2 x 4 x (9 + 1)
-    assert SMALL.kv_bytes(2) == 2 * 2 * 2 * 2
 
 
 def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float) -> dict[str, float]:

@@ -70,6 +70,6 @@ def test_a_push_is_measured_beside_its_broadcast(run: Run) -> None:
         *(values[f"  {phase}", "ms"] for phase in ("start", "transfer", "pause", "finish", "resume")),
         strict=True,
     ):  # fmt: skip
-        assert load <= phases[3]  # finish
+        assert load <= whole_push  # in part while the next bucket travels
         assert sum(phases) == pytest.approx(whole_push, rel=0.2)
     assert all(p <= whole for p, whole in zip(values["  stopped", "ms"], values["push", "ms"], strict=True))

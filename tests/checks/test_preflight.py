@@ -243,18 +243,3 @@ def test_disk_for_checkpoints_and_the_model(
     found = preflight.check_disk(context)
     assert found[0] == status
     assert found[1].startswith(f"{count(3 - num_there, 'checkpoint')} of 11.4 MiB and the model of 3.8 MiB need")
-
-
-def test_disk_for_the_checkpoints_that_are_kept_for_longer(tmp_path: Path) -> None:
-    """The last 2 and one being written, the best 3, and steps 60, 120 and 180: of every fourth step, those that are saved. Never
-    more than the run makes: 4 in 60 steps."""
-    sections: dict[str, Any] = {
-        "checkpoint": {"every_steps": 15, "keep_every": 4, "keep_best": 3},
-        "training": {"max_steps": 200},
-        "evaluation": {"every_steps": 15, "data": {"path": "heldout.jsonl"}},
-    }
-    found = preflight.check_disk(_context(tmp_path, family("chatml"), num_parameters=NUMBER, sections=sections))
-    assert found[1].startswith("9 checkpoints of ")
-    sections["training"] = {"max_steps": 60}
-    found = preflight.check_disk(_context(tmp_path, family("chatml"), num_parameters=NUMBER, sections=sections))
-    assert found[1].startswith("4 checkpoints of ")

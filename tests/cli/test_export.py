@@ -52,15 +52,6 @@ def test_the_name_of_the_file_says_the_format(run: Path, tmp_path: Path) -> None
         assert connection.execute("SELECT sum(reward) FROM read_parquet(?)", [str(out)]).fetchall() == [(3.0,)]
 
 
-def test_an_evaluation_is_exported(run: Path) -> None:
-    for step in ("2", "latest"):
-        code, out, _ = _export(str(run), "--evaluation", step)
-        assert (code, len(out.splitlines())) == (0, 2)
-    code, _, err = _export(str(run), "--evaluation", "7")
-    assert code == 2
-    assert "it has: 2" in err
-
-
 def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> None:
     code, _, err = _export(str(run), "rewad<1")
     assert code == 2

@@ -218,13 +218,6 @@ def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:
     _config(**sections)
 
 
-def test_a_rollout_function_beside_tools_or_environments_is_refused() -> None:
-    """R4.4: such a function bypasses the tool loop, so what is configured for it would silently not be used."""
-    for beside in ({"tools": [{"function": "a:b"}]}, {"environments": {"game": {"factory": "a:b"}}}):
-        with pytest.raises(ValidationError, match=rf"rollout_function\.function does not go with {next(iter(beside))}"):
-            _config(rollout_function={"function": "a:b"}, **beside)
-
-
 def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> None:
     config = _config(
         evaluation={"every_steps": 8, "samples_per_prompt": 4, "temperature": 0.5},
