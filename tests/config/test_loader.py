@@ -331,8 +331,3 @@ def test_an_error_does_not_print_what_may_be_secret(tmp_path: Path, override: st
 
 def test_a_wrong_range_of_replicas_is_one_problem(tmp_path: Path) -> None:
     assert len(_problems(_write(tmp_path, MINIMAL), "inference.replicas={min: 3, max: 2}")) == 1
-
-
-def test_a_reward_that_is_gone_is_refused_with_what_takes_its_place(tmp_path: Path) -> None:
-    (problem,) = _problems(_write(tmp_path, MINIMAL), "rewards=[{function: 'grpo_async.rewards.http:remote_reward'}]")
-    assert "model:" in problem

@@ -116,6 +116,7 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
             "rollout.agent.function does not go with rollout_function",
         ),
+        ({"rollout_function": {"function": "a:b"}, "tools": [{"function": "a:b"}]}, "rollout_function.function does not go with tools"),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
         ({"launch": {"trainer_nodes": 2}}, "launch.trainer_nodes: 2 needs launch.ray: auto"),
@@ -184,6 +185,7 @@ def _config(**sections: Any) -> ExperimentConfig:
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any], words: str) -> None:
+    """R4.4 among them: a rollout function bypasses the tool loop."""
     with pytest.raises(ValidationError) as caught:
         _config(**sections)
     assert words in str(caught.value)
