@@ -294,9 +294,6 @@ class _Script:
             self._processes(per_device * accumulated, size)
             return
         self._result.comments.append(f"rollout.groups_per_step: {about}")
-        if self._accelerate:
-            names = ", ".join(self._accelerate)
-            self._result.comments.append(f"launch: {names} are all of accelerate; none of them was read")
 
     def _processes(self, samples: int, size: int) -> None:
         """Those of accelerate's YAML, each with `samples` in groups of `size`."""
@@ -337,10 +334,6 @@ class _Script:
                 put("rollout.max_turns", value + 1)  # the last turn calls none
             case "optim", str() if "adamw" in value:
                 return
-            case "warmup_steps", float() if 0 < value < 1:
-                self._result.comments.append(
-                    f"warmup_steps: {value} of the run's steps: set optimizer.warmup_steps by hand"
-                )
             case "mask_truncated_completions", bool():
                 put("rollout.overlong", "mask" if value else "train")
             case "bf16" | "fp16", bool():
@@ -357,11 +350,8 @@ class _Script:
                 folder = Path(value)
                 put("run.name", re.sub(r"[^A-Za-z0-9._-]", "-", folder.name).lstrip("-._") or self._stem)
                 put("run.dir", str(folder.parent) if folder.parent.name else "runs")
-            case "report_to", _:
-                wanted = [value] if isinstance(value, str) else value or []
-                self._result.comments.append(
-                    f"report_to: {', '.join(wanted)}: see `tracking` (docs/reference/config.md)"
-                )
+            case "warmup_steps", float():
+                self._result.comments.append(f"{name}: {value} of the run's steps: set {path} by hand")
             case "adam_beta1" | "adam_beta2", float():
                 betas = self._result.values.setdefault("optimizer", {}).setdefault("betas", [0.9, 0.999])
                 betas[name == "adam_beta2"] = value

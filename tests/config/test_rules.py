@@ -116,7 +116,10 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
             "rollout.agent.function does not go with rollout_function",
         ),
-        ({"rollout_function": {"function": "a:b"}, "tools": [{"function": "a:b"}]}, "rollout_function.function does not go with tools"),
+        (
+            {"rollout_function": {"function": "a:b"}, "tools": [{"function": "a:b"}]},
+            "rollout_function.function does not go with tools",
+        ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
         ({"launch": {"trainer_nodes": 2}}, "launch.trainer_nodes: 2 needs launch.ray: auto"),
