@@ -229,8 +229,6 @@ def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> N
         ("loss: {reference: ~nobody-of-this-name/x}", "loss.reference: there is no home folder for ~nobody-of-this-name; write the "
          "whole path"),
         ("optimizer: {lr: .inf}", "optimizer.lr: input should be a finite number (got inf)"),
-        ("evaluation: {temperature: 1e-6}", "evaluation.temperature: 1e-06 is more than 0 and less than 0.01, to which vLLM would "
-         "raise it; set 0 for greedy"),
         ("tools: [{function: my.module.name}]", "tools.0.function: 'my.module.name' is not written module:attribute, with a colon; "
          "did you mean 'my.module:name'?"),
         ("optimizer: {schedule_arguments: {}}", "unknown key 'optimizer.schedule_arguments'; did you mean "

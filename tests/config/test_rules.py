@@ -27,7 +27,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         # data
         ({"data": {"train": [JSONL, {"path": "other/t.jsonl"}]}}, "the labels ['t'] are used more than once; give each source a"),
         ({"data": {"train": [{**JSONL, "weight": 0}]}}, "the weight of every source is 0"),
-        ({"data": {"train": {**JSONL, "rewards": ["b"]}}}, "rewards: for a list of sources only"),
         ({"data": {"train": [{**JSONL, "environment": "x"}]}}, "data.train.0.environment: x is not one of the environments []"),
         ({"data": {"train": JSONL, "sampling": {"retire_solved": 2}}, "training": {"epochs": 2}}, "training.epochs: 2 does not go"),
         # the objective
@@ -56,7 +55,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"loss": {"score_centering": 129}}, "less than or equal to 128"),
         ({"loss": {"reference": "models/base"}}, "loss.reference: models/base needs loss.beta"),
         ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),
-        ({"loss": {"type": "grpo", "reduction": "dapo"}}, "is what `type: dapo` means; set that, without reduction"),
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
         ({"loss": {"proximal": "recomputed", "correction": {"cap": 2.0, "floor": 2.0}}}, "floor: 2.0 is not less than cap"),
         (
