@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import pytest
@@ -143,27 +142,3 @@ def test_an_export_replaces_nothing_but_a_model(exported: list[tuple[int, Path]]
     result = _export_model("--out", out)
     assert (result.exit_code, exported) == (2, [])
     assert "is not a model's folder" in " ".join(result.stderr.replace("│", "").split())
-
-
-def test_what_was_written_is_uploaded_into_a_private_repository(
-    exported: list[tuple[int, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = []
-
-    class Hub:
-        def create_repo(self, repository: str, **options: Any) -> None:
-            calls.append((repository, options))
-
-        def upload_folder(self, **options: Any) -> str:
-            calls.append(("upload", options))
-            return "https://hub/me/mine"
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    result = _export_model("--checkpoint", "best", "--out", "mine", "--push-to-hub", "me/mine")
-    assert result.exit_code == 0, result.output
-    assert exported == [(4, Path("mine"))]
-    assert calls == [
-        ("me/mine", {"private": True, "exist_ok": True}),
-        ("upload", {"repo_id": "me/mine", "folder_path": Path("mine")}),
-    ]
-    assert result.stdout.splitlines()[1:] == ["https://hub/me/mine"]
