@@ -206,7 +206,7 @@ def zero_variance(history: RunHistory) -> Finding | None:
     severity, text = ERROR if fraction >= _MOSTLY else WARNING, ""
     if equal is not None:
         severity, title, text = ERROR, f"All rewards are {format_number(equal[0])}", sentence(equal[1])
-        fix = _fix_of_equal_rewards(*equal)
+        fix = f"If they should differ, correct the reward ({_CHECK}); else use harder or easier prompts."
     elif fraction < _OFTEN:
         return None
     elif reward > 0.0 and reward >= 0.8 * max(history.values("reward_max") or history.values("reward")):
@@ -227,21 +227,6 @@ def zero_variance(history: RunHistory) -> Finding | None:
 def sentence(text: str) -> str:
     """Make a sentence: "trainer idle 41%: raise x" -> "Trainer idle 41%: raise x."."""
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
-
-
-def _fix_of_equal_rewards(value: float, why: str) -> str:
-    if "rollout.max_completion_tokens" in why:
-        return "Raise rollout.max_completion_tokens."
-    if "rollout.temperature" in why:
-        return "Raise rollout.temperature, or start again from a model that has not collapsed."
-    if value > 0.0:
-        return (
-            f"If wrong answers get it too, correct the reward ({_CHECK}); if the prompts are solved, use harder ones."
-        )
-    return (
-        f"If right answers get it too, correct the reward ({_CHECK}); if there are none, use easier prompts or a "
-        "reward with partial credit."
-    )
 
 
 # -- what may keep the updates from being good ones

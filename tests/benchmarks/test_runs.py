@@ -40,20 +40,6 @@ def _medians(report: dict[str, Any]) -> dict[str, float]:
     return {row["name"]: row["median"] for row in report["rows"]}
 
 
-@pytest.mark.clock
-def test_rollouts_and_turns_of_a_conversation_have_a_cost(run: Run) -> None:
-    found = _medians(run("client", "--in-flight 16 --tokens 8 --seconds 0.5 --rounds 1 --rate 100"))
-    assert len(found) == 3
-    assert all(value > 0.0 for value in found.values())
-    assert found["16 in flight: rate"] < 16 * 100 * 1.5  # what the server gives, and what began before
-    assert found["16 in flight: thread"] <= found["16 in flight: process"]
-    report = run("client", "--part conversation --turns 8 --conversations 3")
-    rows = {row["name"]: row["values"] for row in report["rows"]}
-    assert set(rows) == {"turn 2", "turn 8", "turn 8 / turn 2"}
-    assert all(len(values) == 3 and min(values) > 0.0 for values in rows.values())
-    assert [target["at_most"] for target in report["targets"]] == [1.5]
-
-
 def test_the_code_for_gpus_runs_on_a_cpu(run: Run) -> None:
     report = run("gpu", "--device cpu --rounds 1 --in-flight 2 --completion-tokens 4")
     assert _medians(report)["2 in flight"] > 0

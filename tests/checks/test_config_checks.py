@@ -95,19 +95,6 @@ def test_rows_functions_and_addresses_that_cannot_be_used_are_found(
     _refused(config, told)
 
 
-def test_a_source_needs_the_columns_of_its_own_rewards_only(tmp_path: Path) -> None:
-    rewards = [{"function": MATCH}, {"function": "grpo_async.rewards.format:think_format"}]
-    sources = [
-        {"path": str(tmp_path / "train.jsonl")},
-        {"path": str(tmp_path / "own.jsonl"), "rewards": ["think_format"]},
-    ]
-    config = make_config(tmp_path, data={"train": sources}, rewards=rewards)
-    _write(tmp_path / "train.jsonl", TRAIN)
-    _write(tmp_path / "own.jsonl", [{"prompt": "9 + 9 ="}])
-    notes = check_inputs(config, engine=EMBEDDED)
-    assert [note[:12] for note in notes if "plain text" in note] == ["data.train.1"]
-
-
 def test_completions_of_plain_prompts_reach_rewards_as_text_and_it_is_said_unless_an_agent_makes_them(
     tmp_path: Path,
 ) -> None:

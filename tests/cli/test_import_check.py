@@ -106,65 +106,11 @@ TOOLS = """
     trainer.train()
 """
 
-ENVIRONMENT = """
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    class Guess:
-        def __init__(self):
-            self.secret = 0
-
-        def reset(self, secret, **kwargs) -> str:
-            self.secret = secret
-            return f" It is below {secret + 5}."
-
-        def guess(self, number: int) -> str:
-            '''
-            Guess the number.
-
-            Args:
-                number: The guess.
-            '''
-            return "right" if number == self.secret else "wrong"
-
-        def get_reward(self) -> float:
-            return self.secret / 10
-
-    def length(completion_ids, environments, **kwargs):
-        return [len(ids) / 10 + e.secret for ids, e in zip(completion_ids, environments)]
-
-    rows = [{"prompt": [{"role": "user", "content": "Guess."}], "secret": n} for n in range(6)]
-    trainer = GRPOTrainer(
-        model="tool",
-        reward_funcs=length,
-        args=GRPOConfig(output_dir="guess", loss_type="dapo", beta=0.01, use_bias_correction_kl=False),
-        train_dataset=Dataset.from_list(rows),
-        environment_factory=Guess,
-    )
-    trainer.train()
-"""
-
-ASYNC = """
-    from datasets import Dataset
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-
-    def ends(completions, solution, **kwargs):
-        return [float(s in c[0]["content"]) for c, s in zip(completions, solution)]
-
-    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "a?"}], "solution": s} for s in "abcdef"])
-    config = AsyncGRPOConfig(output_dir="async", max_steps=100, learning_rate=3e-6, epsilon=0.1, report_to=["wandb"])
-    config.temperature = 0.9
-    trainer = AsyncGRPOTrainer(model="tiny", reward_funcs=ends, args=config, train_dataset=dataset)
-    trainer.train()
-"""
-
 SHAPES = {
     "quickstart": (QUICKSTART, ""),
     "lora": (LORA, ""),
     "gspo": (GSPO, GSPO_ARGUMENTS),
     "tools": (TOOLS, ""),
-    "environment": (ENVIRONMENT, ""),
-    "async": (ASYNC, ""),
 }
 
 

@@ -264,25 +264,6 @@ def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
 
 
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        ("optimizer.learning_rate", "'optimizer.lr'"),
-        ("num_generations", "'rollout.group_size'"),
-        ("training.gradient_accumulation_steps", "training.micro_batch_tokens"),
-        ("num_iterations", "'training.num_iterations'"),
-        ("deepspeed", "not needed"),
-        ("rollout.zzz_size", ""),
-    ],
-)
-def test_names_of_other_trainers_are_known_and_no_likeness_of_sections_makes_a_suggestion(
-    tmp_path: Path, key: str, told: str
-) -> None:
-    (problem,) = _problems(_write(tmp_path, MINIMAL), f"{key}=1")
-    assert told in problem
-    assert told or problem.endswith(f"'{key}'")
-
-
 def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path: Path) -> None:
     (problem,) = _problems(_write(tmp_path, MINIMAL + "rollout:\n  max_completion_tokens: 4000\n"))
     assert problem.startswith("x.yaml:6: rollout.max_completion_tokens: 4000 leaves no room for a prompt in")
@@ -325,7 +306,3 @@ def test_a_wrong_override_is_explained(tmp_path: Path, override: str, expected: 
 def test_an_error_does_not_print_what_may_be_secret(tmp_path: Path, override: str) -> None:
     (problem,) = _problems(_write(tmp_path, MINIMAL), override)
     assert "sk-123" not in problem
-
-
-def test_a_wrong_range_of_replicas_is_one_problem(tmp_path: Path) -> None:
-    assert len(_problems(_write(tmp_path, MINIMAL), "inference.replicas={min: 3, max: 2}")) == 1
