@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from importlib import resources
@@ -73,7 +74,7 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
         title=_STARTERS[starter],
         schema=shipped("configs/schema.json").resolve(),
         name=name,  # the file has the quotes; no character of a run's name needs an escape
-        model=_as_yaml(model),
+        model=json.dumps(model),  # in quotes: a loader need not agree on what is a number
         sections=texts.pop("sections.yaml"),
     )
     return {"train.yaml": config, **dict(sorted(texts.items()))}
@@ -82,12 +83,6 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
 def _run_name(folder: Path) -> str:
     """The folder's name, reduced to what a run's name may contain, and to its length."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")[:200] or "my-run"
-
-
-def _as_yaml(text: str) -> str:
-    import yaml
-
-    return yaml.safe_dump(text, width=10_000, default_style='"').strip()  # a loader need not agree on what is a number
 
 
 def prepare_quickstart(
