@@ -336,18 +336,6 @@ def test_without_a_driver_there_are_no_gpus_but_those_that_the_user_names(
         find_gpus({})
 
 
-def test_a_large_model_has_longer_to_start_unless_the_user_says_how_long(tmp_path: Path) -> None:
-    folder = tmp_path / "large"
-    folder.mkdir()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.truncate(140_000_000_000)  # sparse: a model of 70 B in 16 bits
-    large = make_config(tmp_path, model={"path": str(folder)})
-    assert large.inference.startup_timeout_s == 600 + 1400
-    assert make_config(tmp_path).inference.startup_timeout_s == 600
-    own = make_config(tmp_path, model={"path": str(folder)}, inference={"startup_timeout_s": 60.0})
-    assert own.inference.startup_timeout_s == 60
-
-
 @pytest.mark.parametrize(("installed", "engine"), [(True, "vllm"), (False, "embedded")])
 def test_auto_takes_vllm_where_it_is_usable_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool, engine: str
