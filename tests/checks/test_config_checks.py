@@ -95,18 +95,6 @@ def test_rows_functions_and_addresses_that_cannot_be_used_are_found(
     _refused(config, told)
 
 
-def test_completions_of_plain_prompts_reach_rewards_as_text_and_it_is_said_unless_an_agent_makes_them(
-    tmp_path: Path,
-) -> None:
-    told = "without the chat template"
-    assert told in "".join(check_inputs(make_config(tmp_path), engine=EMBEDDED))
-    agent = make_config(tmp_path, rollout={"agent": AGENT}, rewards=[{"function": MATCH}])
-    _write(tmp_path / "train.jsonl", [{"prompt": "1 + 1 =", "answer": "2"}])
-    assert told not in "".join(
-        check_inputs(agent, engine=EMBEDDED)
-    )  # its calls go through it, whatever the prompts are
-
-
 def _model(folder: Path, *, config: str = "{}", weights: bytes = (2).to_bytes(8, "little") + b"{}") -> None:
     folder.mkdir()
     (folder / "config.json").write_text(config)

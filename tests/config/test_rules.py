@@ -129,12 +129,8 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
         ({"inference": {"host": "a" * 64}}, "cannot be the name of a host: a part between its dots is empty or too long"),
-        ({"inference": {"urls": ["http://::1:8000"]}}, "http://host:port"),
         ({"inference": {"urls": ["http://user:key@host:1"]}}, "http://host:port"),
-        ({"inference": {"urls": ["ftp://host:1"]}}, "http://host:port"),
         ({"inference": {"host": "localhost:8000"}}, "inference.host"),
-        ({"inference": {"host": "127.1"}}, "inference.host"),
-        ({"inference": {"host": "mäx"}}, "inference.host"),
         ({"weights": {"host": "gpu..cluster"}}, "'gpu..cluster' cannot be the name of a host"),
         (
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
@@ -231,25 +227,6 @@ def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> 
     assert (config.max_in_flight_evaluation, config.max_in_flight_evaluation_only) == (10, 40)
     assert _config(evaluation={"max_in_flight": 3}).max_in_flight_evaluation == 3
     assert _config(evaluation={}, rollout={"max_in_flight": 2}).max_in_flight_evaluation == 1
-
-
-def test_the_reduction_in_use_is_the_types_unless_set() -> None:
-    own = {
-        "grpo": "grpo",
-        "bnpo": "bnpo",
-        "dr_grpo": "dr_grpo",
-        "dapo": "dapo",
-        "gspo": "grpo",
-        "gmpo": "grpo",
-        "luspo": "luspo",
-        "dppo": "dapo",
-        "vespo": "dapo",
-        "sapo": "grpo",
-        "cispo": "dapo",
-    }
-    assert {name: _config(loss={"type": name}).loss.resolved_reduction for name in own} == own
-    assert _config(loss={"type": "custom", "function": "a:b"}).loss.resolved_reduction == "dapo"
-    assert _config(loss={"type": "cispo", "reduction": "grpo"}).loss.resolved_reduction == "grpo"
 
 
 def test_a_run_has_100_steps_or_as_many_as_its_epochs_take() -> None:
