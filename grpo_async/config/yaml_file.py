@@ -36,7 +36,7 @@ YAML_1_2_RULES: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
     ),
 )
 """Tag, how a plain scalar with it is written, and the characters it may begin with."""
-_VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_]\w*)?(?::-(?P<default>[^}$]*))?(?P<end>\}?)")
+_VARIABLE = re.compile(r"\$\$\{|\$\{(?P<body>[^}]*)(?P<end>\}?)")
 
 
 class Location(NamedTuple):
@@ -214,18 +214,18 @@ class _Reader:
         `lr: ${LR}` is a number, while `name: "${RUN}"` stays text whatever RUN holds. What a variable holds is not filled in again.
         """
         filled, whole = _VARIABLE.sub(_variable, node.value), _VARIABLE.fullmatch(node.value)
-        return self.loader.scalar(filled) if node.style is None and whole and whole["name"] else filled
+        return self.loader.scalar(filled) if node.style is None and whole and whole["end"] else filled
 
 
 def _variable(reference: re.Match[str]) -> str:
     """What stands for a reference. Raises: ValueError: nothing does."""
-    if reference[0] == "$${":
+    if reference["body"] is None:
         return "${"
-    name, default = reference["name"], reference["default"]
-    if not name or not reference["end"]:
+    name, has_default, default = reference["body"].partition(":-")
+    if not reference["end"] or not re.fullmatch(r"[A-Za-z_]\w*", name) or "${" in default:
         raise ValueError(
             f"'{reference[0]}' is not written ${{NAME}} or ${{NAME:-default}}; write $${{ for a literal ${{"
         )
-    if name not in os.environ and default is None:
+    if name not in os.environ and not has_default:
         raise ValueError(f"the environment variable '{name}' is not set; set it or write ${{{name}:-default}}")
-    return os.environ.get(name) or default or ""
+    return os.environ.get(name) or default

@@ -135,7 +135,7 @@ def test_bad_references_are_problems_and_say_nothing_else_about_the_value(
         "x.yaml:6: optimizer.lr: the environment variable 'MISSING' is not set; set it or write ${MISSING:-default}",
         *(
             f"x.yaml:{line}: optimizer.{key}: '{text}' is not written ${{NAME}} or ${{NAME:-default}}; write $${{ for a literal ${{"
-            for line, key, text in ((7, "eps", "${"), (8, "schedule", "${OPEN"), (9, "min_lr_ratio", "${A:-"))
+            for line, key, text in ((7, "eps", "${9}"), (8, "schedule", "${OPEN"), (9, "min_lr_ratio", "${A:-${B}"))
         ),
     ]
 
