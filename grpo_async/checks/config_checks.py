@@ -1,6 +1,6 @@
 """What can be known to be wrong before anything starts: files, functions, packages and devices that the configuration names.
 
-Reads small files whole and a few rows of others, and imports rewards, tools and environments, as the trainer will. Every
+Reads small files whole and some rows of others, and imports rewards, tools and environments, as the trainer will. Every
 problem goes into one error. Starts and writes nothing.
 """
 
@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.util
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,64 +23,41 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import EnvironmentSource, HubSource, Source
 from grpo_async.data import Rows, first_rows, load_data, make_prompt
 from grpo_async.data.look import look_at_rows
-from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError, Problems
-from grpo_async.inference.control import ServerControl
-from grpo_async.inference.fleet import SEVERAL_SERVERS, instances_at, take_turns, why_hopeless
-from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
+from grpo_async.errors import GrpoAsyncError, Problems
 from grpo_async.processes import machine
 from grpo_async.processes.machine import weights_host
-from grpo_async.records import TEMPLATE_COLUMN
+from grpo_async.records import TEMPLATE_COLUMN, Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
-from grpo_async.rewards.call import OFFERED, RewardError
+from grpo_async.rewards.call import OFFERED
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.embedded.families import check_embedded_family
-from grpo_async.servers.embedded.grammar import is_xgrammar_installed
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import check_family, check_tokenizer_size, check_vocabulary, one_sample_per_row
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.network import binding_error
-from grpo_async.utils.processes import open_files_limit
 from grpo_async.utils.text import backticked, count
 
 _NUM_ROWS = 3
 _NUM_FIRST = 10_000  # of a file that is too large to be read here
 _NUM_MEASURED = 200
 _SMALL_BYTES = 128 << 20  # about ten seconds
-_READ_GOLDS = ("grpo_async.rewards.text", "grpo_async.rewards.math", "grpo_async.rewards.code")
-"""Modules of rewards that score an empty completion at once, and give None where they cannot read the row's answer."""
-_LATER = "the trainer looks at all rows, and so does `grpo-async validate --data`"
-_ASK_S = 3.0  # that a server has for an answer
+_LATER = "the trainer looks at all rows, and so does `grpo-async train --dry-run`"
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
-_FILES_OF_THE_TRAINER = 192
-"""Open files of the trainer's process without any rollout: libraries, logs, sockets of the ranks."""
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
-
-
-def check_data(config: ExperimentConfig) -> list[str]:
-    """Look at all rows that the configuration names, and at a sample of them with the tokenizer and the rewards; returns notes.
-
-    Raises:
-        ConfigError: all problems, one a line, each with its dotted path.
-    """
-    found = _InputChecks(config=config, deep=True)
-    found.check_data(has_model=True)
-    found.problems.raise_if_any()
-    return found.notes
 
 
 def check_inputs(
     config: ExperimentConfig, *, engine: EngineChoice, deep: bool = False, is_here: bool = True
 ) -> list[str]:
-    """Look at everything that the configuration names; returns notes (what could not be checked).
+    """Look at everything that the configuration names; return notes (what could not be checked).
 
     Args:
         engine: what serves.
-        deep: read all rows, load the tokenizer in any case and measure prompts with it, look at the disk; else only what takes a
-            moment.
+        deep: read all rows, measure prompts with the tokenizer, look at the disk; else only what takes a moment.
         is_here: the run trains on this machine; else `check_node` looks at those where it does.
 
     Raises:
@@ -95,7 +72,6 @@ def check_inputs(
     if has_model and deep:
         found.check_room()
     found.check_own_functions()
-    found.check_connections()
     found.problems.raise_if_any()
     return found.notes
 
@@ -119,7 +95,7 @@ class _InputChecks:
     config: ExperimentConfig
     deep: bool = False
     problems: Problems = field(default_factory=Problems)
-    notes: list[str] = field(default_factory=list)
+    notes: Problems = field(default_factory=Problems)
 
     @property
     def sources(self) -> dict[str, Source]:
@@ -150,17 +126,6 @@ class _InputChecks:
                         )
                 if engine.engine == "embedded":
                     check_embedded_family(text, longest)
-        if folder is not None and config.model.revision is not None:
-            self.problems.append(
-                f"model.revision: {config.model.revision} is one of a hub name, and model.path: {folder} is a folder; leave it out"
-            )
-        for name, section in (("rollout", config.rollout), ("evaluation", config.evaluation)):
-            is_constrained = section is not None and section.structured_outputs is not None
-            if engine.engine == "embedded" and is_constrained and not is_xgrammar_installed():
-                self.problems.append(
-                    f"{name}.structured_outputs: the embedded engine, which serves here ({engine.reason}), needs xgrammar for "
-                    "grammars; pip install xgrammar, set inference.engine: vllm, or leave it out"
-                )
         template = config.model.chat_template
         if template is not None and not template.is_file():
             self.problems.append(f"model.chat_template: {template} is not a file (working directory: {Path.cwd()})")
@@ -183,14 +148,17 @@ class _InputChecks:
         return folder
 
     def check_machine(self, engine: EngineChoice, *, trains: bool) -> None:
-        """Check that the optional packages are installed, the devices are there, and what is in flight fits."""
+        """Check that the optional packages are installed, the devices are there, and addresses can be bound."""
         config = self.config
-        if trains:
-            self._check_open_files()
+        addresses = {}
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
         devices = {}
         if trains:
             devices["launch.device"] = config.launch.device
+            if (agent := config.rollout.agent) is not None:
+                addresses["rollout.agent.host"] = (agent.host, agent.port)
+            with self.notes.collecting():  # the server may still be about to come
+                addresses["weights.host"] = (weights_host(config, config.inference.urls), 0)
             needed += [
                 (f"tracking.{i}.type: {t.type}", _TRACKERS.get(t.type, t.type)) for i, t in enumerate(config.tracking)
             ]
@@ -207,23 +175,9 @@ class _InputChecks:
                 f"{key}: cuda, but {reason}; set cpu, or start the run where there is a GPU" for key in keys
             )
 
-    def _check_open_files(self) -> None:
-        """Check that every rollout in flight gets its sockets in the trainer; each server needs fewer."""
-        config, agent = self.config, self.config.rollout.agent
-        in_flight, each = config.rollout.most_in_flight, 1
-        in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
-        if agent is not None:
-            # its connection to the endpoint (both ends for a function), ours to a server; a process has streams and an end
-            each = 3 if agent.function else 8
-            in_flight = min(in_flight, agent.max_concurrent or in_flight)
-        needed, limit = _FILES_OF_THE_TRAINER + each * in_flight, open_files_limit()
-        if needed > limit:
-            room = max(0, limit - _FILES_OF_THE_TRAINER) // each
-            self.problems.append(
-                f"rollout.max_in_flight: {count(in_flight, 'rollout')} in flight (with those of evaluations) need {needed} open "
-                f"files, and a process may have {limit} here; allow fewer, there is room for {room}, or raise the hard limit: "
-                f"`ulimit -Hn {needed}` as root, `docker run --ulimit nofile={needed}`, LimitNOFILE= of systemd"
-            )
+        for key, (host, port) in addresses.items():
+            if fault := binding_error(host, port):
+                self.problems.append(f"{key}: {host} cannot be bound on this machine ({fault}); it is its own address")
 
     def check_room(self) -> None:
         """Check that run.dir can be written to and its disk has room for the checkpoints."""
@@ -310,9 +264,6 @@ class _InputChecks:
         except GrpoAsyncError as error:
             self.problems.append(str(error))
             return None
-        agent = self.config.rollout.agent
-        if agent is not None and (fault := binding_error(agent.host, agent.port)):
-            self.problems.append(f"rollout.agent.host: {agent.host} cannot be bound on this machine ({fault})")
         for key, found in rows.items():
             with self.problems.collecting(f"{key}: "):
                 components.check_rows(found)
@@ -321,52 +272,42 @@ class _InputChecks:
         return components
 
     def check_text(self, components: Components, rows: Mapping[str, Rows]) -> None:
-        """Load the tokenizer; render the tools, compare its ids with the model's, and measure what prompts leave of
-        inference.max_model_len (where there are many, some of them). Without tools and `deep`, only where one of those prompts has
-        as many bytes as a sequence may have tokens (a token has at least one)."""
-        config, folder, prompts = self.config, Path(self.config.model.path), {}
-        for key, found in rows.items() if not config.has_own_rollouts else ():
-            chosen = _sample(found)
-            made = [make_prompt(row, 0, self.sources[key].system_prompt) for row in chosen]
-            prompts[key] = dict(zip(chosen.locations, made, strict=True))
-        every = [prompt for some in prompts.values() for prompt in some.values()]
-        sizes = [sum(len(message.content.encode(errors="replace")) for message in prompt.messages) for prompt in every]
-        has_roles = any(message.role != "user" for prompt in every for message in prompt.messages)
-        deep = self.deep or (has_roles and folder.is_dir())
-        deep = deep or max(sizes, default=0) >= config.inference.max_model_len
-        deep = deep or any(row.get(TEMPLATE_COLUMN) for found in rows.values() for row in found)
-        if not (deep or components.tool_sets):
+        """Load the tokenizer, where tools or templates of rows need it or `deep`; render the tools, compare its ids with the
+        model's, and measure what prompts leave of inference.max_model_len (where there are many, some of them)."""
+        config, folder = self.config, Path(self.config.model.path)
+        has_templates = any(row.get(TEMPLATE_COLUMN) for found in rows.values() for row in found)
+        if not (self.deep or has_templates or components.tool_sets):
             return
         with self.problems.collecting():
             renderer = load_renderer(config)
             for schemas in components.tool_sets:
                 self.notes.extend(note for note in renderer.check_tools(schemas) if note not in self.notes)
-            if deep and folder.is_dir():
+            if folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
             for key, found in rows.items():
                 with self.problems.collecting(f"{key}: "):
                     components.check_rows(found, renderer)
-            for key, some in prompts.items() if deep else ():
-                lengths, refused, counted = [], [], token_counter(renderer, components)
-                for location, prompt in some.items():
-                    try:
-                        lengths.append(counted(prompt))
-                    except ChatError as error:
-                        refused.append(f"{location}: {error}")
-                if refused:
-                    self.problems.append(f"{key}: {len(refused)} prompts are refused, such as {refused[0]}")
-                self._check_lengths(key, lengths, is_all=self.sees_all and len(some) == len(rows[key]))
+                if self.deep and not config.has_own_rollouts:
+                    self._measure(key, _sample(found), token_counter(renderer, components))
 
-    def _check_lengths(self, key: str, lengths: list[int], *, is_all: bool) -> None:
-        """Compare the lengths of a source's prompts, in tokens, with the longest sequence. Unless these are all prompts, what is
-        found is a note and no problem: others may fit."""
+    def _measure(self, key: str, rows: Rows, counted: Callable[[Prompt], int]) -> None:
+        """Render a sample of the prompts of a source, and compare their lengths with the longest sequence."""
+        lengths, refused = [], []
+        for row, location in zip(rows, rows.locations, strict=True):
+            try:
+                lengths.append(counted(make_prompt(row, 0, self.sources[key].system_prompt)))
+            except ChatError as error:
+                refused.append(f"{location}: {error}")
+        if refused:
+            self.problems.append(f"{key}: {len(refused)} prompts are refused, such as {refused[0]}")
         most, longest = self.sources[key].max_prompt_tokens, self.config.inference.max_model_len
         kept = [length for length in lengths if most is None or length <= most]
         if lengths and not kept:
-            left = "leaves no prompt" if is_all else f"leaves none of the {len(lengths)} prompts measured"
-            (self.problems if is_all else self.notes).append(f"{key}.max_prompt_tokens: {most} {left}; raise it")
+            self.problems.append(
+                f"{key}.max_prompt_tokens: {most} leaves none of the {len(lengths)} prompts measured; raise it"
+            )
         if too_long := sum(length >= longest for length in kept):
-            (self.problems if is_all and too_long == len(kept) else self.notes).append(
+            (self.problems if too_long == len(kept) else self.notes).append(
                 f"{key}: {too_long} of {len(kept)} prompts measured have {longest} tokens or more, and "
                 f"inference.max_model_len is {longest}: nothing can be generated for them; raise it, or drop them with "
                 f"{key}.max_prompt_tokens"
@@ -403,89 +344,15 @@ class _InputChecks:
         for section, reward in zip(config.rewards, rewards, strict=True):
             with self.problems.collecting(f"reward {reward.name!r}: "):
                 self.notes.extend(startup_notes(resolve(section.reference), section.keywords))
-                if section.reference.partition(":")[0] in _READ_GOLDS and not config.has_own_rollouts:
-                    chosen = {key: self.sources[key].rewards or names for key in rows}
-                    scored = {key: found for key, found in rows.items() if reward.name in chosen[key]}
-                    self._check_golds(reward, scored, is_alone=all(len(chosen[key]) == 1 for key in scored))
             reward.close()
 
-    def _check_golds(self, reward: RewardFunction, rows: Mapping[str, Rows], *, is_alone: bool) -> None:
-        """Score an empty completion for a sample of the rows. Where several rewards share the data, a row without any answer is
-        meant for another one."""
-
-        async def unread(some: Rows) -> list[str]:
-            found = []
-            for row, location in zip(some, some.locations, strict=True):
-                if not is_alone and all(row.get(name) is None for name in ("answer", "solution", "tests")):
-                    continue
-                columns = {name: [value] for name, value in row.items() if name != "prompt"}
-                try:
-                    values = (await reward.score([row["prompt"]], [""], [[]], columns)).values
-                except RewardError as error:
-                    values, location = [None], f"{location}: {error}"
-                found += [location] if values == [None] else []
-            return found
-
-        for key, each in rows.items():
-            some = _sample(each)
-            if found := asyncio.run(unread(some)):
-                looked = "rows" if len(some) == len(each) else "rows looked at"
-                self.notes.append(
-                    f"{key}: {len(found)} of {len(some)} {looked} have no answer that {reward.name!r} can read, so it does not "
-                    f"score them (the first: {found[0]})"
-                )
-
     def check_own_functions(self) -> None:
+        """Load what the loss names, as the trainer will."""
         with self.problems.collecting():
             if self.config.loss.type == "custom":
                 from grpo_async.training.loss import UserLoss  # here: it imports torch
 
                 UserLoss(self.config.loss)
-        with self.problems.collecting():
-            optimizer = self.config.optimizer
-            if optimizer.schedule_kwargs or optimizer.schedule == "warmup_stable_decay":  # which needs some
-                from grpo_async.training.schedule import lr_factors  # here: it imports torch
-
-                lr_factors(self.config)
-
-    # ---- addresses and the token ----
-
-    def check_connections(self) -> None:
-        config, token = self.config, token_from_environment()
-        try:
-            host = weights_host(config, config.inference.urls)
-            if fault := binding_error(host, 0):
-                message = f"weights.host: {host} cannot be bound on this machine ({fault})"
-                self.problems.append(f"{message}; it is the trainer's own address")
-        except ConfigError as error:  # the server may still be about to come
-            self.notes.append(str(error))
-        urls: dict[str, str] = {}
-        for url in config.inference.urls:
-            with self.problems.collecting(), ServerControl(url, token=token, timeout_s=_ASK_S) as server:
-                self._ask(server, url, urls)
-        if config.inference.urls and token is None:
-            self.notes.append(
-                f"inference.urls is set and ${TOKEN_VARIABLE} is not: the server must be one that requires no token"
-            )
-
-    def _ask(self, server: ServerControl, url: str, urls: dict[str, str]) -> None:
-        """Ask a server that others start: one that is not up yet is a note, something that is no server of ours a problem. `urls`:
-        those of the servers that have answered, by their instances."""
-        is_healthy = False
-        try:
-            server.health(timeout_s=_ASK_S)
-            is_healthy = True
-            instances = instances_at(server, timeout_s=_ASK_S)
-            if take_turns(instances):
-                self.problems.append(f"inference.urls: {url}: {SEVERAL_SERVERS}")
-            elif (other := urls.setdefault(instances[-1], url)) != url:
-                self.problems.append(f"inference.urls: {url} is the same server as {other}; name it once")
-        except InferenceError as error:
-            if hopeless := why_hopeless(error, is_healthy=is_healthy):
-                self.problems.append(f"inference.urls: {url}: {hopeless}")
-            else:
-                wait = "the run waits up to inference.startup_timeout_s for it"
-                self.notes.append(f"inference.urls: {url} is not serving now ({error}); {wait}")
 
 
 def _no_cuda() -> str:
@@ -513,15 +380,9 @@ def _sample(rows: Rows) -> Rows:
 def _is_small(source: Source) -> bool:
     if isinstance(source, EnvironmentSource):
         return True
-    path = Path(source.name) if isinstance(source, HubSource) else getattr(source, "path", None)
-    if path is None:
-        return False  # a generator or a package may take its time
-    try:
-        files = [path] if path.is_file() else list(path.rglob("*"))
-        num_bytes = sum(file.stat().st_size for file in files) * (4 if source.type == "parquet" else 1)  # compressed
-        return 0 < num_bytes <= _SMALL_BYTES
-    except OSError:
-        return False  # reading it says what is wrong
+    path = getattr(source, "path", None)  # a generator or a package may take its time
+    num_bytes = path.stat().st_size * (4 if source.type == "parquet" else 1) if path and path.is_file() else 0
+    return 0 < num_bytes <= _SMALL_BYTES
 
 
 def reward_problems(

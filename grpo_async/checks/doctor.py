@@ -1,7 +1,4 @@
-"""The doctor: checks of this machine that matter to a run, as a table. Needs no configuration, and neither torch nor transformers.
-
-Each check runs in its own thread: one that breaks or hangs is a failed line, and does not affect the others.
-"""
+"""The doctor: checks of this machine that matter to a run. Needs no configuration, and neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from grpo_async.checks.report import Check, Found, run_check
@@ -19,7 +16,6 @@ from grpo_async.servers.vllm.command import INSTALL, distribution, installation_
 from grpo_async.utils.processes import open_files_limit
 from grpo_async.utils.text import count, format_bytes
 
-_TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
 _NVIDIA_SMI_TIMEOUT_S = 8.0
 _GIB = 1 << 30
 _NEEDED_OPEN_FILES = 4096
@@ -28,7 +24,7 @@ _NEEDED_OPEN_FILES = 4096
 
 def run_doctor() -> list[Check]:
     """Look at this machine; the checks in the order of the table."""
-    return [check for name, look in _CHECKS.items() for check in run_check(name, look, timeout_s=_TIMEOUT_S)]
+    return [run_check(name, look) for name, look in _CHECKS.items()]
 
 
 def has_gpu_driver() -> bool:
@@ -36,108 +32,104 @@ def has_gpu_driver() -> bool:
     return has_gpu_devices() or shutil.which("nvidia-smi") is not None
 
 
-def check_python() -> Iterator[Found]:
-    yield "pass", f"{platform.python_version()}, {sys.executable}, {platform.platform()}"
+def check_python() -> Found:
+    return "pass", f"{platform.python_version()}, {sys.executable}, {platform.platform()}"
 
 
-def check_gpus() -> Iterator[Found]:
+def check_gpus() -> Found:
     """What the driver says; torch's own view is in the line `torch`."""
     if not has_gpu_driver():
-        yield "pass", "none (no NVIDIA driver): trainer and server run on the CPU"
-    elif shutil.which("nvidia-smi") is None:
-        yield "warn", "there is a driver, but nvidia-smi is not in PATH, so it could not be asked"
-    else:
-        fields = ("index", "name", "driver_version", "memory.total", "memory.used")
-        rows = query_gpus(*fields, timeout_s=_NVIDIA_SMI_TIMEOUT_S)
-        if not rows:
-            yield "warn", "nvidia-smi lists none"
-        for index, name, driver, total, used in rows:
-            yield "pass", f"{index}: {name}, driver {driver}, {used} of {total} MiB used"
+        return "pass", "none (no NVIDIA driver): trainer and server run on the CPU"
+    if shutil.which("nvidia-smi") is None:
+        return "warn", "there is a driver, but nvidia-smi is not in PATH, so it could not be asked"
+    rows = query_gpus("index", "name", "driver_version", "memory.total", timeout_s=_NVIDIA_SMI_TIMEOUT_S)
+    if not rows:
+        return "warn", "nvidia-smi lists none"
+    return "pass", "; ".join(f"{index}: {name}, driver {driver}, {total} MiB" for index, name, driver, total in rows)
 
 
-def check_torch() -> Iterator[Found]:
+def check_torch() -> Found:
     """torch as it imports: version, CUDA, NCCL, gloo."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        yield "fail", "not installed: run ./scripts/bootstrap.sh, which takes the build that fits this machine"
-        return
+        return "fail", "not installed: run ./scripts/bootstrap.sh, which takes the build that fits this machine"
     try:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError, RuntimeError) as error:
-        yield "fail", f"{version} cannot be imported ({error}): reinstall it"
-        return
+        return "fail", f"{version} cannot be imported ({error}): reinstall it"
     message = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     if not dist.is_available() or not dist.is_gloo_available():
-        yield "fail", f"{message}: without gloo, so weights cannot be sent to the servers; install an official build"
-    elif torch.cuda.is_available():
+        return "fail", f"{message}: without gloo, so weights cannot be sent to the servers; install an official build"
+    if torch.cuda.is_available():
         nccl = "with NCCL" if dist.is_nccl_available() else "without NCCL, which several trainer ranks on GPUs need"
-        yield "pass", f"{message}, sees {count(torch.cuda.device_count(), 'GPU')}, {nccl}"
-    elif torch.version.cuda is not None and has_gpu_driver():
+        return "pass", f"{message}, sees {count(torch.cuda.device_count(), 'GPU')}, {nccl}"
+    if torch.version.cuda is not None and has_gpu_driver():
         reason = "the driver is too old for this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs"
-        yield "fail", f"{message}, but it sees no GPU although there is a driver: {reason}"
-    else:
-        yield "pass", f"{message}, gloo, no GPU"
+        return "fail", f"{message}, but it sees no GPU although there is a driver: {reason}"
+    return "pass", f"{message}, gloo, no GPU"
 
 
-def check_vllm() -> Iterator[Found]:
+def check_vllm() -> Found:
     """vLLM: there, of a supported version, with the plugin. Without importing it."""
     found = distribution()
     if found is None:
         message = f"not installed, so inference.engine: auto selects the embedded engine; {INSTALL}"
-        yield ("warn", f"{message}: on GPUs it generates far faster") if has_gpu_driver() else ("pass", message)
-    elif fault := installation_fault(*found):
-        yield "fail", fault
-    else:
-        yield "pass", f"{' '.join(found)}, supported, with our plugin"
+        return ("warn", f"{message}: on GPUs it generates far faster") if has_gpu_driver() else ("pass", message)
+    if fault := installation_fault(*found):
+        return "fail", fault
+    return "pass", f"{' '.join(found)}, supported, with our plugin"
 
 
-def check_limits() -> Iterator[Found]:
+def check_limits() -> Found:
     """The limit of open files."""
     limit = open_files_limit()  # `train` raises the soft limit to the hard one
-    advice = f": each completion in flight is a connection, on both sides; `ulimit -Hn {_NEEDED_OPEN_FILES}` as root"
-    is_enough = limit >= _NEEDED_OPEN_FILES
-    yield ("pass" if is_enough else "warn"), f"open files {limit}{'' if is_enough else advice}"
+    if limit >= _NEEDED_OPEN_FILES:
+        return "pass", f"open files {limit}"
+    advice = f"each completion in flight is a connection, on both sides; `ulimit -Hn {_NEEDED_OPEN_FILES}` as root"
+    return "warn", f"open files {limit}: {advice}"
 
 
-def check_disk() -> Iterator[Found]:
-    """The working directory (runs are written below it), and /dev/shm, through which NCCL and vLLM's workers talk."""
-    folder, shared = Path.cwd(), Path("/dev/shm")
+def check_disk() -> Found:
+    """The working directory; runs are written below it."""
+    folder = Path.cwd()
     free = shutil.disk_usage(folder).free
     message = f"working directory {folder}: {format_bytes(free)} free"
     if not os.access(folder, os.W_OK):
-        yield "fail", f"{message}, but it is not writable; set run.dir to another disk"
-    elif free < 5 * _GIB:
-        yield "warn", f"{message}: a checkpoint of a model of 0.6 billion parameters takes 7 GiB"
-    else:
-        yield "pass", message
-    if shared.is_dir() and (free := shutil.disk_usage(shared).free) < _GIB:
-        advice = "too little for NCCL and vLLM with several workers; start the container with --shm-size=8g"
-        yield "warn", f"/dev/shm: {format_bytes(free)} free: {advice}"
+        return "fail", f"{message}, but it is not writable; set run.dir to another disk"
+    if free < 5 * _GIB:
+        return "warn", f"{message}: a checkpoint of a model of 0.6 billion parameters takes 7 GiB"
+    return "pass", message
 
 
-def check_sandbox() -> Iterator[Found]:
+def check_shared_memory() -> Found:
+    """/dev/shm, through which NCCL and vLLM's workers talk."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or (free := shutil.disk_usage(shared).free) >= _GIB:
+        return "pass", "enough for NCCL and vLLM with several workers"
+    return "warn", f"/dev/shm: {format_bytes(free)} free: start the container with --shm-size=8g"
+
+
+def check_sandbox() -> Found:
     """The restrictions on code that a model wrote: needed by the Python tool and the code reward only."""
     from grpo_async.sandbox import SandboxError, startup_notes
 
     try:
         notes = startup_notes(require=())
     except SandboxError as error:
-        yield "warn", f"it cannot run at all ({error}): the Python tool and the code reward do not work here"
-        return
-    if not notes:
-        yield "pass", "has Landlock and seccomp"
-    for note in notes:
-        yield "warn", f"{note}. The Python tool and the code reward refuse to work without it"
+        notes = [f"it cannot run at all ({error})"]
+    lacks = f"{'; '.join(notes)}. The Python tool and the code reward refuse to work without it"
+    return ("warn", lacks) if notes else ("pass", "has Landlock and seccomp")
 
 
-_CHECKS: dict[str, Callable[[], Iterable[Found]]] = {
+_CHECKS: dict[str, Callable[[], Found]] = {
     "python": check_python,
     "gpus": check_gpus,
     "torch": check_torch,
     "vllm": check_vllm,
     "limits": check_limits,
     "disk": check_disk,
+    "shared memory": check_shared_memory,
     "sandbox": check_sandbox,
 }

@@ -1,6 +1,6 @@
 """The preflight: after the first push and before the first rollout, do trainer and servers fit together?
 
-    context -> scores of the trainer (a collective, on the calling thread) -> each check, alone and with a time limit
+    context -> scores of the trainer (a collective, on the calling thread) -> each check of each server
             -> preflight.json, list of checks
 
 Reads only: nothing of the run is changed, no rollout is made.
@@ -13,28 +13,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import ModelSize, disk_room
 from grpo_async.checks.model_files import text_config
 from grpo_async.checks.report import Check, Found, run_check, to_json
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import (
-    BadResponseError,
-    GrpoAsyncError,
-    InferenceError,
-    RequestRejectedError,
-)
+from grpo_async.errors import GrpoAsyncError, InferenceError
 from grpo_async.inference.api import ServerInfo
-from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import Server
-from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir
 from grpo_async.training.verify import MAX_RATIO, MAX_ROUNDING, Score, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.files import write_atomically
-from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import clipped
 
 SAMPLES = (
@@ -42,7 +33,6 @@ SAMPLES = (
     "Ünïcode: 你好, мир 🙂\n\n\ttabs  and   blanks",
     "def f(x):\n    return x**2  # code",
 )
-_LOCAL_TIMEOUT_S = 30.0  # of what asks no server; it takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +57,6 @@ class PreflightContext:
     """Rows of the trainer's embedding."""
     policy_version: int
     """Version of the weights that the servers serve."""
-    token: str | None
     trainer_scores: TrainerScores | None = None
     """Scores of the probes; None: the trainer could not score them."""
 
@@ -75,7 +64,7 @@ class PreflightContext:
 def run_preflight(context: PreflightContext) -> list[Check]:
     """Run every check, write them to the run directory, and return them in the order of the table.
 
-    A check that breaks or takes too long is a failed check; the others go on.
+    A check that breaks is a failed check; the others go on.
     """
     config = context.config
     checks: list[Check] = []
@@ -88,9 +77,8 @@ def run_preflight(context: PreflightContext) -> list[Check]:
         if name == "logprobs" and context.trainer_scores is None:
             continue  # said already
         for server in context.servers:
-            asking = partial(_check_server, ask, context, server)
-            checks += run_check(name, asking, timeout_s=config.weights.timeout_s, setting="weights.timeout_s")
-    checks += run_check("disk", lambda: [check_disk(context)], timeout_s=_LOCAL_TIMEOUT_S)
+            checks.append(run_check(name, partial(ask, context, server), prefix=f"{server.name}: "))
+    checks.append(run_check("disk", partial(check_disk, context)))
     write_atomically(context.run_dir.preflight, to_json(checks))
     return checks
 
@@ -99,13 +87,6 @@ def check_disk(context: PreflightContext) -> Found:
     """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
     size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
     return disk_room(context.config, context.run_dir, size)
-
-
-def _check_server(
-    ask: Callable[[PreflightContext, Server], Found], context: PreflightContext, server: Server
-) -> list[Found]:
-    status, detail = ask(context, server)
-    return [(status, f"{server.name}: {detail}")]
 
 
 def _info(server: Server) -> ServerInfo:
@@ -128,14 +109,10 @@ def check_logprobs(context: PreflightContext, server: Server) -> Found:
     if found.versions != [context.policy_version]:
         message = f"it serves version {found.versions} and not {context.policy_version}, which was pushed"
         return "fail", f"{message}; does another trainer use this server?"
-    if found.difference.mean <= MAX_RATIO * trainer.rounding.mean:
+    if found.difference.mean <= max(MAX_ROUNDING, MAX_RATIO * trainer.rounding.mean):
         cause = (
-            f"Rounding explains it, and is too coarse to train with ({_dtypes(context)}): logits of this model are large. Set "
-            "model.head_dtype: float32, or compute and serve in float32 (model.compute_dtype, inference.dtype)"
-        )
-    elif found.difference.mean <= MAX_ROUNDING:
-        cause = (
-            f"That is more than the rounding of {_dtypes(context)} explains; where the difference is known and accepted, raise "
+            f"It may be rounding ({_dtypes(context)}), and is too coarse to train with: set model.head_dtype: float32, or compute "
+            "and serve in float32 (model.compute_dtype, inference.dtype); where the difference is known and accepted, raise "
             "weights.verify_tolerance"
         )
     else:
@@ -172,34 +149,6 @@ def _differing_ids(tokenizer: Any, server: Server, text: str) -> str:
     return "" if ours == theirs else f"{clipped(text)!r} is {ours[:12]} here and {theirs[:12]} there"
 
 
-def check_token(context: PreflightContext, server: Server) -> Found:
-    """No server can be used without the run's token."""
-    url = urlsplit(server.url)
-    local = is_loopback(url.hostname or "")
-    if context.token is None:
-        where = "everyone on this machine" if local else "everyone on its network"
-        message = f"it asks for no token: {where} can use it; start it with ${TOKEN_VARIABLE} set"
-        return ("warn" if local else "fail"), message
-    if not _wants_token(context, server):
-        message = f"it answers without a token although this run has one (${TOKEN_VARIABLE})"
-        return ("warn" if local else "fail"), f"{message}; start it with the same token in its environment"
-    if not local and url.scheme != "https":
-        message = "it is reached over a network without TLS, the token in clear"
-        return "warn", f"{message}; use a tunnel, or a reverse proxy with TLS"
-    return "pass", f"it {'is on loopback' if local else 'is encrypted'} and wants the token"
-
-
-def _wants_token(context: PreflightContext, server: Server) -> bool:
-    with ServerControl(server.url, token=None, timeout_s=context.config.weights.timeout_s) as control:
-        try:
-            control.info()
-        except RequestRejectedError as error:
-            return error.status == 401
-        except BadResponseError:
-            return False
-    return False
-
-
 def _dtypes(context: PreflightContext) -> str:
     model, served = context.config.model, sorted({_info(server).dtype for server in context.servers})
     return (
@@ -211,5 +160,4 @@ def _dtypes(context: PreflightContext) -> str:
 _SERVER_CHECKS: dict[str, Callable[[PreflightContext, Server], Found]] = {
     "logprobs": check_logprobs,
     "tokenizer": check_tokenizer,
-    "token": check_token,
 }

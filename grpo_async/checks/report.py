@@ -1,15 +1,13 @@
-"""Checks and what came of them: a record, a runner that isolates each check, a table, JSON. Used by preflight and doctor."""
+"""Checks and what came of them: a record, a table, JSON. Used by preflight and doctor."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from grpo_async.errors import DeadlineError, message_of
-from grpo_async.utils.concurrency import in_thread
+from grpo_async.errors import message_of
 from grpo_async.utils.console import print_rows
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ class Check:
 
 
 Found: TypeAlias = tuple[Status, str]
-"""What a check yields: status and detail; its name is added by `run_check`."""
+"""What a check returns: status and detail; its name is added by `run_check`."""
 
 
 def worst_status(checks: Iterable[Check]) -> Status:
@@ -51,28 +49,13 @@ def counts(checks: Sequence[Check]) -> str:
     return f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
 
 
-def run_check(
-    name: str, function: Callable[[], Iterable[Found]], *, timeout_s: float, setting: str | None = None
-) -> list[Check]:
-    """Run one check in a thread of its own. Whatever goes wrong in it becomes a failed check of this name.
-
-    Args:
-        timeout_s: time it has, in seconds; a check that takes longer is abandoned.
-        setting: dotted path of what holds the limit; None: nothing does, the check should take a moment only.
-    """
-    began = time.monotonic()
-    future = in_thread(lambda: list(function()), name=f"check {name}")
+def run_check(name: str, function: Callable[[], Found], *, prefix: str = "") -> Check:
+    """Run one check; of what comes of it `prefix` begins the detail. Whatever goes wrong in it becomes a failed check."""
     try:
-        return [Check(name, status, detail) for status, detail in future.result(timeout=timeout_s)]
+        status, detail = function()
     except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others found
-        if future.done():
-            detail = message_of(error)
-        elif setting is None:
-            detail = f"no result within {timeout_s:.0f} s: a disk, a network or the machine itself hangs"
-        else:
-            waited_s = time.monotonic() - began
-            detail = str(DeadlineError(f"the check of {name}", waited_s=waited_s, setting=setting))
-    return [Check(name, "fail", detail)]
+        status, detail = "fail", message_of(error)
+    return Check(name, status, f"{prefix}{detail}")
 
 
 def to_json(checks: Sequence[Check]) -> str:

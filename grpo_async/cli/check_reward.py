@@ -11,16 +11,15 @@ import contextlib
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from grpo_async.cli.options import ConfigArgument, SetOption
-from grpo_async.errors import FAILURE
+from grpo_async.errors import FAILURE, Problems
 
 if TYPE_CHECKING:
-    from grpo_async.config import ExperimentConfig
     from grpo_async.records import Prompt
     from grpo_async.rewards import RewardFunction
 
@@ -29,9 +28,7 @@ _RIGHT, _WRONG = "right answer", "wrong answer"
 _GARBAGE = {
     "empty": "",
     "garbage": "bako tuvi reso dalu pemi zofa " * 10,
-    "code that does nothing": "```python\npass\n```",
     "counting": " ".join(str(number) for number in range(101)),
-    "odd characters": "\x00\x1b\u202e👍🏽" * 20 + "9^{9^{9^{9}}}" + "\\boxed{" * 100,
     "very long": "so it goes on and on " * 10_000,
 }
 _MAX_LOST = 4  # calls that took too long or ended their process; after that the rest is not tried
@@ -67,66 +64,43 @@ def check_reward(
     from grpo_async.rewards.function import load_reward
 
     resolved = load_config(config, overrides or ())
-    prompts = {}
+    problems, notes, reports = Problems(), [], []
+    has_environments = bool(resolved.environments)
+    chosen: dict[int, list[Prompt]] = defaultdict(list)  # by the index of the function
     for key, source in resolved.data.sources.items():
-        given = first_rows(source, rows, needs_prompt=not resolved.environments)
-        prompts[key] = [make_prompt(row, number, source.system_prompt) for number, row in enumerate(given)]
-    functions = load_rewards(resolved.rewards)
-    for function in functions:
-        function.close()
-    chosen, notes = _what_to_check(functions, resolved, prompts, gold_column)
-    reports = []
+        given = first_rows(source, rows, needs_prompt=not has_environments)
+        prompts = [make_prompt(row, number, source.system_prompt) for number, row in enumerate(given)]
+        columns = prompts[0].columns
+        if gold_column is not None and gold_column not in columns:
+            problems.append(f"--gold-column {gold_column}: the data has no such column; it has {sorted(columns)}")
+        elif not any(_gold_of(prompt, gold_column) for prompt in prompts):
+            names = ", ".join(_GOLD_COLUMNS)
+            notes.append(
+                f"{key}: no column is one of {names}, so right answers are not tried; name it with --gold-column."
+            )
+        for index, function in enumerate(load_rewards(resolved.rewards)):
+            function.close()
+            missing = function.missing_inputs(columns, has_environments=has_environments, source=key)
+            if function.name not in (source.rewards or [function.name]):
+                continue
+            if missing is None and function.live_inputs:
+                notes.append(
+                    f"{function.name} is skipped: it needs `{function.live_inputs[0]}`, which only a rollout has."
+                )
+            elif missing is None:
+                chosen[index] += prompts
+            elif resolved.has_own_rollouts:
+                notes.append(f"{function.name} is skipped: it {missing}; your rollouts may bring it.")
+            else:
+                problems.append(f"reward {function.name!r} {missing}")
+    problems.raise_if_any()
     for index, tried in chosen.items():
         section = resolved.rewards[index].model_copy(update={"run_in": "process"})
         with contextlib.closing(load_reward(section, f"rewards.{index}")) as reward:
             reports.append(asyncio.run(_try(reward, tried, gold_column)))
-    if as_json:
-        typer.echo(json.dumps({"rewards": reports, "notes": notes}, indent=2))
-    else:
-        _print(reports, notes)
+    typer.echo(json.dumps({"rewards": reports, "notes": notes}, indent=2)) if as_json else _print(reports, notes)
     if any(report["problems"] for report in reports):
         raise typer.Exit(FAILURE)
-
-
-def _what_to_check(
-    functions: Sequence[RewardFunction],
-    config: ExperimentConfig,
-    prompts: Mapping[str, Sequence[Prompt]],
-    gold_column: str | None,
-) -> tuple[dict[int, list[Prompt]], list[str]]:
-    """Return the prompts to try each function on, by its index, where it can be called with what the data has, and notes on what
-    is not tried."""
-    from grpo_async.errors import Problems
-
-    problems, notes = Problems(), []
-    chosen: dict[int, list[Prompt]] = {}
-    every = [prompt for some in prompts.values() for prompt in some]
-    names = sorted({name for prompt in every for name in prompt.columns})
-    if gold_column is not None and gold_column not in names:
-        problems.append(f"--gold-column {gold_column}: the data has no such column; it has {names}")
-    elif not any(_gold_of(prompt, gold_column) for prompt in every):
-        notes.append(
-            f"No column is one of {', '.join(_GOLD_COLUMNS)}, so right answers are not tried; name it with --gold-column."
-        )
-    if config.environments or config.rollout.agent is not None:
-        notes.append("The rewards that environments (`get_reward`) and agents give are not tried here.")
-    pairs = [(index, function, key) for index, function in enumerate(functions) for key in prompts]
-    for index, function, key in pairs:
-        if function.name not in (config.sources[key].rewards or [function.name]):
-            continue
-        columns = prompts[key][0].columns
-        missing = function.missing_inputs(columns, has_environments=bool(config.environments), source=key)
-        if missing is None and function.live_inputs:
-            live = " and ".join(f"`{each}`" for each in function.live_inputs)
-            notes.append(f"{function.name} is skipped: it needs {live}, which only a rollout has.")
-        elif missing is None:
-            chosen.setdefault(index, []).extend(prompts[key])
-        elif config.has_own_rollouts:
-            notes.append(f"{function.name} is skipped: it {missing}; your rollouts may bring it.")
-        else:
-            problems.append(f"reward {function.name!r} {missing}")
-    problems.raise_if_any()
-    return chosen, notes
 
 
 def _gold_of(prompt: Prompt, gold_column: str | None) -> str | None:
@@ -138,18 +112,16 @@ def _gold_of(prompt: Prompt, gold_column: str | None) -> str | None:
 
 
 def _completions(prompt: Prompt, gold: str | None) -> list[tuple[str, str]]:
-    """Return (kind, text) of what is tried for a row; "72 km" is also tried as the wrong "83 ln"."""
+    """Return (kind, text) of what is tried for a row; "72 km" is also tried as the wrong "83 km"."""
     from grpo_async.rewards.text import answer_of_solution
 
     tried = [("prompt", prompt.messages[-1].content), *_GARBAGE.items()]
     if gold is not None:
-        letters = "abcdefghijklmnopqrstuvwxyz"
-        shifted = letters[1:] + letters[0]
-        shift = str.maketrans(f"0123456789{letters}{letters.upper()}", f"1234567891{shifted}{shifted.upper()}")
         final = answer_of_solution(gold) or gold
+        shifted = final.translate(str.maketrans("0123456789", "1234567891"))
+        wrong = shifted if shifted != final else final[::-1]
         tried += [(_RIGHT, form) for answer in dict.fromkeys([gold, final]) for form in _forms(answer)]
-        if (wrong := final.translate(shift)) != final:
-            tried += [(_WRONG, form) for form in _forms(wrong)]
+        tried += [(_WRONG, form) for form in _forms(wrong) if wrong != final]
     return tried
 
 
@@ -162,7 +134,7 @@ async def _try(reward: RewardFunction, prompts: Sequence[Prompt], gold_column: s
     """Return the scores by kind over the rows, and what is wrong with them."""
     from grpo_async.rewards import RewardError
 
-    best: list[dict[str, float]] = [{} for _ in prompts]  # by row: kind -> the best score of its forms
+    best: dict[str, dict[int, float]] = {_RIGHT: {}, _WRONG: {}}  # by kind and row: the best score of its forms
     failures: dict[str, list[str]] = defaultdict(list)  # what went wrong -> the kinds that it happened to
     num_lost = 0
     for row, prompt in enumerate(prompts):
@@ -179,32 +151,21 @@ async def _try(reward: RewardFunction, prompts: Sequence[Prompt], gold_column: s
                 failures[error.problem.splitlines()[0]].append(kind)
                 continue
             if (score := outcome.values[0]) is not None:
-                best[row][kind] = max(score, best[row].get(kind, score))
+                scores = best.setdefault(kind, {})
+                scores[row] = max(score, scores.get(row, score))
     problems = [f"{text} (on: {', '.join(dict.fromkeys(kinds))})" for text, kinds in failures.items()]
-    if any(map(reward.has_parameter, (gold_column,) if gold_column else _GOLD_COLUMNS)):
-        problems += _paid_as_well(best)
-    kinds = dict.fromkeys([_RIGHT, _WRONG, *(kind for scores in best for kind in scores)])
-    by_kind = {kind: [scores[kind] for scores in best if kind in scores] for kind in kinds}
+    right = best[_RIGHT]
+    for kind, scores in best.items():
+        paid = [row for row, score in scores.items() if row in right and score >= right[row]]
+        reads_gold = any(map(reward.has_parameter, (gold_column,) if gold_column else _GOLD_COLUMNS))
+        if kind != _RIGHT and reads_gold and len(paid) > len(prompts) / 4:  # on fewer rows it may be by chance
+            problems.append(f"`{kind}` gets as much as the right answer, on rows {', '.join(map(str, paid))}")
     table = {
-        kind: {"lowest": min(scores), "mean": statistics.fmean(scores), "highest": max(scores)}
-        for kind, scores in by_kind.items()
-        if scores
+        kind: {"lowest": min(each), "mean": statistics.fmean(each), "highest": max(each)}
+        for kind, scores in best.items()
+        if (each := list(scores.values()))
     }
     return {"name": reward.name, "scores": table, "problems": problems}
-
-
-def _paid_as_well(best: Sequence[dict[str, float]]) -> list[str]:
-    """Return a problem for each kind that gets as much as the right answer; on a quarter of the rows it may be by chance."""
-    rows: dict[str, list[int]] = defaultdict(list)
-    for row, scores in enumerate(best):
-        for kind, score in scores.items():
-            if _RIGHT in scores and kind != _RIGHT and score >= scores[_RIGHT]:
-                rows[kind].append(row)
-    return [
-        f"`{kind}` gets as much as the right answer, on rows {', '.join(map(str, found))}"
-        for kind, found in rows.items()
-        if len(found) > len(best) / 4
-    ]
 
 
 def _print(reports: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
@@ -216,12 +177,9 @@ def _print(reports: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
     console = stdout_console()
     for report in reports:
         console.print(Text(report["name"]))
-        table = {kind: [f"{score:.4g}" for score in scores.values()] for kind, scores in report["scores"].items()}
-        rows = [("completion", "lowest", "mean", "highest"), *((kind, *scores) for kind, scores in table.items())]
-        print_rows(console, rows)
+        table = [(kind, *(f"{score:.4g}" for score in scores.values())) for kind, scores in report["scores"].items()]
+        print_rows(console, [("completion", "lowest", "mean", "highest"), *table])
         for problem in report["problems"]:
             console.print(Text(visible_line(f"error: {problem}", 800), style="red"))
-    for note in notes:
+    for note in notes if reports else [*notes, "No reward function was checked."]:
         console.print(Text(f"note: {note}", style="dim"))
-    if not reports:
-        console.print("No reward function was checked.")

@@ -12,8 +12,6 @@ from grpo_async.cli.options import ConfigArgument, SetOption
 from grpo_async.errors import FAILURE, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from grpo_async.config.keys import Key
 
 _WIDTH = 100
@@ -22,32 +20,22 @@ _WIDTH = 100
 def validate(
     config: ConfigArgument,
     overrides: SetOption = None,
-    data: Annotated[
-        bool,
-        typer.Option("--data", help="Also look at all rows of the data, however many, with tokenizer and rewards."),
-    ] = False,
 ) -> None:
     """Check a configuration: print it with every default, and the processes that a run would start.
 
-    Starts nothing and, without --data, opens none of the files that the configuration names; `train --dry-run` does. The plan
+    Starts nothing and opens none of the files that the configuration names; `train --dry-run` does. The plan
     comes first, as comments, so the output is itself a valid configuration. Its notes are repeated on stderr at the end.
 
     \b
     Examples:
       grpo-async validate configs/quickstart.yaml
-      grpo-async validate configs/quickstart.yaml --data > /dev/null
       grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
     """
     from grpo_async.config.loader import dump_config, load_config
     from grpo_async.launch.plan import plan_dry
 
     resolved = load_config(config, overrides or ())
-    notes: Sequence[str] = ()
-    if data:
-        from grpo_async.checks.config_checks import check_data
-
-        notes = check_data(resolved)
-    plan = plan_dry(resolved, notes=notes)
+    plan = plan_dry(resolved)
     typer.echo("".join(f"# {line}".rstrip() + "\n" for line in plan.describe().splitlines()))
     typer.echo(dump_config(resolved), nl=False)
     for note in plan.notes:

@@ -104,23 +104,18 @@ def export_model(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where to write; default: RUN/model_step_N.")
     ] = None,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Also upload it; a new repository is private."),
-    ] = None,
 ) -> None:
     """Make a model that transformers and vLLM load (config, safetensors, tokenizer, model card) from a checkpoint of a run.
 
     A finished run has written RUN/model itself; this is for a stopped run, or for another step. Adapters (LoRA) are merged.
-    Runs on the CPU and needs memory for one copy of the model.
+    Runs on the CPU and needs memory for one copy of the model. `hf upload OWNER/NAME FOLDER` uploads what was written.
 
-    Exit code: 0 written, 1 the checkpoint is damaged or the upload failed, 2 the input is wrong.
+    Exit code: 0 written, 1 the checkpoint is damaged, 2 the input is wrong.
 
     \b
     Examples:
       grpo-async export-model quickstart
       grpo-async export-model quickstart --checkpoint best --out my-model
-      grpo-async export-model quickstart --push-to-hub me/my-model
     """
     from grpo_async.config.loader import load_config
     from grpo_async.training.checkpoint_manifest import find_checkpoint
@@ -138,24 +133,3 @@ def export_model(
         )
     export_checkpoint(run_dir, step, config, folder)
     typer.echo(f"step {step} -> {folder}")
-    if push_to_hub is not None:
-        typer.echo(_upload(folder, push_to_hub))
-
-
-def _upload(folder: Path, repository: str) -> str:
-    """The URL of the upload. Raises: RunError: it failed; the folder stays."""
-    import httpx
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    from grpo_async.errors import RunError
-
-    hub = HfApi()
-    try:
-        hub.create_repo(repository, private=True, exist_ok=True)
-        return str(hub.upload_folder(repo_id=repository, folder_path=folder))
-    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
-        raise RunError(
-            f"{folder} is written, but cannot be uploaded to {repository}: {error}; log in (hf auth login, or $HF_TOKEN) and try "
-            f"again, or: hf upload {repository} {folder}"
-        ) from error

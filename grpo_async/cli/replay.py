@@ -79,32 +79,28 @@ def _as_json(found: Comparison) -> dict[str, Any]:
 
 
 def _show(found: Comparison, most: Sequence[_Token]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from grpo_async.utils.console import stdout_console
+    from grpo_async.utils.console import print_rows, stdout_console
     from grpo_async.utils.safe_text import plain
     from grpo_async.utils.text import format_number
 
-    console, other = stdout_console(), found.other
+    console, own, other = stdout_console(), found.own.metrics, {} if found.other is None else found.other.metrics
     for change in found.changes:
-        console.print(Text(plain(change)))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for number, head in enumerate(["", "recorded", "replayed", *([] if other is None else ["with --set"])]):
-        table.add_column(head, justify="right" if number else "left")
-    columns = [found.recorded, found.own.metrics, *([] if other is None else [other.metrics])]
-    for name in dict.fromkeys([*found.own.metrics, *({} if other is None else other.metrics)]):
-        table.add_row(name, *(format_number(values[name]) if name in values else "" for values in columns))
-    console.print(table)
+        typer.echo(plain(change))
+    rows = [("", "recorded", "replayed", *(["with --set"] if other else []))]
+    for name in {**own, **other}:
+        columns = [found.recorded, own, *([other] if other else [])]
+        rows.append((name, *(format_number(values[name]) if name in values else "" for values in columns)))
+    print_rows(console, rows)
     if found.cosine is None:
         return
-    console.print(f"\ncosine of the angle between the gradients: {found.cosine:.4f}\n")
+    typer.echo(f"\ncosine of the angle between the gradients: {found.cosine:.4f}\n")
     if not most:
-        console.print("no token's slope differs by more than 0.1%")
+        typer.echo("no token's slope differs by more than 0.1%")
         return
-    tokens = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for head in ("rollout", "token", "", "slope as it was", "with --set"):
-        tokens.add_column(head, justify="left" if head in ("rollout", "") else "right")
-    for rollout, at, text, own, changed in most:
-        tokens.add_row(rollout, str(at), Text(plain(repr(text))), f"{own:+.2e}", f"{changed:+.2e}")
-    console.print(tokens)
+    heads = ("rollout", "token", "", "slope as it was", "with --set")
+    tokens = [
+        (name, str(at), Text(plain(repr(text))), f"{old:+.2e}", f"{new:+.2e}") for name, at, text, old, new in most
+    ]
+    print_rows(console, [heads, *tokens])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from importlib import resources
@@ -20,8 +21,6 @@ _STARTERS = {  # folder of grpo_async/starters: title of its config
     "tools": "A model that can call your own Python function.",
     "env": "An environment: a game of several turns, rewarded at the end.",
     "agent": "An agent: your own program, which calls the model over HTTP.",
-    "math": "Problems with numbers as answers, compared by value.",
-    "code": "Python functions, judged by running tests in a sandbox.",
 }
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
@@ -33,8 +32,6 @@ def init(
     tools: Annotated[bool, typer.Option("--tools", help=_STARTERS["tools"])] = False,
     env: Annotated[bool, typer.Option("--env", help=_STARTERS["env"])] = False,
     agent: Annotated[bool, typer.Option("--agent", help=_STARTERS["agent"])] = False,
-    math: Annotated[bool, typer.Option("--math", help=_STARTERS["math"])] = False,
-    code: Annotated[bool, typer.Option("--code", help=_STARTERS["code"])] = False,
     model: Annotated[
         str, typer.Option("--model", metavar="PATH", help="The policy: a name on the Hugging Face hub, or a folder.")
     ] = _DEFAULT_MODEL,
@@ -48,7 +45,7 @@ def init(
       grpo-async init my-run
       grpo-async init my-run --tools --model Qwen/Qwen3-4B
     """
-    flags = {"tools": tools, "env": env, "agent": agent, "math": math, "code": code}
+    flags = {"tools": tools, "env": env, "agent": agent}
     chosen = [name for name, wanted in flags.items() if wanted]
     if len(chosen) > 1:
         raise ConfigError(f"--{' and --'.join(chosen)}: choose one; a config can be extended later")
@@ -77,7 +74,7 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
         title=_STARTERS[starter],
         schema=shipped("configs/schema.json").resolve(),
         name=name,  # the file has the quotes; no character of a run's name needs an escape
-        model=_as_yaml(model),
+        model=json.dumps(model),  # in quotes: a loader need not agree on what is a number
         sections=texts.pop("sections.yaml"),
     )
     return {"train.yaml": config, **dict(sorted(texts.items()))}
@@ -86,12 +83,6 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
 def _run_name(folder: Path) -> str:
     """The folder's name, reduced to what a run's name may contain, and to its length."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")[:200] or "my-run"
-
-
-def _as_yaml(text: str) -> str:
-    import yaml
-
-    return yaml.safe_dump(text, width=10_000, default_style='"').strip()  # a loader need not agree on what is a number
 
 
 def prepare_quickstart(

@@ -96,10 +96,6 @@ _REFERENCE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 
 def _check_reference(text: str) -> str:
-    if text.startswith("grpo_async.rewards.http:"):
-        raise ValueError(
-            f"{clipped(text, 80)} is gone: set `model:` to a reward model's address, or see docs/howto/reward.md"
-        )
     if _REFERENCE.fullmatch(text):
         return text
     module, _, attribute = text.rpartition(".")

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.names import OTHER_NAMES, REMOVED
-from grpo_async.config.yaml_document import KeyPath
+from grpo_async.config.yaml_file import KeyPath
 from grpo_async.utils.text import did_you_mean, nearest
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}

@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -29,13 +28,12 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.keys import keys_at, suggest_key
 from grpo_async.config.names import REMOVED
 from grpo_async.config.public import is_public
-from grpo_async.config.yaml_document import (
+from grpo_async.config.yaml_file import (
     YAML_1_2_RULES,
     KeyPath,
     Location,
     Node,
     Problem,
-    current_name,
     no_such_file,
     read_yaml,
     read_yaml_file,
@@ -46,7 +44,6 @@ from grpo_async.utils.text import clipped, did_you_mean
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _SECRET = re.compile(r"(?:^|[._])(?:token|key|secret|password)$")
-_MAX_REPORTED = 100  # looking for the nearest key takes 10 ms each
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -64,7 +61,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentCo
     try:
         config = ExperimentConfig.model_validate(root.plain())
     except ValidationError as error:
-        loading.problems += islice(_explained(error, root), _MAX_REPORTED)
+        loading.problems += _explained(error, root)
     if loading.problems or config is None:
         raise ConfigError(loading.report())
     return config
@@ -151,9 +148,9 @@ class _Loading:
         if not has_value or not all(path):
             self.problems.append((location, "an override is written section.key=value"))
             return
-        node = read_yaml(text, location, self.problems, path=path, has_lines=False)
+        node = read_yaml(text, location, self.problems, has_lines=False)
         try:
-            root.put(current_name(path, location), node)
+            root.put(path, node)
         except ValueError as error:
             self.problems.append((location, str(error)))
 
@@ -199,10 +196,7 @@ def _default_type(path: KeyPath) -> Any:
 
 def _explained(error: ValidationError, root: Node) -> Iterator[Problem]:
     """Every error at the location that has to change. Values that cannot be used anyway are left out."""
-    faults = error.errors(include_url=False)
-    if len(faults) > _MAX_REPORTED:
-        yield root.location, f"{len(faults)} values are wrong; here are the first {_MAX_REPORTED}"
-    for fault in faults:
+    for fault in error.errors(include_url=False):
         path = _path_of(fault["loc"], root)
         if not any(node.fault for node in root.along(path)):
             yield from _explain(dict(fault), path, root)

@@ -25,8 +25,6 @@ OTHER_NAMES = (
     *(OtherName(name, who, here) for who, names in _NAMES["other_trainers"].items() for name, here in names.items()),
     *(OtherName(name, who, why=why) for who, names in _NAMES["without"].items() for name, why in names.items()),
 )
-RENAMED: dict[str, str] = _NAMES["other_trainers"][_EARLIER]
-"""Old path -> new path. The old one is accepted, with a warning, until the next version."""
 REMOVED: dict[str, str] = _NAMES["without"][_EARLIER]
 """Path, or list and type of its entries -> what to do instead. Each is told for one version."""
 VLLM_ARGUMENTS: dict[str, str] = _NAMES["vllm_arguments"]

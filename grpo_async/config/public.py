@@ -14,7 +14,7 @@ from grpo_async.config.experiment import ExperimentConfig
 
 _HIDDEN = "..."
 _SECRETS = {"agent": {"command", "environment", "host", "port"}, "weights": {"host"}}
-_PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
+_PLAIN_WORDS = {"engine", "dtype", "embedded.device", "device", "sharding"}
 
 
 def is_public(path: str) -> bool:
@@ -31,29 +31,19 @@ def public_config(config: ExperimentConfig) -> dict[str, Any]:
 
 def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:
     """A config.yaml, also of another version, without `tracking`, with "..." for each value that is not public; of `inference` and
-    `launch` the numbers, switches and a few plain words.
+    `launch` the numbers, switches and a few plain words are.
 
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}], "inference": {"replicas": 2, "host": "10.0.0.1"}} ->
-    {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}], "inference": {"replicas": 2}}
+    {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}], "inference": {"replicas": 2, "host": "..."}}
     """
-    shown = {name: _shown(section, name) for name, section in sections.items() if name != "tracking"}
-    machine = {name: _plain(shown[name]) for name in ("inference", "launch") if isinstance(shown.get(name), Mapping)}
-    return shown | machine
+    return {name: _shown(section, name) for name, section in sections.items() if name != "tracking"}
 
 
 def _shown(value: Any, path: str) -> Any:
-    if not is_public(path):
+    section, _, key = path.partition(".")
+    is_hidden = section in ("inference", "launch") and isinstance(value, str) and key not in _PLAIN_WORDS
+    if is_hidden or not is_public(path):
         return dict.fromkeys(value, _HIDDEN) if isinstance(value, dict) else value and _HIDDEN
     if isinstance(value, dict):
         return {key: _shown(below, f"{path}.{key}") for key, below in value.items()}
     return [_shown(below, path) for below in value] if isinstance(value, list) else value
-
-
-def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
-    below = {key: _plain(value) for key, value in section.items() if isinstance(value, Mapping)}
-    own = {
-        key: value
-        for key, value in section.items()
-        if isinstance(value, bool | int | float) or (key in _PLAIN_WORDS and isinstance(value, str))
-    }
-    return own | {key: kept for key, kept in below.items() if kept}

@@ -160,7 +160,7 @@ class _Script:
                 f"{stem}.py: calls neither {' nor '.join(TRAINERS)}, so it is no script that this command reads"
             )
         self._call = calls[-1]
-        self._scope = list(_statements_before(tree, self._call))
+        self._scope = list(_statements_before(tree.body, self._call))
         # the last before the trainer counts
         self._options = self._command_line()
         self._assigned = {name: value for statement in self._scope for name, value in _assignments(statement)}
@@ -294,9 +294,6 @@ class _Script:
             self._processes(per_device * accumulated, size)
             return
         self._result.comments.append(f"rollout.groups_per_step: {about}")
-        if self._accelerate:
-            names = ", ".join(self._accelerate)
-            self._result.comments.append(f"launch: {names} are all of accelerate; none of them was read")
 
     def _processes(self, samples: int, size: int) -> None:
         """Those of accelerate's YAML, each with `samples` in groups of `size`."""
@@ -337,10 +334,6 @@ class _Script:
                 put("rollout.max_turns", value + 1)  # the last turn calls none
             case "optim", str() if "adamw" in value:
                 return
-            case "warmup_steps", float() if 0 < value < 1:
-                self._result.comments.append(
-                    f"warmup_steps: {value} of the run's steps: set optimizer.warmup_steps by hand"
-                )
             case "mask_truncated_completions", bool():
                 put("rollout.overlong", "mask" if value else "train")
             case "bf16" | "fp16", bool():
@@ -357,11 +350,8 @@ class _Script:
                 folder = Path(value)
                 put("run.name", re.sub(r"[^A-Za-z0-9._-]", "-", folder.name).lstrip("-._") or self._stem)
                 put("run.dir", str(folder.parent) if folder.parent.name else "runs")
-            case "report_to", _:
-                wanted = [value] if isinstance(value, str) else value or []
-                self._result.comments.append(
-                    f"report_to: {', '.join(wanted)}: see `tracking` (docs/reference/config.md)"
-                )
+            case "warmup_steps", float():
+                self._result.comments.append(f"{name}: {value} of the run's steps: set {path} by hand")
             case "adam_beta1" | "adam_beta2", float():
                 betas = self._result.values.setdefault("optimizer", {}).setdefault("betas", [0.9, 0.999])
                 betas[name == "adam_beta2"] = value
@@ -488,32 +478,19 @@ def _name_of(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _statements_before(tree: ast.Module, call: ast.Call) -> Iterator[ast.stmt]:
-    """What may have run before the call: the module's statements (all of them where the call is in a function), then those of the
-    blocks around the call."""
-    around = [statement for statement in tree.body if _contains(statement, call)]
-    is_in_function = isinstance(around[0], ast.FunctionDef | ast.AsyncFunctionDef)
-    for statement in tree.body:
-        if statement is around[0]:
-            if not is_in_function:
-                break
-        elif not isinstance(statement, ast.If):  # if __name__ == "__main__": main()
+def _statements_before(body: Sequence[ast.stmt], call: ast.Call) -> Iterator[ast.stmt]:
+    """What may have run before the call: the statements before it in each block around it, all of the module's where the call is in
+    a function."""
+    for statement in body:
+        if not any(node is call for node in ast.walk(statement)):
             yield statement
-    yield from _inside(around[0], call)
-
-
-def _inside(statement: ast.stmt, call: ast.Call) -> Iterator[ast.stmt]:
-    for name in ("body", "orelse", "finalbody"):
-        for inner in getattr(statement, name, []):
-            if _contains(inner, call):
-                yield from _inside(inner, call)
-                return
-            if any(_contains(each, call) for each in getattr(statement, name)):
-                yield inner
-
-
-def _contains(node: ast.AST, wanted: ast.AST) -> bool:
-    return any(each is wanted for each in ast.walk(node))
+            continue
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(statement, name, [])
+            if any(node is call for inner in block for node in ast.walk(inner)):
+                yield from _statements_before(block, call)
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            return
 
 
 def _calls(statement: ast.stmt, names: Sequence[str]) -> bool:

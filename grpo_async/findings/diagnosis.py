@@ -55,8 +55,6 @@ def diagnose(history: RunHistory) -> Diagnosis:
     """Return how a run stands, and what to do about it."""
     if isinstance(metrics := history.evaluation_result.get("metrics"), Mapping):
         return _of_evaluation(history.evaluation_result.get("evaluated", "a model"), metrics)
-    if history.setting("training.max_steps") == 0 and history.evaluated():
-        return _of_evaluation("a model", history.evaluated()[-1].metrics)
     if history.purpose == "evaluation":
         text = f"The evaluation {'is running' if history.status == RUNNING else 'has no result'}."
         text += f" {sentence(first_line(history.error))}" if history.error else ""

@@ -1,4 +1,4 @@
-"""Eleven rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
+"""Ten rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
 
 Each is a pure function of a run's history that names a setting or a command that would help.
 """
@@ -126,18 +126,14 @@ def truncated(history: RunHistory) -> Finding | None:
 
 
 def no_update(history: RunHistory) -> Finding | None:
-    """The learning rate or the gradient is 0; pushes bring what was there; the learning rates add up to
-    next to nothing (an update of AdamW moves a weight by about lr); or samples are a step old, and the importance ratio
-    is still 1."""
-    norms, rates = history.values("grad_norm"), history.values("lr")
+    """The gradient is 0; pushes bring what was there; the learning rates add up to next to nothing (an update of AdamW moves a
+    weight by about lr); or samples are a step old, and the importance ratio is still 1."""
+    norms, rates, changed = history.values("grad_norm"), history.values("lr"), history.values("sync/changed")
     lows, highs = history.values(f"{_RATIO}/min"), history.values(f"{_RATIO}/max")
-    changed, key, fix, plot = history.values("sync/changed"), "hardly-moves", "Raise optimizer.lr", "ratio"
-    fix += f" (it is {rates[-1]:g})" if rates else ""
-    fix += ", or optimizer.max_grad_norm if gradients are clipped away."
-    if len(rates) >= 3 and max(rates) == 0.0:
-        key, title, plot = "no-gradient", "The learning rate is 0", "lr"
-        fix = "Set optimizer.lr, and check optimizer.schedule and optimizer.warmup_steps."
-    elif len(norms) >= 3 and max(norms) == 0.0:
+    key, plot, rate = "hardly-moves", "ratio", f" (it is {rates[-1]:g})" if rates else ""
+    fix = f"Raise optimizer.lr{rate}, or optimizer.max_grad_norm if gradients are clipped away."
+    is_stale = (history.recent("async/staleness_mean") or 0.0) >= _SOME_STALENESS
+    if len(norms) >= 3 and max(norms) == 0.0:
         key, plot = "no-gradient", "grad-norm"
         title = "The gradient is 0: every advantage is 0, or every token is clipped or masked"
         fix = "Look at advantages, clipping and masks: grpo-async inspect-rollouts RUN trained."
@@ -149,28 +145,11 @@ def no_update(history: RunHistory) -> Finding | None:
         return None
     elif rates and sum(rates) < _MIN_MOVE:
         title = f"The policy hardly moves: the learning rates of all steps add up to {sum(rates):.2g}"
-    elif (
-        lows
-        and highs
-        and (history.recent("async/staleness_mean") or 0.0) >= _SOME_STALENESS
-        and max(highs) - min(lows) <= _STILL
-    ):
+    elif lows and highs and is_stale and max(highs) - min(lows) <= _STILL:
         title = f"The policy hardly moves: no update changed any importance ratio, {min(lows):.6g} to {max(highs):.6g}"
     else:
         return None
     return Finding(key=key, severity=ERROR, title=title, fix=fix, query="trained", plot=plot)
-
-
-def delivery(history: RunHistory) -> Finding | None:
-    """Servers that had other weights than were pushed were found, and the push was repeated."""
-    if not (num_wrong := round(sum(history.values("sync/wrong")))):
-        return None
-    return Finding(
-        key="delivery",
-        severity=WARNING,
-        title=f"Pushes left other weights than the trainer's on a server, {count(num_wrong, 'time')}; they were repeated",
-        fix="trainer.log names servers and tensors. Check their memory and network, and try another weights.transport.",
-    )
 
 
 def collapsed(history: RunHistory) -> Finding | None:
@@ -227,7 +206,7 @@ def zero_variance(history: RunHistory) -> Finding | None:
     severity, text = ERROR if fraction >= _MOSTLY else WARNING, ""
     if equal is not None:
         severity, title, text = ERROR, f"All rewards are {format_number(equal[0])}", sentence(equal[1])
-        fix = _fix_of_equal_rewards(*equal)
+        fix = f"If they should differ, correct the reward ({_CHECK}); else use harder or easier prompts."
     elif fraction < _OFTEN:
         return None
     elif reward > 0.0 and reward >= 0.8 * max(history.values("reward_max") or history.values("reward")):
@@ -248,21 +227,6 @@ def zero_variance(history: RunHistory) -> Finding | None:
 def sentence(text: str) -> str:
     """Make a sentence: "trainer idle 41%: raise x" -> "Trainer idle 41%: raise x."."""
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
-
-
-def _fix_of_equal_rewards(value: float, why: str) -> str:
-    if "rollout.max_completion_tokens" in why:
-        return "Raise rollout.max_completion_tokens."
-    if "rollout.temperature" in why:
-        return "Raise rollout.temperature, or start again from a model that has not collapsed."
-    if value > 0.0:
-        return (
-            f"If wrong answers get it too, correct the reward ({_CHECK}); if the prompts are solved, use harder ones."
-        )
-    return (
-        f"If right answers get it too, correct the reward ({_CHECK}); if there are none, use easier prompts or a "
-        "reward with partial credit."
-    )
 
 
 # -- what may keep the updates from being good ones
@@ -374,7 +338,7 @@ def waiting(history: RunHistory) -> Finding | None:
 
 
 Rule = Callable[[RunHistory], Finding | None]
-CAUSES: Sequence[Rule] = (failures, truncated, no_update, delivery, collapsed, tools, zero_variance)
+CAUSES: Sequence[Rule] = (failures, truncated, no_update, collapsed, tools, zero_variance)
 SPEED: Sequence[Rule] = (slow_code, waiting)
 RULES: Sequence[Rule] = (*CAUSES, off_policy, entropy, *SPEED)
 

@@ -27,7 +27,7 @@ from grpo_async.quickstart.tasks import TASKS, Task
 from grpo_async.utils.files import put_in_place
 from grpo_async.utils.text import backticked, did_you_mean
 
-RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warmup changes: prepared folders are then made again
+RECIPE_VERSION = 3  # raise it when a task, tokenizer, model or warmup changes: prepared folders are then made again
 _MARKER = "prepared.json"
 
 

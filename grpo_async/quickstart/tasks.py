@@ -118,9 +118,7 @@ class Task:
 
     def vocabulary(self) -> Iterator[str]:
         """Text that the tokenizer learns its merges from."""
-        for (
-            tool
-        ) in self.tools():  # as the chat template lists it: {"name": "guess", "arguments": {"number": "integer"}}
+        for tool in self.tools():  # as the template lists it: {"name": "guess", "arguments": {"number": "integer"}}
             function = tool["function"]
             types = {name: schema["type"] for name, schema in function["parameters"]["properties"].items()}
             yield json.dumps({"name": function["name"], "arguments": types})
@@ -182,28 +180,15 @@ def _think(terms: Sum, rng: random.Random) -> Demonstration:
     return _shown(terms, "<think>" + "\n".join(steps_of(terms)) + f"</think>{sum(terms)}")
 
 
-def _large_sums() -> list[Sum]:
-    """The first 4000 different sums to train on, and the first 400 that are held out."""
-    found: dict[bool, dict[Sum, None]] = {False: {}, True: {}}
-    for terms in _endless_sums():
-        held_out = is_held_out(_key(terms))
-        if len(found[held_out]) < (400 if held_out else 4000):
-            found[held_out][terms] = None
-        if (len(found[False]), len(found[True])) == (4000, 400):
-            break
-    return [*found[False], *found[True]]
-
-
-def _endless_sums() -> Iterator[Sum]:
-    """One-digit and two-digit numbers equally often; only rng.random(), whose sequence Python promises to keep."""
-    rng = random.Random(0)
-    while True:
-        numbers = []
-        for _ in range(3):
-            low, high = (1, 9) if rng.random() < 0.5 else (10, 99)
-            numbers.append(low + int(rng.random() * (high - low + 1)))
+def _large_sums() -> Iterable[Sum]:
+    """4500 different sums of one-digit and two-digit numbers, which are equally often."""
+    rng = random.Random(0)  # only rng.random(), whose sequence Python promises to keep
+    found: dict[Sum, None] = {}
+    while len(found) < 4500:
+        numbers = [1 + int(rng.random() * 9) if rng.random() < 0.5 else 10 + int(rng.random() * 90) for _ in range(3)]
         signs = [1, *(1 if rng.random() < 0.5 else -1 for _ in range(2))]
-        yield tuple(number * sign for number, sign in zip(numbers, signs, strict=True))
+        found[tuple(number * sign for number, sign in zip(numbers, signs, strict=True))] = None
+    return found
 
 
 def _ask_calculator(terms: Sum, rng: random.Random) -> Demonstration:

@@ -12,7 +12,6 @@ from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.inference.fleet import Fleet
-from grpo_async.inference.token import token_from_environment
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.machine import weights_host
@@ -165,7 +164,6 @@ def run_rank_zero(
             num_parameters=context.num_parameters,
             num_embeddings=num_embeddings,
             policy_version=start,
-            token=token_from_environment(),
         )
         with phase("pushing the first weights", control):
             # also proves the transport before anything is generated

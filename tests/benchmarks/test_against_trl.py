@@ -4,17 +4,10 @@ is there."""
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
-import torch
 
 from benchmarks import _trl_train as train
 from benchmarks import against_trl
-from benchmarks._trl_train import CpuKernel, EqualPush
 from grpo_async.config.loader import load_config
 
 GIVEN = {"inputs": "", "folder": "out", "server_url": "http://127.0.0.1:9", "in_flight": 64, "max_steps": 30, "seed": 0,
@@ -40,64 +33,3 @@ def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> Non
     assert config.inference.threads == config.launch.trainer_threads == 1
     assert config.model.dtype == "float32"
     assert not options["bf16"]
-
-
-@pytest.mark.nightly
-def test_trl_takes_our_options_and_has_what_is_replaced() -> None:
-    pytest.importorskip("trl")
-    import importlib.metadata
-
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
-    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
-
-    assert importlib.metadata.version("trl") == against_trl.TRL_VERSION
-    config = AsyncGRPOConfig(**train.trainer_options(GIVEN))
-    assert config.token_budget == 0
-    assert not config.gradient_checkpointing
-    assert "weight_transfer" in inspect.signature(AsyncGRPOTrainer).parameters
-    for method in ("init_weight_transfer", "pause", "send_weights", "resume", "destroy"):
-        theirs, replaced = getattr(WeightTransferClient, method), getattr(EqualPush, method)
-        assert list(inspect.signature(replaced).parameters) == list(inspect.signature(theirs).parameters)
-    assert list(inspect.signature(train.no_peak_flops).parameters) == list(
-        inspect.signature(async_grpo_trainer.get_peak_flops_per_device).parameters
-    )
-    source = inspect.getsource(packing.tree_attention)
-    assert "_flash_attn().flash_attn_varlen_func(" in source
-
-
-@pytest.mark.nightly
-def test_the_stand_in_for_the_kernel_gives_what_each_sample_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two samples share a prompt of 3 tokens: the tree holds [p p p | a a | b], the second segment attends to p and a."""
-    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
-    monkeypatch.setattr(packing, "_flash_attn", CpuKernel)
-    torch.manual_seed(0)
-    heads, kv_heads, width = 4, 2, 8
-    query = torch.randn(1, heads, 6, width)
-    key, value = torch.randn(2, 1, kv_heads, 6, width)
-    layout = SimpleNamespace(index=[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5], q=[0, 3, 5, 6], k=[0, 3, 8, 12])
-    layer = torch.nn.Linear(1, 1)
-    layer.config = SimpleNamespace()  # asked for the dtype that a quantized layer computes in
-    output, _ = packing.tree_attention(
-        layer, query, key, value, None, tree_kv_index=torch.tensor(layout.index),
-        tree_cu_seqlens_q=torch.tensor(layout.q), tree_cu_seqlens_k=torch.tensor(layout.k),
-        tree_max_seqlen_q=3, tree_max_seqlen_k=5,
-    )  # fmt: skip
-    for sample, own in (([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]), ([0, 1, 2, 5], [5])):
-        alone = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, sample], key[:, :, sample], value[:, :, sample], is_causal=True, enable_gqa=True
-        )
-        expected = alone[0].transpose(0, 1)[[sample.index(token) for token in own]]
-        torch.testing.assert_close(output[0, own], expected)
-
-
-def test_what_trl_drops_is_counted_from_the_beginning(tmp_path: Path) -> None:
-    """TRL logs how many it dropped since the last step, None where none were, and a summary at the end, which is no step."""
-    writer = train.step_writer(tmp_path / "steps")
-    logs = {"perf/step_s": 2.0, "perf/fwd_s": 0.4, "perf/rollout_wait_s": 0.5, "perf/weight_sync_s": 0.2,
-            "batch/samples_per_step": 16.0, "batch/trained_tokens_per_step": 960.0, "sample/staleness_mean": 1.0}  # fmt: skip
-    for dropped in ({"sample/dropped_stale_total": 8.0}, {}, {"sample/dropped_stale_total": 3.0}):
-        writer.on_log(None, None, None, logs | dropped)
-    writer.on_log(None, None, None, {"train_runtime": 60.0})
-    steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
-    assert [step["thrown_away"] for step in steps] == [8.0, 8.0, 11.0]
-    assert (steps[0]["wall_s"], steps[0]["samples"], steps[0]["push_s"]) == (2.0, 16.0, 0.2)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 
 import pytest
 
-from benchmarks import _models, asynchrony
-from benchmarks.report import Report, in_turns, ratios
+from benchmarks import _models
+from benchmarks.report import Report
 
 
 @pytest.mark.parametrize(
@@ -31,61 +30,4 @@ def test_the_exit_code_says_whether_every_target_is_met(
     assert lines[-1].startswith("MISSED" if code else "met")
 
 
-def test_variants_take_turns_and_ratios_are_within_a_round() -> None:
-    assert list(in_turns(["a", "b", "c"], 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a")]
-    assert ratios({"a": [2.0, 9.0], "b": [1.0, 3.0]}, "a", "b") == [2.0, 3.0]
-    with pytest.raises(ValueError, match="zip"):
-        ratios({"a": [2.0, 9.0], "b": [1.0]}, "a", "b")
-
-
 SMALL = _models.ModelShape(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
-
-
-def test_parameters_and_flops_are_those_of_the_formula() -> None:
-    # a layer: q 4x4, o 4x4, k 4x2, v 4x2 = 48; MLP 3 x 4 x 8 = 96; two layers 288; head 10 x 4 = 40
-    assert SMALL.num_parameters == 328
-    assert SMALL.forward_flops(5) == 656 + 160  # 2 x 328 + 4 x 2 layers x 4 x 5 tokens
-    assert SMALL.training_flops(9) == 1968 + 480  # 6 x 328 + 6 x 2 x 4 x (9 + 1)
-    assert SMALL.kv_bytes(2) == 2 * 2 * 2 * 2
-
-
-def test_a_model_has_the_parameters_that_are_counted() -> None:
-    for shape in (SMALL, replace(SMALL, tied=False)):
-        norms = 4 * (2 * shape.layers + 1) + 2 * 2 * shape.layers  # hidden: two of a layer and the last; heads: q and k
-        assert sum(each.numel() for each in shape.build(seed=0).parameters()) == shape.num_stored + norms
-
-
-def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float) -> dict[str, float]:
-    return {
-        "step": step,
-        "step_time": wall,
-        "pipeline/trainer_idle_ratio": trainer_idle,
-        "pipeline/generator_idle_ratio": generator_idle,
-        "pipeline/training_fraction": 0.5,
-        "pipeline/pushing_fraction": 0.1,
-        "perf/trained_tokens_per_s": 100.0 * step,
-        "async/staleness_mean": 1.0,
-    }
-
-
-def test_the_steady_state_is_weighted_by_time() -> None:
-    lines = [
-        _line(1, 9.0, trainer_idle=0.9, generator_idle=0.0),
-        _line(2, 2.0, trainer_idle=0.5, generator_idle=0.25),
-        _line(3, 4.0, trainer_idle=0.0, generator_idle=0.375),
-        _line(4, 1.0, trainer_idle=0.0, generator_idle=1.0),
-    ]
-    found = asynchrony.statistics_of(lines, skip=1, last=1)
-    expected = {
-        "step": 3.0,  # (2 + 4) / 2
-        "waiting for samples": 0.5,  # 2 x 0.5 / 2
-        "server busy": 2.0,  # (1.5 + 2.5) / 2
-        "servers idle": 1 / 3,
-        "trainer idle": 1 / 6,
-        "overlap efficiency": 5 / 6,  # the trainer's 5 s of 6
-        "trained tokens": (200 * 2 + 300 * 4) / 6,
-        "training": 1.5,
-        "push": 0.3,
-        "all steps": 16.0,
-    }
-    assert {name: found[name] for name in expected} == pytest.approx(expected)

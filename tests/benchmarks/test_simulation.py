@@ -41,13 +41,3 @@ def test_a_staleness_of_one_hides_the_shorter_of_the_two_and_throws_nothing_away
     assert found["servers idle"] <= 0.1
     assert 0 < found["mean staleness"] <= 1
     assert found["thrown"] == 0
-
-
-def test_training_takes_what_the_slowest_rank_of_each_forward_takes() -> None:
-    """Samples of 110, 60 and 60 tokens with their prompts, two ranks, at most 110 a forward: 110 beside 60, then 60 beside nothing:
-    110 x (0.02 + 0.11) + 60 x (0.02 + 0.06) = 19.1 s, where half of all would be 11.95."""
-    setup = replace(SETUP, prompt=10, pair_s=0.001, lengths=replace(SETUP.lengths, longest=100))
-    taken, even = setup.training([100, 50, 50])
-    assert taken == pytest.approx(110 * 0.13 + 60 * 0.08)
-    assert even == pytest.approx((110 * 0.13 + 2 * 60 * 0.08) / 2)
-    assert setup.training([]) == (0.0, 0.0)

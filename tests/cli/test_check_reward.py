@@ -116,23 +116,6 @@ def test_the_gold_column_may_have_any_name() -> None:
     assert "--gold-column left: the data has no such column; it has ['right']" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("rewards", "text"),
-    [
-        ([_reward("no_such_function")], "rewards.0.function"),
-        ([{"function": "tests.rewards.trl_style_rewards:boxed_reward"}], "needs the column(s) ['ground_truth']"),
-        ([_reward("wants_environments")], "needs `environments`, but the run has none"),
-        ([_reward("wants_environments", run_in="process")], "cannot be sent to another one"),
-    ],
-)
-def test_a_wrong_configuration_is_exit_code_2_without_a_traceback(rewards: list[dict[str, Any]], text: str) -> None:
-    result = _check(rewards)
-    assert result.exit_code == 2
-    assert text in result.stderr
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
-
-
 def test_functions_that_need_a_rollout_are_skipped_with_a_note() -> None:
     environments = 'environments: {e: {factory: "a:b"}}\n'
     result = _check([_reward("wants_environments"), _reward("honest")], "--rows", "1", more=environments)

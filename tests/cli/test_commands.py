@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from grpo_async.checks import doctor
 from grpo_async.checks.report import Check
-from grpo_async.cli.app import app, main
+from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.display import StatusFile
@@ -27,7 +26,6 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from tests.store.builders import append_simple
-from tests.support.chat_families import family
 from tests.support.configs import MINIMAL
 
 CONFIG = f"{MINIMAL}inference: {{engine: embedded}}\n"
@@ -148,21 +146,6 @@ def test_validate_prints_a_configuration_and_the_plan(config: str) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["resolved.yaml", "x.yaml"]  # nothing was made
 
 
-def test_validate_looks_at_the_data_when_asked(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], "answer": "2"}
-    Path("rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    settings = ["--set", "data.train={type: jsonl, path: rows.jsonl}"]
-    settings += ["--set", "rewards=[{function: grpo_async.rewards.text:exact_match}]"]
-    family("qwen2_5").save_pretrained(load_config(Path(config)).model.path)
-    assert "rows.jsonl" not in _invoke("validate", config, *settings).stderr
-    told = _invoke("validate", config, "--data", *settings)
-    assert told.exit_code == 0, told.output
-    assert "1 of 1 prompts end in an assistant's message" in told.stderr
-    Path("rows.jsonl").write_text(json.dumps(row | {"images": ["a.png"]}), encoding="utf-8")
-    refused = _invoke("validate", config, "--data", *settings)
-    assert (refused.exit_code, "rows.jsonl:1" in refused.stderr) == (2, True)
-
-
 @pytest.mark.parametrize(
     ("engine", "target"),
     [
@@ -250,17 +233,6 @@ def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
-
-
-def test_a_command_prints_what_the_encoding_of_its_output_lacks_as_an_escape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1", write_through=True))
-    with pytest.raises(SystemExit) as end:
-        main(["init", str(tmp_path / "é…")])
-    assert end.value.code == 0
-    assert b"/\xe9\\u2026: " in output.getvalue()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import pytest
@@ -50,26 +49,6 @@ def test_the_name_of_the_file_says_the_format(run: Path, tmp_path: Path) -> None
     assert "6 rollouts of 3 groups ->" in err
     with duckdb.connect() as connection:
         assert connection.execute("SELECT sum(reward) FROM read_parquet(?)", [str(out)]).fetchall() == [(3.0,)]
-
-
-def test_an_evaluation_is_exported(run: Path) -> None:
-    for step in ("2", "latest"):
-        code, out, _ = _export(str(run), "--evaluation", step)
-        assert (code, len(out.splitlines())) == (0, 2)
-    code, _, err = _export(str(run), "--evaluation", "7")
-    assert code == 2
-    assert "it has: 2" in err
-
-
-def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
-    hostile = "\x9b31m\x7f\u202e\u200f\u061c\x1b]0;x\x07"
-    with LineStore(run / "rollouts") as store:
-        append_simple(store, 9, answer=hostile, rewards=(1.0,))
-    file = tmp_path / "out.jsonl"
-    assert _export(str(run), "group_id=9", "--out", str(file))[0] == 0
-    for out in (_export(str(run), "group_id=9")[1], file.read_text(encoding="utf-8")):
-        assert not set("\x9b\x7f\u202e\u200f\u061c\x1b\x07") & set(out)
-        assert json.loads(out)["completion_text"] == hostile
 
 
 def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> None:
@@ -163,48 +142,3 @@ def test_an_export_replaces_nothing_but_a_model(exported: list[tuple[int, Path]]
     result = _export_model("--out", out)
     assert (result.exit_code, exported) == (2, [])
     assert "is not a model's folder" in " ".join(result.stderr.replace("│", "").split())
-
-
-@pytest.mark.parametrize("content", [[], ["config.json", "model.safetensors"]], ids=["empty", "a model"])
-def test_an_export_may_go_to_an_empty_folder_or_over_a_model(
-    exported: list[tuple[int, Path]], content: list[str]
-) -> None:
-    Path("mine").mkdir()
-    for name in content:
-        (Path("mine") / name).touch()
-    assert _export_model("--out", "mine").exit_code == 0
-    assert exported == [(6, Path("mine"))]
-
-
-@pytest.mark.parametrize("checkpoint", ["latest", "best"])
-def test_a_run_of_another_version_is_called_so(exported: list[tuple[int, Path]], checkpoint: str) -> None:
-    run_dir = RunDir(Path("runs/demo"))
-    run_dir.config.write_text(f"{MINIMAL}a_key: of that version\n", encoding="utf-8")
-    (run_dir.checkpoint(6) / "manifest.json").write_text('{"format": 3}', encoding="utf-8")
-    result = _export_model("--checkpoint", checkpoint)
-    assert (result.exit_code, exported) == (2, [])
-    assert "has format 3, of another version" in " ".join(result.stderr.split())
-
-
-def test_what_was_written_is_uploaded_into_a_private_repository(
-    exported: list[tuple[int, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = []
-
-    class Hub:
-        def create_repo(self, repository: str, **options: Any) -> None:
-            calls.append((repository, options))
-
-        def upload_folder(self, **options: Any) -> str:
-            calls.append(("upload", options))
-            return "https://hub/me/mine"
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    result = _export_model("--checkpoint", "best", "--out", "mine", "--push-to-hub", "me/mine")
-    assert result.exit_code == 0, result.output
-    assert exported == [(4, Path("mine"))]
-    assert calls == [
-        ("me/mine", {"private": True, "exist_ok": True}),
-        ("upload", {"repo_id": "me/mine", "folder_path": Path("mine")}),
-    ]
-    assert result.stdout.splitlines()[1:] == ["https://hub/me/mine"]

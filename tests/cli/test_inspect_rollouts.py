@@ -148,18 +148,3 @@ def test_mistakes_are_explained(
     result = _invoke(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
-
-
-def test_controls_in_json_and_in_mistakes_are_shown_and_not_obeyed(store: RolloutStore) -> None:
-    hostile = "\x9b31m\x7f\u202e\u200f\u061c\x1b]0;x\x07"
-    append_simple(store, 7, answer=hostile, rewards=(0.5,))
-    for arguments in (["--group", "7"], ["--rollout", "7-0"]):
-        out = _invoke("demo", "--json", *arguments).stdout
-        assert not set(hostile[:1] + "\x7f\u202e\u200f\u061c\x1b\x07") & set(out)
-        content = json.loads(out)
-        (rollout,) = content.get("rollouts") or [content]
-        assert rollout["messages"][0]["content"] == hostile
-    mistake = _invoke("de\x1b]0;title\x07\u202emo")
-    assert mistake.exit_code == 2
-    assert not set("\x1b\x07\u202e") & set(mistake.stderr)
-    assert "de\u241b]0;title" in mistake.stderr

@@ -3,15 +3,11 @@ what is wrong, what to write instead."""
 
 from __future__ import annotations
 
-import contextlib
-import random
 from pathlib import Path
 
 import pytest
 
-from grpo_async.config.keys import all_keys, keys_at
 from grpo_async.config.loader import dump_config, load_config
-from grpo_async.config.names import RENAMED
 from grpo_async.config.sections import JsonlSource
 from grpo_async.errors import ConfigError
 from tests.support.configs import MINIMAL
@@ -137,9 +133,10 @@ def test_bad_references_are_problems_and_say_nothing_else_about_the_value(
     )
     assert _problems(path) == [
         "x.yaml:6: optimizer.lr: the environment variable 'MISSING' is not set; set it or write ${MISSING:-default}",
-        "x.yaml:7: optimizer.eps: '${9}' does not name an environment variable; write $${ for a literal ${",
-        "x.yaml:8: optimizer.schedule: '${OPEN' has no closing brace; write $${ for a literal ${",
-        "x.yaml:9: optimizer.min_lr_ratio: '${A:-${B}': a default cannot contain another reference",
+        *(
+            f"x.yaml:{line}: optimizer.{key}: '{text}' is not written ${{NAME}} or ${{NAME:-default}}; write $${{ for a literal ${{"
+            for line, key, text in ((7, "eps", "${9}"), (8, "schedule", "${OPEN"), (9, "min_lr_ratio", "${A:-${B}"))
+        ),
     ]
 
 
@@ -164,21 +161,6 @@ def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
 
 
 # ---- mistakes ----
-
-
-def test_an_old_name_of_a_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    old = "optimizer:\n  schedule_arguments: {min_lr: 0.1}\n"
-    base = _write(tmp_path, MINIMAL + old, "base.yaml")
-    assert load_config(base).optimizer.schedule_kwargs == {"min_lr": 0.1}
-    assert f"{base}:6: optimizer.schedule_arguments is now called optimizer.schedule_kwargs" in caplog.text
-    child = _write(tmp_path, "extends: base.yaml\noptimizer: {schedule_kwargs: {min_lr: 0.2}}\n")
-    assert load_config(child).optimizer.schedule_kwargs == {"min_lr": 0.2}
-    assert load_config(child, ["optimizer.schedule_arguments={min_lr: 0.3}"]).optimizer.schedule_kwargs == {
-        "min_lr": 0.3
-    }
-    both = _write(tmp_path, MINIMAL + old + "  schedule_kwargs: {}\n")
-    assert _problems(both) == ["x.yaml:7: 'optimizer.schedule_kwargs' is given twice (first at x.yaml:6)"]
-    assert [new for new in RENAMED.values() if not keys_at(tuple(new.split(".")))] == []
 
 
 def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -241,51 +223,20 @@ def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> N
             "unknown key 'evaluation.data.subset' of type 'jsonl'; it belongs to type 'hub'",
         ),
         ("evaluation: {data: x.jsonl}", "evaluation.data: input should be a mapping of keys (got 'x.jsonl')"),
-        ("rollout: !mine {}", "rollout: the tag '!mine' is not supported"),
-        ("rollout: {<<: {group_size: 2}}", "'rollout.<<' is a merge key, which is not supported; share settings by `extends`"),
-        ("rollout: {? [1] : 2}", "'rollout.?' is a list or a mapping; keys are single words"),
+        ("rollout: !mine x", "not valid YAML: could not determine a constructor for the tag '!mine'"),
+        ("rollout: {<<: {group_size: 2}}", "unknown key 'rollout.<<.group_size'; did you mean 'rollout.group_size'?"),
+        ("rollout: {? [1] : 2}", "unknown key 'rollout.?'"),
+        ("loss: {reference: ~nobody-of-this-name/x}", "loss.reference: there is no home folder for ~nobody-of-this-name; write the "
+         "whole path"),
+        ("optimizer: {lr: .inf}", "optimizer.lr: input should be a finite number (got inf)"),
+        ("tools: [{function: my.module.name}]", "tools.0.function: 'my.module.name' is not written module:attribute, with a colon; "
+         "did you mean 'my.module:name'?"),
+        ("optimizer: {schedule_arguments: {}}", "unknown key 'optimizer.schedule_arguments'; did you mean "
+         "'schedule_kwargs'?"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> None:
     assert _problems(_write(tmp_path, MINIMAL + added + "\n")) == [f"x.yaml:5: {expected}"]
-
-
-@pytest.mark.parametrize(
-    ("added", "told"),
-    [
-        ("x: " + "[" * 2000 + "]" * 2000, "nested deeper"),
-        ("x: &x {a: *x}", "alias refer to itself"),
-        ("\n".join(["a0: &a0 [0]", *(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9))]), "unfold"),
-        ("run: {seed: " + "9" * 5000 + "}", "run.seed: 9999"),
-        ("run: {seed: 0x" + "f" * 5000 + "}", "run.seed: 0xff"),
-        ("training:\n  max_steps: ${DIGITS}", "training.max_steps: 9999"),
-        ('run: {dir: "a\\ud800"}', "run.dir: contains '\\ud800'"),
-        ('run: {"a\\0b": 1}', "a\\x00b"),
-        ("run: {dir: ~nobody-of-this-name/x}", "run.dir: there is no home"),
-        ('extends: "a\\0b"', "extends: contains"),
-        (f"extends: {'x' * 300}", "there is no file"),
-        ("tool_calling: {max_result_chars: !!bool yes}", "tool_calling.max_result_chars: the tag"),
-        ("inference: {urls: ['http://[']}", "inference.urls.0: 'http://['"),
-        (f"inference: {{host: {'a' * 300}}}", "inference.host: "),
-        (f"inference: {{engine: {'x' * 2000}}}", "inference.engine: "),
-        ("optimizer: {lr: 1e38}", "optimizer.lr"),
-        ("optimizer: {lr: .inf}", "optimizer.lr"),
-        ("evaluation: {temperature: 1e-6}", "evaluation.temperature"),
-        ("tools: [{function: my.module.name}]", "did you mean 'my.module:name'?"),
-    ],
-    ids=lambda text: text[:30],
-)  # fmt: skip
-def test_what_would_stall_or_break_what_comes_after_is_refused_by_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str, told: str
-) -> None:
-    monkeypatch.setenv("DIGITS", "9" * 5000)
-    key = added.split(":")[0]
-    kept = [line for line in MINIMAL.splitlines() if not line.startswith(f"{key}:")]
-    if key == "run":
-        added = added.replace("{", "{name: demo, ", 1)
-    problems = _problems(_write(tmp_path, "\n".join([*kept, added]) + "\n"))
-    assert any(told in problem for problem in problems), problems
-    assert all(len(problem) < 1000 and problem.isprintable() for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +245,7 @@ def test_what_would_stall_or_break_what_comes_after_is_refused_by_its_key(
         (b"run: {name: demo\nmodel: 3\n", "x.yaml:2: not valid YAML: "),
         (b"run:\n\tname: demo\n", "x.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
         (b"a: \x07\n", "x.yaml: not valid YAML: special characters are not allowed at character 3"),
+        (b"x: &x {a: *x}\n", "x.yaml: not valid YAML: nested deeper"),
         (b"- a\n", "x.yaml: a configuration is a mapping of sections"),
         (b"\xff\xfe", "x.yaml: cannot be read: it is not UTF-8 text"),
     ],
@@ -312,30 +264,9 @@ def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
 
 
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        ("optimizer.learning_rate", "'optimizer.lr'"),
-        ("num_generations", "'rollout.group_size'"),
-        ("training.gradient_accumulation_steps", "training.micro_batch_tokens"),
-        ("num_iterations", "'training.num_iterations'"),
-        ("deepspeed", "not needed"),
-        ("rollout.zzz_size", ""),
-    ],
-)
-def test_names_of_other_trainers_are_known_and_no_likeness_of_sections_makes_a_suggestion(
-    tmp_path: Path, key: str, told: str
-) -> None:
-    (problem,) = _problems(_write(tmp_path, MINIMAL), f"{key}=1")
-    assert told in problem
-    assert told or problem.endswith(f"'{key}'")
-
-
 def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path: Path) -> None:
-    text = MINIMAL + "rollout:\n  max_completion_tokens: 4000\n  max_turn_tokens: 5000\n"
-    first, second = _problems(_write(tmp_path, text))
-    assert first.startswith("x.yaml:6: rollout.max_completion_tokens: 4000 leaves no room for a prompt in")
-    assert second.startswith("x.yaml:7: rollout.max_turn_tokens: 5000 is more than rollout.max_completion_tokens: 4000")
+    (problem,) = _problems(_write(tmp_path, MINIMAL + "rollout:\n  max_completion_tokens: 4000\n"))
+    assert problem.startswith("x.yaml:6: rollout.max_completion_tokens: 4000 leaves no room for a prompt in")
     (problem,) = _problems(_write(tmp_path, MINIMAL), "training.weight_sync_steps=9")
     assert problem.startswith("--set training.weight_sync_steps=9: rollout.max_staleness: 1 with")
     text = MINIMAL.replace('[{function: "a:b"}]', '[{function: "a:b"}, {function: "c:b"}]')
@@ -357,34 +288,11 @@ def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path:
         ("rewards.0.wieght=2", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2 (got 1)"),
         ("rollout={group_sise: 3}", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
-        (
-            "run.seed=99999999999999999999999",
-            "run.seed: 99999999999999999999999 is beyond 64 bits; write a smaller number, or quote it if it is text",
-        ),
         ("run.name=${NOT_SET}", "run.name: the environment variable 'NOT_SET' is not set; set it or write ${NOT_SET:-default}"),
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_explained(tmp_path: Path, override: str, expected: str) -> None:
     assert _problems(_write(tmp_path, MINIMAL), override) == [f"--set {override}: {expected}"]
-
-
-def test_mutated_configurations_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
-    """60 of the thousands that were tried: slips of the shipped files and values that belong nowhere."""
-    shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-    keys = [key.path.replace("[]", ".0") for key in all_keys()]
-    values = ["", "-1", "1e308", "99999999999999999999", "~/x", '"\\0"', ".nan", "[[[]]]", "*x", "{a: 1}", "${X", "a:b"]
-    chance, file = random.Random(0), tmp_path / "x.yaml"
-    for _ in range(60):
-        content = bytearray(chance.choice(shipped).read_bytes())
-        for _ in range(chance.randint(0, 3)):
-            begin = chance.randrange(len(content))
-            content[begin : begin + chance.randint(0, 9)] = chance.choice([*values, "\xff"]).encode("latin-1")
-        file.write_bytes(content)
-        overrides = [f"{chance.choice(keys)}={chance.choice(values)}" for _ in range(chance.randint(0, 2))]
-        with contextlib.suppress(ConfigError):
-            config = load_config(file, overrides)
-            file.write_text(dump_config(config), encoding="utf-8")
-            assert load_config(file) == config
 
 
 @pytest.mark.parametrize(
@@ -398,12 +306,3 @@ def test_mutated_configurations_are_read_or_refused_and_nothing_else(tmp_path: P
 def test_an_error_does_not_print_what_may_be_secret(tmp_path: Path, override: str) -> None:
     (problem,) = _problems(_write(tmp_path, MINIMAL), override)
     assert "sk-123" not in problem
-
-
-def test_a_wrong_range_of_replicas_is_one_problem(tmp_path: Path) -> None:
-    assert len(_problems(_write(tmp_path, MINIMAL), "inference.replicas={min: 3, max: 2}")) == 1
-
-
-def test_a_reward_that_is_gone_is_refused_with_what_takes_its_place(tmp_path: Path) -> None:
-    (problem,) = _problems(_write(tmp_path, MINIMAL), "rewards=[{function: 'grpo_async.rewards.http:remote_reward'}]")
-    assert "model:" in problem

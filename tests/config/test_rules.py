@@ -27,11 +27,8 @@ def _config(**sections: Any) -> ExperimentConfig:
         # data
         ({"data": {"train": [JSONL, {"path": "other/t.jsonl"}]}}, "the labels ['t'] are used more than once; give each source a"),
         ({"data": {"train": [{**JSONL, "weight": 0}]}}, "the weight of every source is 0"),
-        ({"data": {"train": {**JSONL, "rewards": ["b"]}}}, "rewards: for a list of sources only"),
         ({"data": {"train": [{**JSONL, "environment": "x"}]}}, "data.train.0.environment: x is not one of the environments []"),
-        ({"evaluation": {"data": [{**JSONL, "weight": 2}]}}, "evaluation.data.0: weight, temperature and group_size"),
         ({"data": {"train": JSONL, "sampling": {"retire_solved": 2}}, "training": {"epochs": 2}}, "training.epochs: 2 does not go"),
-        ({"data": {"train": JSONL, "sampling": {"target": 0.3}}}, "target: 0.3 has no effect with type: uniform"),
         # the objective
         ({"loss": {"correction": {}}}, "loss.correction, which weighs"),
         ({"loss": {"proximal": "log_linear"}, "rollout": {"max_staleness": 0}}, "loss.proximal: log_linear does not go with"),
@@ -41,7 +38,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             "gspo's ratio is the same for all of them; set level: sequence",
         ),
         ({"rewards": [{"name": "x"}]}, "a reward is one of function, model; none of them is set"),
-        ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model never runs in this process"),
         (
             {"model": {"path": "m", "lora": {"push": "adapter_swap", "modules_to_save": ["lm_head"]}}},
             "model.lora.push: adapter_swap sends the adapters alone, and servers would keep the old values of",
@@ -59,7 +55,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"loss": {"score_centering": 129}}, "less than or equal to 128"),
         ({"loss": {"reference": "models/base"}}, "loss.reference: models/base needs loss.beta"),
         ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),
-        ({"loss": {"type": "grpo", "reduction": "dapo"}}, "is what `type: dapo` means; set that, without reduction"),
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
         ({"loss": {"proximal": "recomputed", "correction": {"cap": 2.0, "floor": 2.0}}}, "floor: 2.0 is not less than cap"),
         (
@@ -109,7 +104,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
         ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "environment; function and command are set"),
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
-        ({"rollout": {"agent": {"function": "a:b", "memory_mb": 64}}}, "applies to the process of a `command` only"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
@@ -119,6 +113,10 @@ def _config(**sections: Any) -> ExperimentConfig:
         (
             {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
             "rollout.agent.function does not go with rollout_function",
+        ),
+        (
+            {"rollout_function": {"function": "a:b"}, "tools": [{"function": "a:b"}]},
+            "rollout_function.function does not go with tools",
         ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
@@ -132,10 +130,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"inference": {"host": "a" * 64}}, "cannot be the name of a host"),
         ({"inference": {"urls": ["http://::1:8000"]}}, "http://host:port"),
         ({"inference": {"urls": ["http://user:key@host:1"]}}, "http://host:port"),
-        ({"inference": {"urls": ["ftp://host:1"]}}, "http://host:port"),
         ({"inference": {"host": "localhost:8000"}}, "inference.host"),
-        ({"inference": {"host": "127.1"}}, "inference.host"),
-        ({"inference": {"host": "mäx"}}, "inference.host"),
         ({"weights": {"host": "gpu..cluster"}}, "'gpu..cluster' cannot be the name of a host"),
         (
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
@@ -187,6 +182,7 @@ def _config(**sections: Any) -> ExperimentConfig:
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any], words: str) -> None:
+    """R4.4 among them: a rollout function bypasses the tool loop."""
     with pytest.raises(ValidationError) as caught:
         _config(**sections)
     assert words in str(caught.value)
@@ -221,13 +217,6 @@ def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:
     _config(**sections)
 
 
-def test_a_rollout_function_beside_tools_or_environments_is_refused() -> None:
-    """R4.4: such a function bypasses the tool loop, so what is configured for it would silently not be used."""
-    for beside in ({"tools": [{"function": "a:b"}]}, {"environments": {"game": {"factory": "a:b"}}}):
-        with pytest.raises(ValidationError, match=rf"rollout_function\.function does not go with {next(iter(beside))}"):
-            _config(rollout_function={"function": "a:b"}, **beside)
-
-
 def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> None:
     config = _config(
         evaluation={"every_steps": 8, "samples_per_prompt": 4, "temperature": 0.5},
@@ -238,25 +227,6 @@ def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> 
     assert (config.max_in_flight_evaluation, config.max_in_flight_evaluation_only) == (10, 40)
     assert _config(evaluation={"max_in_flight": 3}).max_in_flight_evaluation == 3
     assert _config(evaluation={}, rollout={"max_in_flight": 2}).max_in_flight_evaluation == 1
-
-
-def test_the_reduction_in_use_is_the_types_unless_set() -> None:
-    own = {
-        "grpo": "grpo",
-        "bnpo": "bnpo",
-        "dr_grpo": "dr_grpo",
-        "dapo": "dapo",
-        "gspo": "grpo",
-        "gmpo": "grpo",
-        "luspo": "luspo",
-        "dppo": "dapo",
-        "vespo": "dapo",
-        "sapo": "grpo",
-        "cispo": "dapo",
-    }
-    assert {name: _config(loss={"type": name}).loss.resolved_reduction for name in own} == own
-    assert _config(loss={"type": "custom", "function": "a:b"}).loss.resolved_reduction == "dapo"
-    assert _config(loss={"type": "cispo", "reduction": "grpo"}).loss.resolved_reduction == "grpo"
 
 
 def test_a_run_has_100_steps_or_as_many_as_its_epochs_take() -> None:

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import REPOSITORY, make_run, rows_of, run_command
-from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -120,7 +119,7 @@ def test_eval_finds_in_the_last_checkpoint_what_the_run_found(golden_run: Golden
 
 
 def test_a_checkpoint_becomes_a_model_folder(golden_run: GoldenRun, tmp_path: Path) -> None:
-    """The latest is what the run exported at its end; the best was evaluated; a hub that does not answer loses nothing."""
+    """The latest is what the run exported at its end; the best was evaluated."""
     run = str(golden_run.run.folder)
     latest = CliRunner().invoke(app, ["export-model", run, "--out", str(tmp_path / "latest")])
     assert latest.exit_code == 0, latest.output
@@ -129,12 +128,8 @@ def test_a_checkpoint_becomes_a_model_folder(golden_run: GoldenRun, tmp_path: Pa
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    offline = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-    arguments = ("--checkpoint", "best", "--out", str(tmp_path / "best"), "--push-to-hub", "me/best")
-    best = run_command("export-model", run, *arguments, environment=offline)
-    assert best.returncode == 1, best.stdout
-    assert f"{tmp_path / 'best'} is written" in best.stderr
-    assert "Traceback" not in best.stderr
+    best = CliRunner().invoke(app, ["export-model", run, "--checkpoint", "best", "--out", str(tmp_path / "best")])
+    assert best.exit_code == 0, best.output
     assert (tmp_path / "best" / "config.json").is_file()
 
 

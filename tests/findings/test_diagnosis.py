@@ -42,11 +42,6 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     "learns slowly": (
         Run(reward=line(0.3, 0.45), num_steps=200, held_out={0: 0.3, 200: 0.42}, num_prompts=500), "learns", True
     ),
-    "learns at once and stays": (Run(reward=lambda done: 0.85 if done > 0.1 else 0.3, num_steps=100), "learns", True),
-    "learns from -1 to 1": (Run(reward=line(0.2, 0.8), low=-1.0, held_out={0: 0.2, 60: 0.8}), "learns", True),
-    "learns, fewer prompts at the end": (
-        Run(reward=line(0.2, 0.8), held_out={0: 0.2, 60: 0.8}, loses_prompts=True), "learns", True
-    ),
     "learns, the last evaluation failed": (
         Run(reward=line(0.2, 0.7), held_out={0: 0.2}, failed_evaluations={60: "a server is gone"}, config=WITH_EVALUATION),
         "learns", True,
@@ -57,22 +52,8 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     "only the most frequent answer": (
         Run(reward=line(0.02, 0.2), held_out={0: 0.02, 60: 0.2}, num_prompts=200, baseline=0.2), "baseline", False
     ),
-    "truncated, the most frequent answer": (
-        Run(reward=line(0.02, 0.2), held_out={0: 0.02, 60: 0.2}, num_prompts=200, baseline=0.2,
-            metrics={"completions/clipped_ratio": 1.0}), "truncated", False
-    ),
-    "collapses to the most frequent answer": (
-        Run(reward=peak(0.05, 0.8, 0.2), held_out={0: 0.02, 60: 0.2}, num_prompts=200, baseline=0.2), "collapsed", False
-    ),
-    "beyond the most frequent answer": (
-        Run(reward=line(0.02, 0.5), held_out={0: 0.02, 60: 0.5}, num_prompts=200, baseline=0.2), "learns", True
-    ),
     "all rewards 0": (Run(state="failed", error=_nothing_to_learn(0.0)), "zero-variance", False),
     "all rewards 1": (Run(state="failed", error=_nothing_to_learn(1.0)), "zero-variance", False),
-    "all rewards 1, trained all the same": (
-        Run(reward=line(1.0, 1.0), metrics={"frac_reward_zero_std": 1.0, "reward": 1.0, "reward_min": 1.0, "grad_norm": 0.1}),
-        "zero-variance", False,
-    ),
     "all rewards 0, trained all the same": (
         Run(reward=line(0.0, 0.0), metrics={"frac_reward_zero_std": 1.0}), "zero-variance", False
     ),
@@ -90,18 +71,12 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     "learning rate too small to move a ratio": (
         Run(reward=line(0.3, 0.3), metrics={"lr": 1e-7, **STALE, **STILL}), "hardly-moves", False
     ),
-    "learning rate 0": (Run(reward=line(0.3, 0.3), metrics={"lr": 0.0}), "no-gradient", False),
+    "learning rate 0": (Run(reward=line(0.3, 0.3), metrics={"lr": 0.0}), "hardly-moves", False),
     "collapses, by held-out prompts": (
         Run(reward=peak(0.2, 0.8, 0.02), held_out={0: 0.2, 30: 0.8, 60: 0.02}), "collapsed", False
     ),
     "collapses, no evaluation": (Run(reward=peak(0.2, 0.8, 0.02)), "collapsed", False),
-    "collapses until all rewards are equal": (
-        Run(reward=peak(0.2, 0.8, 0.02), metrics={"frac_reward_zero_std": 0.95}), "collapsed", False
-    ),
     "falls": (Run(reward=line(0.6, 0.2), held_out={0: 0.6, 60: 0.2}), "fell", False),
-    "a reward raises, no evaluation": (
-        Run(state="failed", error=f"16 failures in a row and no group succeeded; the last one: {RAISES}"), "reward-fails", False
-    ),
     "a reward raises in the first evaluation": (
         Run(state="failed", error=f"4 of 4 rollouts of the evaluation failed; the first, eval-v0-0: {RAISES}",
             failed_evaluations={0: f"4 of 4 rollouts of the evaluation failed; the first, eval-v0-0: {RAISES}"},
@@ -114,14 +89,10 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     "learns until a server dies": (
         Run(reward=line(0.2, 0.7), state="failed", error="the server ended with status 1\nits log"), "learns", True
     ),
-    "one step": (Run(reward=line(0.2, 0.25), num_steps=1), "too-early", None),
     "four steps": (Run(reward=line(0.2, 0.25), num_steps=4), "too-early", None),
     "eight noisy steps": (Run(reward=line(0.45, 0.5), num_steps=8), "unclear", None),
     "flat, no evaluation set": (Run(reward=line(0.3, 0.3)), "flat", False),
     "flat, 200 prompts": (Run(reward=line(0.3, 0.3), held_out={0: 0.3, 60: 0.3}, num_prompts=200, samples=4), "flat", False),
-    "flat, the evaluation failed": (
-        Run(reward=line(0.3, 0.3), failed_evaluations={0: "a server is gone"}, config=WITH_EVALUATION), "flat", False
-    ),
     "only the sampled reward rises": (
         Run(reward=line(0.2, 0.8), held_out={0: 0.3, 60: 0.3}, num_prompts=200), "unconfirmed", None
     ),
@@ -141,14 +112,11 @@ def _diagnosed(name: str, folder: Path, seed: int = 0) -> Diagnosis:
 
 SAID = {
     "all rewards 0": "all rewards are 0", "all rewards 1": "all rewards are 1",
-    "all rewards 1, trained all the same": "all rewards are 1", "learning rate 1e-9, synchronous": "optimizer.lr",
-    "a reward raises, no evaluation": RAISES, "a reward raises in the first evaluation": RAISES,
+    "learning rate 1e-9, synchronous": "optimizer.lr", "a reward raises in the first evaluation": RAISES,
     "truncated": "Raise rollout.max_completion_tokens", "before its first step": "no optimizer step has finished yet",
     "learns, the last evaluation failed": "the evaluation of step 60 failed: a server is gone",
     "learns until a server dies": "Then the run failed: The server ended with status 1.",
-    "ended before its first step": "The server ended with status 1", "one step": "only 1 step had a reward",
-    "truncated, the most frequent answer": "Raise rollout.max_completion_tokens",
-    "collapses to the most frequent answer": "lower optimizer.lr",
+    "ended before its first step": "The server ended with status 1",
 }  # fmt: skip
 
 
@@ -229,20 +197,6 @@ def test_the_interval_holds_the_true_change_in_nineteen_runs_of_twenty() -> None
         narrower += paired.high - paired.low < alone.high - alone.low
     assert 184 <= held <= 199
     assert narrower > 150
-
-
-def test_the_line_through_the_steps_does_not_leave_the_rewards() -> None:
-    found = trend([0.0, 0.3, 0.6, 0.9, 1.0, 1.0, 1.0])  # over the logarithm the line goes from -0.014 to 1.104
-    assert found is not None
-    assert (found.first, found.last) == (0.0, 1.0)
-
-
-def test_an_interval_ends_where_the_rewards_do() -> None:
-    found = held_out_change({"reward": 0.0}, {"reward": 0.9}, [0.0] * 10, [0.0] + [1.0] * 9, scale=1.0)
-    assert found.value == pytest.approx(0.9)
-    assert (found.has_risen, found.high) == (True, 1.0)  # 0.9 + 2.3 x 0.1 would be more than any change
-    large = held_out_change({"reward": 1.0, "reward_stderr": 5.0}, {"reward": 51.0}, [], [], scale=1.0)  # not its range
-    assert large.high >= large.value == 50.0
 
 
 # rewards of a run of the quickstart, by step: the task is solved after a quarter of them

@@ -81,12 +81,6 @@ def test_of_fewer_than_three_seeds_nothing_is_called_safe(tmp_path: Path) -> Non
     assert "3 seeds" in study.advice()
 
 
-def test_settings_that_never_fail_are_advised_over_better_ones_that_do(tmp_path: Path) -> None:
-    study = _study(tmp_path, {"a": (1.0, ["out of memory"] * 3), "b": (2.0, [0.5, 0.5, 0.5])}, own="a")
-    assert _verdicts(study) == {"a": False, "b": True}
-    assert "Use b" in study.advice()
-
-
 def test_a_folder_without_a_study_has_none(tmp_path: Path) -> None:
     assert Study.read(tmp_path) is None
     (tmp_path / STUDY_FILE).write_text("{")

@@ -8,13 +8,13 @@ import random
 import pytest
 
 from grpo_async.config.sections import ToolSection
-from grpo_async.quickstart.tasks import TASKS, THINK, TOOL, Task, steps_of, text_of
+from grpo_async.quickstart.tasks import TASKS, TOOL, Task, text_of
 from grpo_async.tools import load_tools
 
 ITEM = (3, 4, -2, 1)
 
 
-@pytest.mark.parametrize(("name", "num_items"), [("think", 2012), ("tool", 4400)])
+@pytest.mark.parametrize(("name", "num_items"), [("think", 2012), ("tool", 4500)])
 def test_the_split_covers_every_item_once(name: str, num_items: int) -> None:
     training, held_out = TASKS[name].training_items(), TASKS[name].held_out_items()
     assert not set(training) & set(held_out)
@@ -37,12 +37,6 @@ def test_prompt_and_answer_agree_and_a_guess_is_near(task: Task) -> None:
     assert task.good(item, rng).prompt == task.lazy(item, rng).prompt == f"{text_of(item)} ="
     guesses = {task.lazy(item, rng).turns[0].text.removeprefix("<think></think>") for _ in range(400)}
     assert guesses == {str(sum(item) + error) for error in range(-9, 10)}
-
-
-def test_thinking_shows_each_step_and_then_the_answer() -> None:
-    shown = THINK.good(ITEM, random.Random(0))
-    assert shown.turns[0].text == "<think>3 + 4 = 7\n7 - 2 = 5\n5 + 1 = 6</think>6"
-    assert {int(step.rpartition("= ")[2]) for item in THINK.items() for step in steps_of(item)} == set(range(10))
 
 
 def test_the_good_way_asks_the_calculator_and_repeats_its_answer() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_async.chat import ChatRenderer
-from grpo_async.quickstart.model import TAGS, train_tokenizer
+from grpo_async.quickstart.model import train_tokenizer
 from grpo_async.quickstart.tasks import TASKS, Demonstration, Turn
 from grpo_async.quickstart.warmup import pad_batch, segments
 
@@ -81,28 +81,5 @@ def test_labels_are_the_ids_of_what_is_learned_and_nothing_else(renderer: ChatRe
 # ---- the tokenizer ----
 
 
-def test_tags_are_single_tokens_that_survive_skipping_special_tokens(renderer: ChatRenderer) -> None:
-    tokenizer = renderer.tokenizer
-    for tag in TAGS:
-        assert len(tokenizer.encode(tag)) == 1
-    ids = tokenizer.encode("<think>1</think>1<|im_end|>")
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>1</think>1"
-
-
 def _calls(*arguments: dict[str, Any] | str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "weather", "arguments": each}} for each in arguments]
-
-
-def test_calls_and_results_are_rendered_as_hermes_has_them_results_of_one_turn_together(renderer: ChatRenderer) -> None:
-    tokenizer = renderer.tokenizer
-    user = {"role": "user", "content": "1 + 1 ="}
-    calling = {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Bern"}, {"town": "Rome", "days": 2})}
-    results = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}]
-    text = tokenizer.apply_chat_template([user, calling, *results], tokenize=False, add_generation_prompt=True)
-    assert text.removeprefix("<|im_start|>user\n1 + 1 =<|im_end|>\n") == (
-        "<|im_start|>assistant\n"
-        '<tool_call>\n{"name": "weather", "arguments": {"town": "Bern"}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome", "days": 2}}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )

@@ -91,8 +91,8 @@ def test_what_may_be_secret_is_not_shown() -> None:
     )
     text = json.dumps(shown)
     assert not any(secret in text for secret in ("sk-1", "entity", "10.0.0.1", "hidden"))
-    assert shown["inference"] == {"replicas": 2, "engine": "vllm"}
-    assert shown["launch"] == {"slurm": {"server_nodes": 1}, "nodes": 2}
+    assert shown["inference"] == {"urls": ["..."], "host": "...", "replicas": 2, "engine": "vllm"}
+    assert shown["launch"] == {"slurm": {"account": "...", "server_nodes": 1}, "nodes": 2}
 
 
 def test_only_settings_that_differ_are_listed_with_their_paths() -> None:
