@@ -13,6 +13,9 @@ from grpo_async.config.base import MAX_TOP_LOGPROBS, StrictModel
 from grpo_async.config.rules import conflicts
 from grpo_async.utils.text import duplicates
 
+_BYTES_PER_S = 100_000_000
+"""Speed at which a model is read from a network file system that several machines read at once."""
+
 
 class ExperimentConfig(StrictModel):
     """One experiment."""
@@ -69,6 +72,17 @@ class ExperimentConfig(StrictModel):
         if twice := duplicates(names):
             raise ValueError(f"the reward names {twice} are used more than once; give each a `name`")
         return rewards
+
+    @model_validator(mode="after")
+    def _give_large_models_time_to_start(self) -> Self:
+        """See `inference.startup_timeout_s`."""
+        folder = Path(self.model.path)
+        if "startup_timeout_s" not in self.inference.model_fields_set and folder.is_dir():
+            num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
+            timeout_s = self.inference.startup_timeout_s + num_bytes // _BYTES_PER_S
+            # the model is frozen for its users; here it is still being made
+            object.__setattr__(self, "inference", self.inference.model_copy(update={"startup_timeout_s": timeout_s}))
+        return self
 
     @model_validator(mode="after")
     def _check_rules_across_sections(self) -> Self:

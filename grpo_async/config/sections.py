@@ -1022,9 +1022,9 @@ class InferenceSection(StrictModel):
     """Longest prompt + completion in tokens."""
     threads: SmallCount = 1
     """CPU threads of a server's compute."""
-    startup_timeout_s: Seconds = 1800.0
+    startup_timeout_s: Seconds = 600.0
     """Longest time until a server answers /health, also after a restart. vLLM compiles for minutes when it first starts on a
-    machine, and 140 GB take 23 minutes from a network disk that gives 100 MB/s."""
+    machine. Where it is not set, a second is added for each 100 MB of weights in a local folder: 2000 s for 140 GB."""
     request_timeout_s: Seconds = 300.0
     """Longest silence of the server within one request."""
     max_retries: int = Field(default=5, ge=0)

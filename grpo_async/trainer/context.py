@@ -65,7 +65,7 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
     mesh = make_mesh(
         kind, world_size=assignment.world_size, num_nodes=config.launch.trainer_nodes, sharding=config.launch.sharding
     )
-    together = ContextGroup.join(config.training.context_parallel)
+    together = ContextGroup.join(config.training.context_parallel, timeout_s=config.training.collective_timeout_s)
     policy = _build_policy(config, config.model, mesh, device, together)
     check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)
     objective = Objective(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ class ContextGroup:
     size: int  # N
 
     @classmethod
-    def join(cls, size: int) -> ContextGroup | None:
+    def join(cls, size: int, *, timeout_s: float) -> ContextGroup | None:
         """Make the groups of all ranks, and return that of this one; None if `size` is 1. A collective."""
         if size == 1:
             return None
-        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, dist.get_world_size(), size)]
+        starts, timeout = range(0, dist.get_world_size(), size), timedelta(seconds=timeout_s)
+        groups = [dist.new_group(list(range(start, start + size)), timeout=timeout) for start in starts]
         number, rank = divmod(dist.get_rank(), size)
         return cls(groups[number], rank, size)
 

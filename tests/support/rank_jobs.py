@@ -67,7 +67,7 @@ def build(
         temperature=1.0,
         chunk_tokens=16,
         max_model_len=256,
-        context=ContextGroup.join(context_parallel),
+        context=ContextGroup.join(context_parallel, timeout_s=60.0),
     )
     mesh = make_mesh("cpu", world_size=dist.get_world_size(), num_nodes=num_nodes, sharding="hybrid")
     shard_policy(policy, mesh, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)

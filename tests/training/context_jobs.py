@@ -18,7 +18,7 @@ MODULE = "tests.training.context_jobs"
 def compare(families: list[str]) -> dict[str, list[float]]:
     """Of each family the largest differences between what all ranks compute together and one alone: of log-probabilities, and of
     gradients, summed over the ranks, in units of the largest of a parameter (of biases of keys it is 0, up to rounding)."""
-    context = ContextGroup.join(dist.get_world_size())
+    context = ContextGroup.join(dist.get_world_size(), timeout_s=60.0)
     assert context is not None
     found = {}
     for family in families:
