@@ -33,11 +33,18 @@ from grpo_async.rollout.components import Components, load_components, startup_n
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.engine_choice import EngineChoice
-from grpo_async.training.families import check_family, check_tokenizer_size, check_vocabulary, one_sample_per_row
+from grpo_async.training.families import (
+    check_context_parallel,
+    check_family,
+    check_tokenizer_size,
+    check_vocabulary,
+    one_sample_per_row,
+)
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.network import binding_error
+from grpo_async.utils.processes import open_files_limit
 from grpo_async.utils.text import backticked, count
 
 _NUM_ROWS = 3
@@ -46,6 +53,8 @@ _NUM_MEASURED = 200
 _SMALL_BYTES = 128 << 20  # about ten seconds
 _LATER = "the trainer looks at all rows, and so does `grpo-async train --dry-run`"
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
+_FILES_OF_THE_TRAINER = 192
+"""Open files of the trainer's process without any rollout: libraries, logs, sockets of the ranks."""
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
 
@@ -118,6 +127,8 @@ class _InputChecks:
                 text, longest = text_config(described), config.inference.max_model_len
                 if trains:
                     check_family(text, config.model.path, longest)
+                    if config.training.context_parallel > 1:
+                        check_context_parallel(text, config.model.path, config.training.context_parallel)
                     if one_sample_per_row(text) and config.training.pack:
                         self.notes.append(
                             "training.pack: layers of this model carry a state, or count positions, along the row, so samples "
@@ -148,12 +159,13 @@ class _InputChecks:
         return folder
 
     def check_machine(self, engine: EngineChoice, *, trains: bool) -> None:
-        """Check that the optional packages are installed, the devices are there, and addresses can be bound."""
+        """Check that optional packages and devices are there, addresses can be bound, and what is in flight fits."""
         config = self.config
         addresses = {}
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
         devices = {}
         if trains:
+            self._check_open_files()
             devices["launch.device"] = config.launch.device
             if (agent := config.rollout.agent) is not None:
                 addresses["rollout.agent.host"] = (agent.host, agent.port)
@@ -178,6 +190,24 @@ class _InputChecks:
         for key, (host, port) in addresses.items():
             if fault := binding_error(host, port):
                 self.problems.append(f"{key}: {host} cannot be bound on this machine ({fault}); it is its own address")
+
+    def _check_open_files(self) -> None:
+        """Check that every rollout in flight gets its sockets in the trainer; each server needs fewer."""
+        config, agent = self.config, self.config.rollout.agent
+        in_flight, each = config.rollout.most_in_flight, 1
+        in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
+        if agent is not None:
+            # its connection to the endpoint (both ends for a function), ours to a server; a process has streams and an end
+            each = 3 if agent.function else 8
+            in_flight = min(in_flight, agent.max_concurrent or in_flight)
+        needed, limit = _FILES_OF_THE_TRAINER + each * in_flight, open_files_limit()
+        if needed > limit:
+            room = max(0, limit - _FILES_OF_THE_TRAINER) // each
+            self.problems.append(
+                f"rollout.max_in_flight: {count(in_flight, 'rollout')} in flight (with those of evaluations) need {needed} open "
+                f"files, and a process may have {limit} here; allow fewer, there is room for {room}, or raise the hard limit: "
+                f"`ulimit -Hn {needed}` as root, `docker run --ulimit nofile={needed}`, LimitNOFILE= of systemd"
+            )
 
     def check_room(self) -> None:
         """Check that run.dir can be written to and its disk has room for the checkpoints."""

@@ -13,19 +13,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import ModelSize, disk_room
 from grpo_async.checks.model_files import text_config
 from grpo_async.checks.report import Check, Found, run_check, to_json
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import GrpoAsyncError, InferenceError
+from grpo_async.errors import BadResponseError, GrpoAsyncError, InferenceError, RequestRejectedError
 from grpo_async.inference.api import ServerInfo
+from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import Server
+from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir
 from grpo_async.training.verify import MAX_RATIO, MAX_ROUNDING, Score, TrainerScores, coarsest_dtype, compare_server
 from grpo_async.utils.files import write_atomically
+from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import clipped
 
 SAMPLES = (
@@ -149,6 +153,34 @@ def _differing_ids(tokenizer: Any, server: Server, text: str) -> str:
     return "" if ours == theirs else f"{clipped(text)!r} is {ours[:12]} here and {theirs[:12]} there"
 
 
+def check_token(context: PreflightContext, server: Server) -> Found:
+    """No server can be used without the run's token."""
+    url = urlsplit(server.url)
+    local = is_loopback(url.hostname or "")
+    if token_from_environment() is None:
+        where = "everyone on this machine" if local else "everyone on its network"
+        message = f"it asks for no token: {where} can use it; start it with ${TOKEN_VARIABLE} set"
+        return ("warn" if local else "fail"), message
+    if not _wants_token(context, server):
+        message = f"it answers without a token although this run has one (${TOKEN_VARIABLE})"
+        return ("warn" if local else "fail"), f"{message}; start it with the same token in its environment"
+    if not local and url.scheme != "https":
+        message = "it is reached over a network without TLS, the token in clear"
+        return "warn", f"{message}; use a tunnel, or a reverse proxy with TLS"
+    return "pass", f"it {'is on loopback' if local else 'is encrypted'} and wants the token"
+
+
+def _wants_token(context: PreflightContext, server: Server) -> bool:
+    with ServerControl(server.url, token=None, timeout_s=context.config.weights.timeout_s) as control:
+        try:
+            control.info()
+        except RequestRejectedError as error:
+            return error.status == 401
+        except BadResponseError:
+            return False
+    return False
+
+
 def _dtypes(context: PreflightContext) -> str:
     model, served = context.config.model, sorted({_info(server).dtype for server in context.servers})
     return (
@@ -160,4 +192,5 @@ def _dtypes(context: PreflightContext) -> str:
 _SERVER_CHECKS: dict[str, Callable[[PreflightContext, Server], Found]] = {
     "logprobs": check_logprobs,
     "tokenizer": check_tokenizer,
+    "token": check_token,
 }

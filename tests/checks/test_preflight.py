@@ -29,10 +29,11 @@ from grpo_async.utils.text import count
 from tests.launch.support import make_config
 from tests.servers.embedded_support import Live, live, load
 from tests.support.chat_families import family
+from tests.support.local_server import local_server
 from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
-NAMES = ["logprobs", "tokenizer", "disk"]
+NAMES = ["logprobs", "tokenizer", "token", "disk"]
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +226,33 @@ def test_vllm_must_have_the_same_tokenizer(
 
 
 NUMBER = 1_000_500
+
+
+@pytest.mark.parametrize(
+    ("host", "answer", "status", "words"),
+    [
+        ("127.0.0.1", 401, "pass", "is on loopback and wants the token"),
+        ("127.0.0.1", None, "warn", "answers without a token"),
+        # inet_aton's spelling of 127.0.0.1, which is_loopback does not know: as an address on a network
+        ("127.1", 401, "warn", "without TLS"),
+        ("127.1", 404, "fail", "answers without a token"),
+    ],
+)
+@pytest.mark.usefixtures("token")
+def test_a_server_must_want_the_token(tmp_path: Path, host: str, answer: int | None, status: str, words: str) -> None:
+    with local_server(refuses={"/rollout/info": answer} if answer else {}) as answering:
+        server: Any = SimpleNamespace(name="server 0", url=f"http://{host}:{answering.port}")
+        found = preflight.check_token(_context(tmp_path, family("chatml"), servers=[server]), server)
+    assert (found[0], words in found[1]) == (status, True), found
+
+
+@pytest.mark.parametrize(("url", "status"), [("http://127.0.0.1:9", "warn"), ("http://10.1.2.3:9", "fail")])
+def test_a_run_without_a_token_is_for_loopback_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, status: str
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    server: Any = SimpleNamespace(name="server 0", url=url)
+    assert preflight.check_token(_context(tmp_path, family("chatml")), server)[0] == status
 
 
 # keep_last 2: three checkpoints of 3 x 4 bytes x N, and an export of 4 bytes x N

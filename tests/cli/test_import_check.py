@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -31,6 +34,68 @@ QUICKSTART = """
     )
     trainer.train()
     raise SystemExit("what comes after training runs too")
+"""
+
+GSM8K = '''
+    import argparse
+    import re
+
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    SYSTEM_PROMPT = "Answer with #### and a number."
+    SUMS = [{"question": f"{n} apples and {n} more?", "answer": f"It is {2 * n} #### {2 * n}"} for n in range(5)]
+
+
+    def correct(completions, answer, **kwargs):
+        """Whether the first digit is that of the answer."""
+        digits = [re.search(r"\\d", completion[0]["content"]) for completion in completions]
+        return [2.0 if found and found[0] in a else 0.0 for found, a in zip(digits, answer)]
+
+
+    def main():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--model", default="nowhere")
+        parser.add_argument("--num-generations", type=int, default=4)
+        options = parser.parse_args()
+
+        def chat(row):
+            messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}]
+            return {"prompt": messages, "answer": row["answer"].split("####")[1].strip()}
+
+        dataset = Dataset.from_list(SUMS).map(chat, remove_columns=["question"])
+        config = GRPOConfig(
+            output_dir="out/gsm8k", learning_rate=5e-6, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.1,
+            warmup_steps=3, lr_scheduler_type="cosine", max_grad_norm=0.1, per_device_train_batch_size=4,
+            gradient_accumulation_steps=4, num_generations=options.num_generations, max_completion_length=200,
+            bf16=True, num_train_epochs=1, save_steps=100, log_completions=True, loss_type="grpo",
+        )
+        try:
+            GRPOTrainer(options.model, correct, config, dataset).train()
+        except Exception:
+            print("never mind")
+
+
+    if __name__ == "__main__":
+        main()
+'''
+
+REASONING = """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.rewards import get_soft_overlong_punishment, think_format_reward
+
+    overlong = get_soft_overlong_punishment(max_completion_len=24, soft_punish_cache=16)
+
+    training_args = GRPOConfig(
+        output_dir="dr", loss_type="dr_grpo", scale_rewards=False, mask_truncated_completions=True, epsilon_high=0.28,
+        temperature=0.8, num_generations=4, per_device_train_batch_size=4, use_vllm=True, vllm_mode="colocate",
+    )
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": word}] for word in "one two three".split()]})
+    trainer = GRPOTrainer(
+        model="tiny", args=training_args, reward_funcs=[think_format_reward, overlong], train_dataset=prompts
+    )
+    trainer.train()
 """
 
 GSPO = """
@@ -75,6 +140,42 @@ LORA = """
     trainer.train()
 """
 
+WEIGHTS = """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def long(completions, **kwargs):
+        return [len(completion) / 20 for completion in completions]
+
+    def odd(completion_ids, target, **kwargs):
+        return [float(len(ids) % 2 == t) if t else None for ids, t in zip(completion_ids, target)]
+
+    config = GRPOConfig(
+        output_dir="several", reward_weights=[0.5, 2.0], multi_objective_aggregation="normalize_then_sum",
+        loss_type="bnpo", optim="paged_adamw_8bit", num_generations=4, max_grad_norm=0.5, entropy_coef=0.01,
+    )
+    rows = Dataset.from_list([{"prompt": f"what is {n}", "target": n % 3} for n in range(9)])
+    GRPOTrainer("tiny", [long, odd], config, rows).train()
+"""
+
+CISPO = """
+    from datasets import IterableDataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def rows():
+        for n in range(100):
+            yield {"prompt": [{"role": "user", "content": f"say {n}"}], "n": n}
+
+    def close(completions, n, log_metric=None, **kwargs):
+        return [-abs(len(c[0]["content"]) - number) / 10 for c, number in zip(completions, n)]
+
+    args = GRPOConfig(output_dir="x", loss_type="cispo", epsilon_high=5.0, max_steps=50, scale_rewards="batch",
+                      adam_epsilon=1e-6, lr_scheduler_type="constant")
+    trainer = GRPOTrainer(model="tiny", args=args, reward_funcs=close,
+                          train_dataset=IterableDataset.from_generator(rows))
+    trainer.train()
+"""
+
 TOOLS = """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -106,11 +207,91 @@ TOOLS = """
     trainer.train()
 """
 
+ENVIRONMENT = """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Guess:
+        def __init__(self):
+            self.secret = 0
+
+        def reset(self, secret, **kwargs) -> str:
+            self.secret = secret
+            return f" It is below {secret + 5}."
+
+        def guess(self, number: int) -> str:
+            '''
+            Guess the number.
+
+            Args:
+                number: The guess.
+            '''
+            return "right" if number == self.secret else "wrong"
+
+        def get_reward(self) -> float:
+            return self.secret / 10
+
+    def length(completion_ids, environments, **kwargs):
+        return [len(ids) / 10 + e.secret for ids, e in zip(completion_ids, environments)]
+
+    rows = [{"prompt": [{"role": "user", "content": "Guess."}], "secret": n} for n in range(6)]
+    trainer = GRPOTrainer(
+        model="tool",
+        reward_funcs=length,
+        args=GRPOConfig(output_dir="guess", loss_type="dapo", beta=0.01, use_bias_correction_kl=False),
+        train_dataset=Dataset.from_list(rows),
+        environment_factory=Guess,
+    )
+    trainer.train()
+"""
+
+ASYNC = """
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    def ends(completions, solution, **kwargs):
+        return [float(s in c[0]["content"]) for c, s in zip(completions, solution)]
+
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "a?"}], "solution": s} for s in "abcdef"])
+    config = AsyncGRPOConfig(output_dir="async", max_steps=100, learning_rate=3e-6, epsilon=0.1, report_to=["wandb"])
+    config.temperature = 0.9
+    trainer = AsyncGRPOTrainer(model="tiny", reward_funcs=ends, args=config, train_dataset=dataset)
+    trainer.train()
+"""
+
+SAPO = """
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Trainer(GRPOTrainer):
+        pass
+
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": c * 5}], "c": c} for c in "abcd"])
+
+    def repeats(prompts, completions, c, **kwargs):
+        return [completion[0]["content"].count(letter) / 4 for completion, letter in zip(completions, c)]
+
+    GRPOTrainer(
+        model="tiny", processing_class=tokenizer, reward_funcs=[repeats], train_dataset=rows,
+        args=GRPOConfig(output_dir="sapo", loss_type="sapo", sapo_temperature_neg=1.1, off_policy_mask_threshold=0.5,
+                        lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}, max_steps=9),
+    ).train()
+"""
+
 SHAPES = {
     "quickstart": (QUICKSTART, ""),
     "lora": (LORA, ""),
+    "gsm8k": (GSM8K, "--model tiny"),
+    "reasoning": (REASONING, ""),
     "gspo": (GSPO, GSPO_ARGUMENTS),
+    "weights": (WEIGHTS, ""),
+    "cispo": (CISPO, ""),
     "tools": (TOOLS, ""),
+    "environment": (ENVIRONMENT, ""),
+    "async": (ASYNC, ""),
+    "sapo": (SAPO, ""),
 }
 
 
@@ -186,3 +367,13 @@ def test_without_trl_or_the_model_the_error_says_what_to_do(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert _check(folder, QUICKSTART) == 2
     assert "pip install trl" in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_train_is_an_error(tmp_path: Path) -> None:
+    script, plan = tmp_path / "train_it.py", tmp_path / "plan.json"
+    script.write_text("from trl import GRPOTrainer\n")
+    plan.write_text(json.dumps({"script": str(script), "arguments": [], "args": {}, "steps": []}))
+    command = [sys.executable, "-m", "grpo_async.launch.trl_steps", str(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ended without calling train()" in done.stderr
