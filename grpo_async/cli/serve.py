@@ -54,6 +54,8 @@ def _prepared(path: Path, overrides: list[str] | None) -> ExperimentConfig:
     from grpo_async.config.loader import load_config
 
     config = load_config(path, overrides or ())
+    if config.inference.max_replicas > 1:
+        print(f"inference.replicas: {config.inference.replicas}: this is one of them", file=sys.stderr, flush=True)
     _ensure_token(config.inference.host)
     return config
 
