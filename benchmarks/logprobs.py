@@ -145,7 +145,7 @@ def _make_step(
             hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=loss_of, is_per_token=by_token
         ).objective
 
-    def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, *_: torch.Tensor) -> torch.Tensor:
+    def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: Any, *_: torch.Tensor) -> torch.Tensor:
         return (logprobs * weights[rows]).sum()
 
     def step() -> tuple[float, float]:

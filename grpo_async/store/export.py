@@ -89,7 +89,11 @@ def _to_file(cursor: DuckDBPyConnection, table: RolloutTable, out: Path, format_
                 temporary.touch()  # DuckDB's error would be taken for one of reading the rollouts
                 temporary.unlink()  # over a file, DuckDB would write to a temporary one of its own
                 names = ", ".join(f'"{name}"' for name in (*COLUMN_NAMES, "superseded"))
-                rows = f"SELECT {names} FROM stored WHERE {_KEY} IN (SELECT key FROM matching)"  # keeps their order
+                # DuckDB keeps the order of rows within each SELECT, and that of the SELECTs
+                parts = [
+                    f"SELECT {names} FROM ({each}) WHERE {_KEY} IN (SELECT key FROM matching)" for each in table.parts
+                ]
+                rows = " UNION ALL ".join(parts) or f"SELECT {names} FROM stored"
                 cursor.execute(f"COPY ({rows}) TO {quote(str(temporary))} ({PARQUET_OPTIONS})")
                 return
             with temporary.open("wb") as file:

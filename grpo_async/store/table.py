@@ -135,6 +135,8 @@ class RolloutTable:
     def __init__(self, folder: Path, *, writable: Path | None = None) -> None:
         self.folder = folder
         self.blocks: list[Block] = []
+        self.parts: list[str] = []
+        """The rows of each block as SQL, in the order of writing."""
         self.damage: list[str] = []
         self.newest_seq = -1
         self._metadata = Metadata()
@@ -209,7 +211,8 @@ class RolloutTable:
         problems = {block: problem for block in blocks if block.is_sealed and (problem := self._problem_of(block))}
         lines = [each for each in blocks if not each.is_sealed]
         num_lines = sum(whole_lines(each.path) for each in lines)
-        sealed = [each.path for each in blocks if each.is_sealed and each not in problems]
+        readable = [each for each in blocks if each not in problems]
+        sealed = [each.path for each in readable if each.is_sealed]
         files = f"SELECT * FROM read_parquet({sql_paths(sealed)}) UNION ALL " if sealed else ""
         rows = select_from_lines(*(each.path for each in lines)) if lines else NO_ROWS_SQL
         with self._connection.cursor() as cursor, _transaction(cursor):
@@ -219,7 +222,12 @@ class RolloutTable:
                 f"FROM ({files}SELECT * FROM unsealed)"
             )
             seqs = [seq for (seq,) in cursor.execute("SELECT DISTINCT seq FROM unsealed").fetchall()]
-        self.blocks = [each for each in blocks if each not in problems]
+        self.blocks = readable
+        self.parts = []
+        for block, end in zip(readable, [*(each.first_seq for each in readable[1:]), 1 << 62], strict=False):
+            lines_of = f"unsealed WHERE seq >= {block.first_seq} AND seq < {end}"
+            rows_of = f"read_parquet({sql_paths([block.path])})" if block.is_sealed else lines_of
+            self.parts.append(f"SELECT *, {metadata.superseded_condition()} AS superseded FROM {rows_of}")
         self.newest_seq = max([-1, *(each.last_seq or 0 for each in self.blocks if each.is_sealed), *seqs])
         self.damage = [
             f"{block.path} is damaged, its rollouts are left out ({problem}; restore it from a copy, or remove it)"

@@ -164,8 +164,8 @@ def test_what_of_a_run_cannot_be_read_is_said_beside_what_follows_from_the_rest(
 def test_during_training_it_is_told_after_evaluations_and_every_so_many_steps(tmp_path: Path) -> None:
     run_dir = RUNS["learns"][0].write(tmp_path, 0)
     lines = run_dir.metrics.read_text().splitlines(keepends=True)
-    told: list[Diagnosis] = []
-    advisor = Advisor(Mock(learning=told.append), every_steps=20, run_dir=run_dir)
+    display = Mock()
+    advisor = Advisor(display, every_steps=20, run_dir=run_dir)
     run_dir.metrics.write_text("")
     run_dir.evaluation_log.rename(tmp_path / "later")
     for step in range(1, 31):
@@ -175,9 +175,10 @@ def test_during_training_it_is_told_after_evaluations_and_every_so_many_steps(tm
     (tmp_path / "later").rename(run_dir.evaluation_log)
     advisor.show("evaluation", {})
     # too early at once, as soon as it is not, after 20 steps, after the evaluation
-    assert [each.key for each in told][0 :: len(told) - 1] == ["too-early", "learns"]
+    told = [call.kwargs for call in display.show.call_args_list]
+    assert [each["key"] for each in told][0 :: len(told) - 1] == ["too-early", "learns"]
     assert len(told) == 4
-    assert told[-1] == diagnose(RunHistory.read(run_dir))
+    assert told[-1] == diagnose(RunHistory.read(run_dir)).as_dict()
 
 
 def test_the_interval_holds_the_true_change_in_nineteen_runs_of_twenty() -> None:

@@ -43,6 +43,11 @@ class Modes:
         self.control = control
         leave_pid(folder, f"rank{assignment.rank}")
 
+    def say(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, and send it."""
+        write_atomically(self.assignment.run_dir.summary, json.dumps(summary))
+        self.control.send("summary", summary=summary)
+
     def ignore_stop(self) -> None:
         threading.Event().wait(LIMIT_S)
 
@@ -50,14 +55,14 @@ class Modes:
         if self.assignment.rank == 0:
             self.control.stop_requested.wait(LIMIT_S)
             (self.folder / "asked_to_stop").touch()
-            self.control.send("summary", summary={"status": "stopped", **SUMMARY})
+            self.say({"status": "stopped", **SUMMARY})
 
     def finish(self) -> None:
         self.control.send("evaluation", when="before", metrics={"reward": 0.4})
         for step in (1, 2):
             metrics = {"reward": 0.25 * step, "perf/generated_tokens_per_s": 99.0}
             self.control.send("step", step=step, max_steps=2, metrics=metrics)
-        self.control.send("summary", summary={"status": "finished", **SUMMARY})
+        self.say({"status": "finished", **SUMMARY})
 
     def start_helper(self) -> None:
         """A process that outlives its parent, ignores SIGTERM and leaves the session."""
@@ -101,7 +106,7 @@ class Modes:
         control.send("phase", name="servers serve")
         control.stop_requested.wait(LIMIT_S)
         failures = [{"server": "server 0", "reason": "killed", "recovery_s": 1.5}]
-        control.send("summary", summary={"status": status, **SUMMARY, "server_failures": failures})
+        self.say({"status": status, **SUMMARY, "server_failures": failures})
 
 
 def holds_the_gil() -> None:

@@ -82,7 +82,7 @@ def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started
         assert launcher.left() == {}
         assert f"the inference server {reason}" in launcher.output
         assert "restart 1 of 3 in 0 s" in launcher.output
-        assert "1 failure, recovered after 1.5 s" in " ".join(launcher.output.split())
+        assert "1 failure (recovered after 1.5 s)" in " ".join(launcher.output.split())
     assert (tmp_path / "server.token").read_text() == token  # and its port: it is in the command
     assert [message["event"] for message in _news(tmp_path)] == ["exited", "starting"]
     assert reason in _news(tmp_path)[0]["detail"]
