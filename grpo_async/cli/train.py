@@ -75,6 +75,10 @@ def train(
             "Starts and writes nothing.",
         ),
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, metavar="N", help="With --dry-run: plan for a machine with N GPUs of 80 GB."),
+    ] = None,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
 ) -> None:
@@ -100,10 +104,12 @@ def train(
       grpo-async train --fork quickstart@25 --set 'loss={type: cispo}' --set run.name=with-cispo
       grpo-async train configs/quickstart.yaml --dry-run
       grpo-async train configs/quickstart.yaml --json-logs | jq 'select(.event == "step") | .metrics.reward'
-      grpo-async train configs/cluster.yaml --dry-run
+      grpo-async train configs/math.yaml --dry-run --gpus 8
     """
     from grpo_async.launch.start import launch
 
+    if gpus is not None and not dry_run:
+        raise typer.BadParameter("goes with --dry-run: a run takes the GPUs that are there", param_hint="--gpus")
     if fork is not None:
         if resume is not None or clean:
             raise typer.BadParameter("goes with neither --resume nor --clean: a fork is a new run", param_hint="--fork")
@@ -115,7 +121,7 @@ def train(
     if config is None:
         raise typer.BadParameter("name the YAML file of the experiment", param_hint="CONFIG")
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
-    raise typer.Exit(launch(loaded, resume=resume, clean=clean, dry_run=dry_run, output=output))
+    raise typer.Exit(launch(loaded, resume=resume, clean=clean, dry_run=dry_run, gpus=gpus, output=output))
 
 
 @with_json_logs_help

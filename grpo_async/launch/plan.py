@@ -127,12 +127,13 @@ def plan_dry(
     at the start. With `launch.ray` it is the plan of the machine with rank 0, which is assumed to have the GPUs that it needs.
 
     Args:
-        machine: None: this one.
+        machine: another one, which has what the configuration needs but for GPUs; None: this one.
         plans_memory: estimate memory, for which the model's files are read.
     """
+    is_elsewhere = machine is not None
     machine, launch, inference = machine or inspect_machine(), config.launch, config.inference
     machine = replace(machine, gpus=gpus_of_lead(config, machine.gpus))
-    engine = choose_engine(config, is_here=launch.ray is None)
+    engine = choose_engine(config, is_here=launch.ray is None and not is_elsewhere)
     run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(
         run_dir=run_dir,

@@ -39,7 +39,7 @@ from grpo_async.launch.signals import exit_on_signals
 from grpo_async.launch.site import LocalSite
 from grpo_async.launch.supervise import RunOutcome, Site, supervise
 from grpo_async.processes.assignment import Assignment, Purpose
-from grpo_async.processes.machine import inspect_machine
+from grpo_async.processes.machine import Machine, inspect_machine
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.utils.extras import needs
@@ -49,6 +49,7 @@ from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped, last_line
 
+_CPUS_OF_A_GPU, _GPU_BYTES = 12, 80 << 30  # of a machine that a dry run imagines
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
 """After a signal: a scheduler's SIGKILL follows soon (docs/howto/slurm.md plans with a minute more than the stop)."""
@@ -62,6 +63,7 @@ def launch(
     resume: str | None = None,
     clean: bool = False,
     dry_run: bool = False,
+    gpus: int | None = None,
     output: Output | None = None,
 ) -> int:
     """Run an experiment to its end, with all its processes; call it from the main thread.
@@ -70,6 +72,7 @@ def launch(
         resume: None begins a new run; "latest" continues from the newest whole checkpoint, "40" from that of step 40.
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
+        gpus: plan the dry run for a machine with so many of 80 GB; None: for this one.
         output: where and how much it prints; None: everything, as a dashboard on a terminal and as lines elsewhere.
 
     Returns:
@@ -83,7 +86,7 @@ def launch(
     output = output or Output()
     with output.reporting():
         if dry_run:
-            _run_dry(config, output, resume=resume, clean=clean)
+            _run_dry(config, output, resume=resume, clean=clean, gpus=gpus)
             return 0
         if config.launch.ray is None:
             return _run(config, output, resume=resume, clean=clean)
@@ -94,13 +97,21 @@ def launch(
         return run_on_ray(config, resume=resume, clean=clean, output=output)
 
 
-def _run_dry(config: ExperimentConfig, output: Output, *, resume: str | None, clean: bool) -> None:
+def _run_dry(config: ExperimentConfig, output: Output, *, resume: str | None, clean: bool, gpus: int | None) -> None:
     start = check_start(config, resume=resume, clean=clean)
-    engine = choose_engine(config, is_here=config.launch.ray is None)
-    config = fill_dtypes(config, engine, gpus_of_lead(config, inspect_machine().gpus))
+    other = (
+        None
+        if gpus is None
+        else Machine(num_cpus=_CPUS_OF_A_GPU * gpus, gpus=tuple(map(str, range(gpus))), gpu_bytes=_GPU_BYTES)
+    )
+    is_here = config.launch.ray is None and other is None
+    engine = choose_engine(config, is_here=is_here)
+    config = fill_dtypes(config, engine, gpus_of_lead(config, (other or inspect_machine()).gpus))
     with output.working("checking the configuration, the data and the rewards ..."):
-        notes = check_inputs(config, engine=engine, deep=True)
-    plan = plan_dry(config, resume_step=start.resume_step, plans_memory=True, notes=[*start.notes, *notes])
+        notes = check_inputs(config, engine=engine, deep=True, is_here=is_here)
+    plan = plan_dry(
+        config, machine=other, resume_step=start.resume_step, plans_memory=True, notes=[*start.notes, *notes]
+    )
     output.answer(f"{plan.describe()}\n{dump_config(config)}dry run: nothing was started or written")
 
 

@@ -23,6 +23,7 @@ from grpo_async.launch.start import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
 from tests.launch.support import EMBEDDED, make_config
+from tests.support.tiny_model import build_tiny_model
 
 
 def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir:
@@ -340,3 +341,27 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> Non
         assert key in text
     hub = make_config(tmp_path, model={"path": "org/name"})
     assert any("taken as a hub name" in note for note in check_inputs(hub, engine=EMBEDDED))
+
+
+def test_a_dry_run_plans_for_gpus_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build_tiny_model(tmp_path / "tiny")
+    config = make_config(
+        tmp_path,
+        model={"path": str(model)},
+        inference={"engine": "vllm", "max_model_len": 128, "replicas": 6},
+        rollout={"max_completion_tokens": 64},
+        launch={"num_trainer_ranks": 2, "device": "auto"},
+    )
+    assert launch(config, dry_run=True, gpus=8) == 0
+    plan = capsys.readouterr().out
+    for text in (
+        "trainer: 2 processes",
+        "GPU 0,1\n",
+        "inference server 5: ",
+        "GPU 7\n",
+        "compute_dtype: bfloat16",
+        "MiB: weights",
+    ):
+        assert text in plan, text
+    with pytest.raises(ConfigError, match=r"2 for the trainer's ranks .* and 6 for 6 servers"):
+        launch(config, dry_run=True, gpus=4)
