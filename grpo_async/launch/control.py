@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from grpo_async.processes.control import encode
+from grpo_async.processes.control import BYE, encode
 
 _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
 _BARRIER = "barrier"
@@ -69,6 +69,8 @@ class ControlServer:
         try:
             while line := await reader.readline():  # until the trainer hangs up, or cancelled with the run
                 message = json.loads(line)
+                if message["kind"] == BYE:
+                    break
                 if message["kind"] == _BARRIER:
                     self._all_accepted.set()
                 else:

@@ -18,6 +18,7 @@ the trainer's end; launch.control has the launcher's.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import queue
@@ -30,6 +31,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 60.0
+_HANG_UP_TIMEOUT_S = 10.0
+BYE = "bye"  # the launcher hangs up
 """For the last messages (the summary) to leave the process: a launcher on a busy machine is behind."""
 _CONNECT_TIMEOUT_S = 5.0
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
@@ -60,7 +63,8 @@ class ControlClient:
         self._socket = self._connect(path) if path is not None else None
         self._writer: threading.Thread | None = None
         if self._socket is not None:
-            threading.Thread(target=self._read, args=(self._socket,), name="control-read", daemon=True).start()
+            self._reader = threading.Thread(target=self._read, args=(self._socket,), name="control-read", daemon=True)
+            self._reader.start()
             self._writer = threading.Thread(target=self._write, args=(self._socket,), name="control-write", daemon=True)
             self._writer.start()
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
@@ -79,14 +83,19 @@ class ControlClient:
                 self._outbox.put(line)
 
     def close(self) -> None:
-        """Deliver what is queued (a minute at most) and hang up. May be called more than once."""
+        """Deliver what is queued (a minute at most) and hang up, once the launcher has read it: a process that ends with unread
+        messages of the launcher would take its own last ones with it. May be called more than once."""
         with self._lock:
             if self._socket is None or self._closed:
                 return
             self._closed = True
+            self._outbox.put(encode(BYE, {}))
             self._outbox.put(None)
         assert self._writer is not None
         self._writer.join(_CLOSE_TIMEOUT_S)
+        self._reader.join(_HANG_UP_TIMEOUT_S)
+        with contextlib.suppress(OSError):  # the launcher hung up first
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the reading thread, if it did not
         self._socket.close()
         atexit.unregister(self.close)
 
@@ -132,7 +141,3 @@ class ControlClient:
             except OSError:
                 self.stop_requested.set()
                 return
-        try:
-            connection.shutdown(socket.SHUT_RDWR)  # ends the reading thread too; closing the descriptor alone would not
-        except OSError:
-            return  # the launcher hung up first

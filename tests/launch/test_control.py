@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,3 +120,21 @@ def test_news_of_servers_reach_the_trainer_in_order_and_what_it_says_names_the_r
     assert heard[3:] == [(1, str(number)) for number in range(50)]
     restarts = [(message.get("index"), message.get("num_restarts")) for message in messages]
     assert restarts == [(1, 0), (1, 4), (0, 0), (None, None)]
+
+
+def test_a_process_that_ends_at_once_loses_no_message_to_those_that_it_did_not_read(tmp_path: Path) -> None:
+    """As torchrun says how its ranks ended, after the launcher has said much about servers."""
+    script = (
+        "import os, sys; from pathlib import Path; from grpo_async.processes.control import ControlClient\n"
+        "client = ControlClient(Path(sys.argv[1])); client.send('phase', name='last'); client.close(); os._exit(1)"
+    )
+
+    async def scene(server: ControlServer) -> None:
+        for number in range(50):
+            server.send("server_event", index=0, event="starting", detail="x" * 200, num_restarts=number)
+        command = [sys.executable, "-c", script, str(tmp_path / "control")]
+        processes = [subprocess.Popen(command) for _ in range(4)]  # noqa: ASYNC220
+        time.sleep(1.0)  # noqa: ASYNC251 - the launcher is busy, and has accepted none of them
+        await asyncio.to_thread(lambda: [process.wait(timeout=60) for process in processes])
+
+    assert [message["name"] for message in _serve(tmp_path / "control", scene)] == ["last"] * 4
