@@ -8,6 +8,7 @@
                           {"kind": "note" | "warning", "text": "..."}
                           {"kind": "server_serving", "index": 0, "num_restarts": 1}
                           {"kind": "restart_server", "index": 0, "reason": "it hangs", "num_restarts": 1}
+                          {"kind": "bye"}                                                 the last; the launcher hangs up
     launcher -> trainer   {"kind": "stop"}
                           {"kind": "server_event", "index": 0, "event": "exited", "detail": "...", "num_restarts": 1}
 
@@ -30,10 +31,11 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+BYE = "bye"
 _CLOSE_TIMEOUT_S = 60.0
-_HANG_UP_TIMEOUT_S = 10.0
-BYE = "bye"  # the launcher hangs up
 """For the last messages (the summary) to leave the process: a launcher on a busy machine is behind."""
+_HANG_UP_TIMEOUT_S = 10.0
+"""For the launcher to have read them."""
 _CONNECT_TIMEOUT_S = 5.0
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
