@@ -53,7 +53,10 @@ class MicroBatch:
     )
     teacher_weights: torch.Tensor | None = None  # (N,) float32, the sum of these weights
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
-    tokens_of_ranks: Sequence[int] = ()  # trained tokens that each rank of a context-parallel group predicts
+    by_rank: torch.Tensor | None = (
+        None  # (N,) int64, the trained tokens by the rank of a context-parallel group that predicts them
+    )
+    tokens_of_ranks: Sequence[int] = ()  # how many each predicts
     top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, if the loss needs them
     top_logprobs: torch.Tensor | None = None  # (N, K) float32, the sampler's
     temperatures: torch.Tensor | None = None  # (N,) float32, NaN for that of the run; None: all are
@@ -61,6 +64,12 @@ class MicroBatch:
     @property
     def num_trained_tokens(self) -> int:
         return int(self.target_ids.numel())
+
+    def divided(self, size: int) -> MicroBatch:
+        """The same micro-batch with its trained tokens divided among `size` ranks, which compute the tokens of a row in turns."""
+        rank = self.source_index % size
+        counts = torch.bincount(rank, minlength=size).tolist()
+        return replace(self, by_rank=rank.argsort(stable=True), tokens_of_ranks=counts)
 
     def of_tokens(self, rows: Rows) -> MicroBatch:
         """The same micro-batch with only these of its trained tokens."""
@@ -115,9 +124,7 @@ class RankSamples:
             tokens = slice(begin, begin + int(self.lengths[samples].sum()))
             begin = tokens.stop
             micro_batch = self._pack(plan, samples, tokens, num_trained)
-            predicted_by = micro_batch.source_index % context_parallel
-            counts = torch.bincount(predicted_by, minlength=context_parallel).tolist()
-            packed.append(replace(micro_batch, tokens_of_ranks=counts))
+            packed.append(micro_batch.divided(context_parallel) if context_parallel > 1 else micro_batch)
             num_trained += packed[-1].num_trained_tokens
         return packed
 

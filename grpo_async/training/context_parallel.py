@@ -68,13 +68,9 @@ class ContextGroup:
         top_logprobs = None if output.top_logprobs is None else every[:, 2:]
         return replace(output, logprobs=every[:, 0], entropy=every[:, 1], top_logprobs=top_logprobs)
 
-    def _order(self, batch: MicroBatch) -> torch.Tensor:
-        """The trained tokens by the rank that predicts them. (N,)"""
-        return (batch.source_index % self.size).argsort(stable=True)
-
     def _own(self, batch: MicroBatch) -> torch.Tensor:
         """The trained tokens that this rank predicts."""
-        return torch.split(self._order(batch), list(batch.tokens_of_ranks))[self.rank]
+        return torch.split(_by_rank(batch), list(batch.tokens_of_ranks))[self.rank]
 
     def _gathered(self, own: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Values of this rank's tokens -> those of all, of which only its own have a gradient. (own, C) -> (N, C)"""
@@ -85,7 +81,7 @@ class ContextGroup:
         dist.all_gather_into_tensor(every, padded.contiguous(), group=self.group)
         parts = [part[:count] for part, count in zip(torch.split(every, longest), counts, strict=True)]
         parts[self.rank] = own
-        return torch.empty_like(every[: sum(counts)]).index_copy(0, self._order(batch), torch.cat(parts))
+        return torch.empty_like(every[: sum(counts)]).index_copy(0, _by_rank(batch), torch.cat(parts))
 
     def attend(
         self,
@@ -137,6 +133,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _AllToAll.forward(ctx, upstream[0], ctx.group), None
+
+
+def _by_rank(batch: MicroBatch) -> torch.Tensor:
+    assert batch.by_rank is not None  # it was `divided`
+    return batch.by_rank
 
 
 def num_likeliest(batch: MicroBatch) -> int:

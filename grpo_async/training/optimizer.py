@@ -23,6 +23,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.training.model import Policy, decoder_layers
 from grpo_async.training.parameters import local_of
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _BLOCK = 256  # elements that share a scale
 _AT_A_TIME = 2**24  # elements whose moments are in 32 bits at the same time
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -150,17 +151,15 @@ class AdamW8bit(torch.optim.Optimizer):
         for weight, gradient, codes, square_codes, scale, square_scale in zip(*parts, strict=True):
             if not weight.numel():
                 continue
-            moment = _read_levels(codes, scale, is_signed=True).lerp_(gradient.float(), 1 - first)
+            exact = gradient.float()
+            moment = _read_levels(codes, scale, is_signed=True).lerp_(exact, 1 - first)
             square = _read_levels(square_codes, square_scale, is_signed=False).mul_(second)
-            square.addcmul_(gradient.float(), gradient.float(), value=1 - second)
+            square.addcmul_(exact, exact, value=1 - second)
             _write_levels(moment, codes, scale, is_signed=True)
             _write_levels(square, square_codes, square_scale, is_signed=False)
             divisor = square.div_(1 - second**step).sqrt_().add_(group["eps"])
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             weight.sub_(moment.div_(divisor).mul_(rate).to(weight.dtype))
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _scales_of(parameter: torch.Tensor) -> torch.Tensor:

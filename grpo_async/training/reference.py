@@ -53,7 +53,9 @@ def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, devic
     scores: list[list[float]] = []
     with torch.no_grad():
         for sequence in sequences:
-            batch = one_row(sequence, context_parallel=1 if policy.context is None else policy.context.size)
+            size = 1 if policy.context is None else policy.context.size
+            batch = one_row(sequence, row_multiple=size)
+            batch = batch if policy.context is None else batch.divided(size)
             output: PolicyOutput = policy(batch.to(device), temperature=1.0)
             scores.append(output.logprobs.tolist())
     reshard(policy)
@@ -98,9 +100,9 @@ def _perturbed_rounding(
         hook.remove()
 
 
-def one_row(sequence: Sequence[int], *, context_parallel: int = 1) -> MicroBatch:
+def one_row(sequence: Sequence[int], *, row_multiple: int = 1) -> MicroBatch:
     length, num_scored = len(sequence), len(sequence) - 1
-    padding = -length % context_parallel
+    padding = -length % row_multiple
     ids = torch.tensor([*sequence, *[0] * padding], dtype=torch.int64)
     unused = torch.zeros(num_scored, dtype=torch.float32)
     return MicroBatch(
@@ -114,5 +116,4 @@ def one_row(sequence: Sequence[int], *, context_parallel: int = 1) -> MicroBatch
         advantages=unused,
         weights=unused,
         staleness=torch.zeros(num_scored, dtype=torch.int64),
-        tokens_of_ranks=[len(range(rank, num_scored, context_parallel)) for rank in range(context_parallel)],
     )
