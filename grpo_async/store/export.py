@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
 
@@ -91,7 +90,7 @@ def _to_file(cursor: DuckDBPyConnection, table: RolloutTable, out: Path, format_
                 names = ", ".join(f'"{name}"' for name in (*COLUMN_NAMES, "superseded"))
                 # DuckDB keeps the order of rows within each SELECT, and that of the SELECTs
                 parts = [
-                    f"SELECT {names} FROM ({each}) WHERE {_KEY} IN (SELECT key FROM matching)" for each in table.parts
+                    f"SELECT {names} FROM ({each}) WHERE {_KEY} IN (SELECT key FROM matching)" for each in table.parts()
                 ]
                 rows = " UNION ALL ".join(parts) or f"SELECT {names} FROM stored"
                 cursor.execute(f"COPY ({rows}) TO {quote(str(temporary))} ({PARQUET_OPTIONS})")
@@ -104,10 +103,9 @@ def _to_file(cursor: DuckDBPyConnection, table: RolloutTable, out: Path, format_
 
 def _to_stream(cursor: DuckDBPyConnection, table: RolloutTable, out: BinaryIO) -> None:
     """Block by block, in the order of writing: all of them sorted at once would not fit into memory."""
-    for first, end in pairwise([*(block.first_seq for block in table.blocks), 1 << 62]):
+    for part in table.parts():
         cursor.execute(
-            f"SELECT {_AS_JSON} FROM stored WHERE seq >= {first} AND seq < {end} "
-            f"AND {_KEY} IN (SELECT key FROM matching) ORDER BY seq, rollout_index"
+            f"SELECT {_AS_JSON} FROM ({part}) WHERE {_KEY} IN (SELECT key FROM matching) ORDER BY seq, rollout_index"
         )
         while rows := cursor.fetchmany(_ROWS_AT_ONCE):
             out.writelines(printable(text).encode() + b"\n" for (text,) in rows)

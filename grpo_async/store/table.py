@@ -135,8 +135,6 @@ class RolloutTable:
     def __init__(self, folder: Path, *, writable: Path | None = None) -> None:
         self.folder = folder
         self.blocks: list[Block] = []
-        self.parts: list[str] = []
-        """The rows of each block as SQL, in the order of writing."""
         self.damage: list[str] = []
         self.newest_seq = -1
         self._metadata = Metadata()
@@ -223,11 +221,6 @@ class RolloutTable:
             )
             seqs = [seq for (seq,) in cursor.execute("SELECT DISTINCT seq FROM unsealed").fetchall()]
         self.blocks = readable
-        self.parts = []
-        for block, end in zip(readable, [*(each.first_seq for each in readable[1:]), 1 << 62], strict=False):
-            lines_of = f"unsealed WHERE seq >= {block.first_seq} AND seq < {end}"
-            rows_of = f"read_parquet({sql_paths([block.path])})" if block.is_sealed else lines_of
-            self.parts.append(f"SELECT *, {metadata.superseded_condition()} AS superseded FROM {rows_of}")
         self.newest_seq = max([-1, *(each.last_seq or 0 for each in self.blocks if each.is_sealed), *seqs])
         self.damage = [
             f"{block.path} is damaged, its rollouts are left out ({problem}; restore it from a copy, or remove it)"
@@ -236,6 +229,15 @@ class RolloutTable:
         if num_lines > len(seqs):
             names = ", ".join(str(each.path) for each in lines)
             self.damage.append(f"left out {count(num_lines - len(seqs), 'damaged line')} of {names}")
+
+    def parts(self) -> list[str]:
+        """The rows of each block as SQL, in the order of writing: a block may be sealed before one that is older."""
+        superseded = self._metadata.superseded_condition()
+        sources = []
+        for block, end in zip(self.blocks, [*(each.first_seq for each in self.blocks[1:]), 1 << 62], strict=False):
+            own_lines = f"unsealed WHERE seq >= {block.first_seq} AND seq < {end}"
+            sources.append(f"read_parquet({sql_paths([block.path])})" if block.is_sealed else own_lines)
+        return [f"SELECT *, {superseded} AS superseded FROM {source}" for source in sources]
 
     def _problem_of(self, block: Block) -> str:
         """Why a sealed block cannot be opened; empty: it can, or is gone."""
