@@ -117,7 +117,7 @@ def train(
         from grpo_async.launch.fork import run_fork
 
         forked_output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
-        raise typer.Exit(run_fork(fork, config, overrides or (), dry_run=dry_run, output=forked_output))
+        raise typer.Exit(run_fork(fork, config, overrides or (), dry_run=dry_run, gpus=gpus, output=forked_output))
     if config is None:
         raise typer.BadParameter("name the YAML file of the experiment", param_hint="CONFIG")
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)

@@ -31,6 +31,7 @@ def run_fork(
     overrides: Sequence[str] = (),
     *,
     dry_run: bool = False,
+    gpus: int | None = None,
     output: Output | None = None,
 ) -> int:
     """Make the new run and train it to its end, as `launch` does; return its exit code.
@@ -38,6 +39,7 @@ def run_fork(
     Args:
         parent_and_step: RUN@STEP; STEP may be latest or best.
         config: None: that of the parent.
+        gpus: see `launch`.
         overrides: as `--set`; without run.name in them the run is called PARENT-fork-1, -2, ...
 
     Raises:
@@ -61,7 +63,7 @@ def run_fork(
         with writing(new):
             _make(new, parent, step)
     try:
-        return launch(forked, resume=str(step), dry_run=dry_run, output=output)
+        return launch(forked, resume=str(step), dry_run=dry_run, gpus=gpus, output=output)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--resume:", "--fork:", 1)) from error
     finally:
