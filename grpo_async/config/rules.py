@@ -65,6 +65,12 @@ def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
             source.environment not in (None, *config.environments),
             f"{key}.environment: {source.environment} is not one of the environments {list(config.environments)}",
         )
+        yield (
+            key.startswith("evaluation.")
+            and (source.weight, source.temperature, source.group_size) != (1.0, None, None),
+            f"{key}: weight, temperature and group_size are for training: every prompt is evaluated, at evaluation.temperature and "
+            "with evaluation.samples_per_prompt; leave them out",
+        )
         for name in ("temperature", "group_size"):
             yield (
                 function and getattr(source, name),

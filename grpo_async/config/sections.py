@@ -284,6 +284,12 @@ class SamplingSection(StrictModel):
         """Whether the order of the prompts is known from the start."""
         return self.type == "uniform" and self.retire_solved is None
 
+    @model_validator(mode="after")
+    def _target_has_a_use(self) -> Self:
+        if self.type != "target_rate" and self.target != type(self).model_fields["target"].default:
+            raise ValueError(f"target: {self.target:g} has no effect with type: {self.type}; set type: target_rate")
+        return self
+
 
 class DataSection(StrictModel):
     train: Annotated[Sources, AfterValidator(_check_sources)]
@@ -358,6 +364,13 @@ class EvaluationSection(StrictModel):
     """What happens when a prompt to evaluate on is also trained on (letter case and whitespace aside)."""
     baseline_column: str | None = None
     """If set, the report also states the fraction of the most frequent value of this column: the score of always giving it."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_greedy_or_warm(cls, temperature: float) -> float:
+        if 0.0 < temperature < 0.01:
+            raise ValueError(f"{temperature:g} is less than 0.01, to which vLLM would raise it; set 0 for greedy")
+        return temperature
 
 
 # ---- what takes part in a rollout: all of it is the user's code, named as `module:attribute` ----
@@ -448,6 +461,8 @@ class AgentSection(StrictModel):
         exactly_one(self, "function", "command", "environment", what="an agent")
         if self.command is not None and self.arguments:
             raise ValueError("arguments: a command has none; write them into `command`")
+        if self.command is None and self.memory_mb is not None:
+            raise ValueError("memory_mb applies to the process of a `command` only; leave it out")
         if self.host in WILDCARDS:
             raise ValueError(
                 f"host: {self.host} is no address that an agent could connect to; write one of this machine"
@@ -484,6 +499,8 @@ class RewardSection(StrictModel):
     @model_validator(mode="after")
     def _is_a_function_or_a_model(self) -> Self:
         exactly_one(self, "function", "model", what="a reward")
+        if self.model is not None and self.run_in != "thread":
+            raise ValueError("run_in: a reward model never runs in this process; leave it out")
         return self
 
     @property

@@ -179,6 +179,15 @@ def _config(**sections: Any) -> ExperimentConfig:
         # data
         ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a fraction (below 1) nor a whole number of rows"),
         ({"rewards": [{"function": "a:b"}, {"function": "c:b"}]}, "the reward names ['b'] are used more than once"),
+        ({"evaluation": {"data": [{**JSONL, "weight": 2}]}}, "evaluation.data.0: weight, temperature and group_size"),
+        ({"evaluation": {"temperature": 1e-6}}, "less than 0.01, to which vLLM would raise it"),
+        ({"data": {"train": JSONL, "sampling": {"target": 0.3}}}, "target: 0.3 has no effect with type: uniform"),
+        ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model never runs in this process"),
+        ({"rollout": {"agent": {"function": "a:b", "memory_mb": 64}}}, "applies to the process of a `command` only"),
+        (
+            {"training": {"context_parallel": 2}, "launch": {"num_trainer_ranks": 3}},
+            "training.context_parallel: 2 does not divide launch.num_trainer_ranks: 3",
+        ),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any], words: str) -> None:
