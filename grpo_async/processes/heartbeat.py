@@ -28,6 +28,7 @@ _MAX_CHARS = 8_000
 
 def keep_alive(control: ControlClient, name: str, *, timeout_s: float) -> None:
     """Give a sign of life every second from now on. `name`: of this process, for the user ("trainer rank 0")."""
+    faulthandler.enable(_STDERR)  # a crash in native code leaves its stacks in the log
     faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
     control.send("alive", name=name, pid=os.getpid())  # from here on it is known, and judged
 

@@ -9,6 +9,7 @@ torchrun itself is tested by tests/launch and tests/e2e.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import gc
 import importlib
@@ -119,6 +120,7 @@ def _be_rank(
         log = os.open(Path(folder) / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        faulthandler.enable()
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
