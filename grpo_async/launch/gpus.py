@@ -116,10 +116,12 @@ def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuSh
             "gloo",
             "only the adapters are sent (model.lora.push), and each server adds them to the weights of its files",
         )
-    trainer = f"GPU {shares.trainer[0]}" if shares.trainer else "its GPU" if config.launch.device == "cuda" else "cpu"
+    trainer = ["its GPU"] if config.launch.device == "cuda" else ["cpu"]
+    if shares.trainer:
+        trainer = [f"GPU {gpu}" for gpu in shares.trainer]
     workers = [f"GPU {gpu}" for gpus in shares.servers for gpu in gpus or ()]
     if engine.engine == "external":
-        if wanted == "auto" and trainer != "cpu":
+        if wanted == "auto" and trainer != ["cpu"]:
             return "nccl", "servers are assumed to have their own GPUs; for servers on CPUs, weights.transport: gloo"
         # a user who sets it knows the devices of the servers
         workers = ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"]
@@ -133,26 +135,25 @@ def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuSh
     if wanted == "gloo":  # goes everywhere
         return "gloo", f"set by weights.transport (auto would be {fitting}: {why})"
     raise ConfigError(
-        f"weights.transport: {wanted} is impossible between {trainer} (trainer) and {', '.join(workers)}, because {why}; "
+        f"weights.transport: {wanted} is impossible between {trainer[0]} (trainer) and {', '.join(workers)}, because {why}; "
         f"set {fitting}, or auto"
     )
 
 
-def _fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportKind, str]:
-    """The fastest transport between the devices of trainer rank 0 and of the servers' workers ("cpu", or the name of a GPU), and
+def _fitting_transport(trainer: Sequence[str], workers: Sequence[str]) -> tuple[TransportKind, str]:
+    """The fastest transport between the trainer's ranks and the servers, by device ("cpu", or the name of a GPU), and
     why it is that one. Beside it only gloo works."""
-    if trainer == "cpu":
+    if trainer[0] == "cpu":
         return "gloo", "trainer and server are on the CPU" if "cpu" in workers else "the trainer is on the CPU"
     if "cpu" in workers:
         return "gloo", "the server is on the CPU"
-    num_gpus = len({trainer, *workers})
-    if num_gpus == 1:
-        return "ipc", "trainer and server share a GPU"
-    if num_gpus == 1 + len(workers):
+    if set(workers) <= set(trainer):
+        return "ipc", "every server shares its GPUs with ranks of the trainer"
+    if len({trainer[0], *workers}) == 1 + len(workers):
         return "nccl", "trainer and servers have separate GPUs"
     return (
         "gloo",
-        "some share a GPU and others do not, which neither nccl (one process per GPU) nor ipc (one GPU) supports",
+        "some servers share a GPU with the trainer and others do not, which neither nccl (one process per GPU) nor ipc supports",
     )
 
 

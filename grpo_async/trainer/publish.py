@@ -16,7 +16,7 @@ from grpo_async.inference.fleet import Fleet
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.tracking.timeline import record
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.training.ranks import ExchangeCommand, GatherCommand, ScoreCommand, TrainerContext
+from grpo_async.training.ranks import ExchangeCommand, ScoreCommand, TrainerContext
 from grpo_async.training.timing import Activity
 from grpo_async.training.verify import TrainerScores
 
@@ -53,7 +53,7 @@ class Publisher:
         version, self._is_overdue = self.version, False
         activity = f"pushing version {version} to the servers"
         with self.activity.during(activity, "wait for the push", "pushing", version=version):
-            metrics = self.sync.push(version, before_gather=self._gather)
+            metrics = self.sync.push(version, before_gather=self.context.channel.send_all)
         if metrics is None:
             return {"sync/skipped": 1.0}
         began = time.time()
@@ -72,7 +72,7 @@ class Publisher:
             return
         self._exchange()
         try:
-            if self.sync.push(self.version, before_gather=self._gather) is not None:
+            if self.sync.push(self.version, before_gather=self.context.channel.send_all) is not None:
                 self.sync.verify(self.score, is_proof=True)
         finally:
             self._exchange()
@@ -105,6 +105,3 @@ class Publisher:
         """Log-probabilities of token sequences under the current weights, on all ranks; see training.reference."""
         self.context.channel.send_all(ScoreCommand(sequences=sequences, rounding=rounding))
         return self.context.score(sequences, rounding)
-
-    def _gather(self, bucket_bytes: int) -> None:
-        self.context.channel.send_all(GatherCommand(bucket_bytes=bucket_bytes))

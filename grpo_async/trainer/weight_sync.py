@@ -20,7 +20,7 @@ from grpo_async.tracking.timeline import span
 from grpo_async.training.verify import MAX_RATIO, LogprobDifference, Score, coarsest_dtype, compare_server
 from grpo_async.utils.text import count, format_bytes, shortlist
 from grpo_async.weights.buckets import GatheredParameters
-from grpo_async.weights.push import PushFailedError, WeightTransport, push_weights
+from grpo_async.weights.push import GatherCommand, PushFailedError, WeightTransport, push_weights
 from grpo_async.weights.receiver import NOT_AS_SENT, NOT_LOADED
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class FleetSync:
         self._group: list[tuple[str, str]] = []  # members of the transport's group
         self._sleeping: list[Server] = []
 
-    def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
         """Push the current weights as `version` to every server that is up. Returns metrics; None when no server is up.
         `before_gather`: see push_weights.
 
@@ -94,7 +94,7 @@ class FleetSync:
         return None
 
     def _push_to(
-        self, servers: Sequence[Server], version: int, before_gather: Callable[[int], None]
+        self, servers: Sequence[Server], version: int, before_gather: Callable[[GatherCommand], None]
     ) -> dict[str, float]:
         group = [(server.name, server.instance_id) for server in servers]  # a restarted server has left the group
         if self._group != group:

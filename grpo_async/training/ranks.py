@@ -32,6 +32,8 @@ from grpo_async.training.timing import peak_bytes
 from grpo_async.training.token_statistics import TokenCollector
 from grpo_async.training.verify import TrainerScores
 from grpo_async.weights.buckets import GatheredParameters
+from grpo_async.weights.ipc import SharedBuffers
+from grpo_async.weights.push import GatherCommand, hand_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,6 @@ class StepCommand:
 @dataclass(frozen=True, slots=True)
 class WaitCommand:
     """Rank 0 is alive but has nothing for the others to do, for example while it waits for samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatherCommand:
-    bucket_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +282,7 @@ class TrainerContext:
 
 def follow(context: TrainerContext) -> None:
     """On ranks 1..N-1: execute rank 0's commands until it sends StopCommand."""
+    shared: SharedBuffers | None = None
     while True:
         command = context.channel.receive()
         match command:
@@ -295,8 +293,9 @@ def follow(context: TrainerContext) -> None:
             case StepCommand():
                 context.step(command, before_sync=lambda: _pack_next(context))
             case GatherCommand():
-                for _ in context.parameters.buckets(command.bucket_bytes):
-                    pass  # only rank 0 sends
+                if command.worker_gpus:
+                    shared = None  # that of a group that has ended
+                shared = hand_over(context.parameters, command, shared, device=context.device)
             case ScoreCommand():
                 context.score(command.sequences, command.rounding)
             case ExchangeCommand():

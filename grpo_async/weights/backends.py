@@ -13,20 +13,21 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from grpo_async.config.base import TransportKind
 from grpo_async.inference.api import WeightInitInfo
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import listening_store, own_address_towards
 from grpo_async.utils.validation import problems_of
+from grpo_async.weights import ipc
 
 NOT_FORMED = "the weight group did not form"
 """Part of the error of a member that joined, but whose group was aborted or incomplete."""
@@ -294,36 +295,17 @@ def _from_rank_0(timeout_s: float) -> Any:
     return options
 
 
-# ---- one GPU for both: CUDA IPC ----
-
-_Number = Annotated[int, Field(ge=0, lt=1 << 48)]
-_Bytes = Annotated[bytes, Field(max_length=4096)]
-
-
-class Handle(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_bytes="hex", val_json_bytes="hex")
-
-    gpu: str = Field(max_length=256)
-    handle: _Bytes
-    size: _Number
-    offset: _Number
-    counter: _Bytes
-    counter_offset: _Number
-    event: _Bytes
-    needs_event: bool
-
-
-_Handles = TypeAdapter(list[Handle])
-"""One handle for each worker."""
+# ---- CUDA IPC ----
 
 
 class IpcBackend(Backend):
-    """Buckets from a trainer to a worker on the same GPU: the worker maps two buffers of the trainer into its own memory.
+    """Buckets from trainer ranks to workers on the same GPUs: each worker maps the two buffers of the rank on its GPU.
 
-        trainer   packs into buffer 0/1 - "it is there" ---------------- waits for all -> the buffer may be filled again
-        worker                            maps the buffer once, copies it out - "taken" --'
+        trainer ranks   pack into buffer 0/1 - "it is there" ---------- wait for all -> the buffer may be filled again
+        worker                                 copies it out - "taken" --'
 
-    Both signals are a barrier of a gloo group. Handles are JSON in the group's store, checked before they are opened."""
+    Both signals are a barrier of a gloo group of rank 0 and the workers. The other trainer ranks are not in it: they fill their
+    buffers in step with rank 0 (see push.hand_over)."""
 
     sends_in_place = False
 
@@ -331,23 +313,45 @@ class IpcBackend(Backend):
         super().__init__(device)
         self._group = group
         self._store: dist.Store | None = store
-        # trainer: shared buffers; worker: mapped buffers, and the handles that they were mapped with
-        self._known: list[torch.Tensor | None] = [None, None]
-        self._handles = [b"", b""]
+        self._own: ipc.SharedBuffers | None = None  # of the trainer
+        self._mapped: Sequence[torch.Tensor] = ()  # of a worker
+        if group.rank > 0:
+            store.set(f"gpu {group.rank}", ipc.gpu_of(device))
+
+    @property
+    def is_shared(self) -> bool:
+        return self._own is not None
+
+    def worker_gpus(self) -> list[str]:
+        """Rank 0: the GPU of each worker, in their order. Raises RuntimeError at the deadline of the store."""
+        store = self._open()
+        return [store.get(f"gpu {rank}").decode() for rank in range(1, self._group.world_size)]
+
+    def share(self, num_bytes: int, others: Iterable[ipc.Pair]) -> None:
+        """Rank 0: share buffers for buckets of up to `num_bytes` with the workers, its own and those of `others`, the ranks on
+        their GPUs. Raises RuntimeError for a worker on whose GPU there is no rank."""
+        workers, own = self.worker_gpus(), ipc.gpu_of(self.device)
+        self._own = ipc.SharedBuffers(self.device, num_bytes)
+        pairs = [*self._own.pairs(workers.count(own)), *others]
+        chosen = []
+        for gpu in workers:
+            found = next((pair for pair in pairs if pair[0].gpu == gpu), None)
+            if found is None:
+                raise RuntimeError(
+                    f"a worker has its model on {gpu}, where no rank of the trainer is; set weights.transport: gloo"
+                )
+            pairs.remove(found)
+            chosen.append(found)
+        self._open().set("handles", ipc.HANDLES.dump_json(chosen).decode())
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        if self._own is None:
+            raise GroupClosedError
+        return self._own.next(num_bytes)
 
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
-        group, number = self._group, self._active
-        whole = self._buffers[number]
-        if whole is None:
-            raise GroupClosedError
-        assert whole.data_ptr() == bucket.data_ptr(), "only the bucket that `buffer` returned last can be sent"
-        if self._known[number] is not whole:
-            handles = [self._share(whole) for _ in range(1, group.world_size)]  # one for each worker
-            store, key = self._open(), f"buffer {number}"
-            store.set(key, _Handles.dump_json(handles).decode())
-            store.get(key)  # `set` is not acknowledged: without this, workers might read too early
-            self._known[number] = whole
-        self._finish_copies()  # the bucket must be packed before it is announced
+        group = self._group
+        ipc.finish_copies(self.device)  # the bucket must be packed before it is announced
         group.confirm(timeout_s=timeout_s)
         return lambda: group.confirm(timeout_s=timeout_s)  # returns when all workers have copied it
 
@@ -356,68 +360,36 @@ class IpcBackend(Backend):
 
     def _receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
         group = self._group
-        self._active = number = 1 - self._active
+        self._active = 1 - self._active
         group.confirm(timeout_s=timeout_s)
-        handles = self._open().get(f"buffer {number}")  # written before the signal
-        if handles != self._handles[number]:
-            self._known[number] = None  # the previous mapping, if any, is released first
-            try:
-                own = _Handles.validate_json(handles)[group.rank - 1 :]
-            except ValidationError as error:
-                raise RuntimeError(f"these are no handles of the trainer: {problems_of(error)}") from error
-            if not own:
-                raise RuntimeError(f"these are no handles of the trainer: none for rank {group.rank}")
-            self._known[number] = self._map(own[0])
-            self._handles[number] = handles
-        mapped = self._known[number]
-        if mapped is None or mapped.numel() < num_bytes:
+        mapped = self._map()[self._active]
+        if mapped.numel() < num_bytes:
             raise RuntimeError(f"the trainer's buffer has less than the {num_bytes} bytes of this bucket")
-        bucket = self._copy(mapped[:num_bytes])  # vLLM keeps tensors of a layer until it has all of them
-        self._finish_copies()
+        bucket = mapped[:num_bytes].clone()  # vLLM keeps tensors of a layer until it has all of them
+        ipc.finish_copies(self.device)
         group.confirm(timeout_s=timeout_s)
         return bucket
 
+    def _map(self) -> Sequence[torch.Tensor]:
+        if not self._mapped:
+            try:
+                pairs = ipc.HANDLES.validate_json(self._open().get("handles"))
+            except ValidationError as error:
+                raise RuntimeError(f"these are no handles of the trainer: {problems_of(error)}") from error
+            if len(pairs) != self._group.world_size - 1:
+                raise RuntimeError(
+                    f"these are no handles of the trainer: {len(pairs)} for {self._group.world_size - 1} workers"
+                )
+            self._mapped = [ipc.map_buffer(handle, self.device) for handle in pairs[self._group.rank - 1]]
+        return self._mapped
+
     def close(self) -> None:
         self._group.close()
-        self._store = None
-        self._buffers, self._known = [None, None], [None, None]
-        self._release()
+        self._store = self._own = None
+        self._mapped = ()
+        ipc.release_mapped()
 
     def _open(self) -> dist.Store:
         if (store := self._store) is None:
             raise GroupClosedError
         return store
-
-    def _share(self, buffer: torch.Tensor) -> Handle:
-        """The handle with which one other process maps `buffer`. Call it once for each process."""
-        storage: Any = buffer.untyped_storage()
-        _, *fields = storage._share_cuda_()
-        names = [name for name in Handle.model_fields if name != "gpu"]
-        return Handle(gpu=_uuid(self.device), **dict(zip(names, fields, strict=True)))
-
-    def _map(self, handle: Handle) -> torch.Tensor:
-        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError if it is on another device."""
-        own = _uuid(self.device)
-        if handle.gpu != own:
-            raise RuntimeError(
-                f"the trainer's buffers are on {handle.gpu}, this worker's model is on {own}; set weights.transport: nccl"
-            )
-        fields = [getattr(handle, name) for name in Handle.model_fields if name != "gpu"]
-        with torch.cuda.device(self.device):
-            storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *fields)
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-
-    def _copy(self, bucket: torch.Tensor) -> torch.Tensor:
-        return bucket.clone()
-
-    def _finish_copies(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def _release(self) -> None:
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-
-
-def _uuid(device: torch.device) -> str:
-    """The UUID that identifies a GPU in every process: its index depends on CUDA_VISIBLE_DEVICES."""
-    return str(torch.cuda.get_device_properties(device).uuid)

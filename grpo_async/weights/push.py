@@ -3,6 +3,7 @@
     pause -> (connect) -> start -> transfer -> finish(version) -> resume      (swapped adapters: without pause and resume)
 
     trainer   push_weights -> WeightTransport (the group, packing; both here) -> backends (gloo, nccl, ipc)
+              other ranks: hand_over
     server    its HTTP routes (servers.app) -> the engine, or each of its workers -> receiver -> backends
 
 Every pause is followed by a resume, except for a server that has loaded part of an update: it refuses requests until it has
@@ -15,9 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grpo_async.config.base import PushMode, TransportKind
 from grpo_async.config.sections import WeightsSection
@@ -27,8 +31,9 @@ from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import span
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.weights.backends import NOT_FORMED, Backend, Rendezvous, check_device
-from grpo_async.weights.buckets import GatheredParameters, pack, with_digests
+from grpo_async.weights import ipc
+from grpo_async.weights.backends import NOT_FORMED, Backend, IpcBackend, Rendezvous, check_device
+from grpo_async.weights.buckets import GatheredParameters, cut_into_buckets, digests_spec, pack, with_digests
 from grpo_async.weights.receiver import NOT_ARRIVED, NOT_AS_SENT
 
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
@@ -68,6 +73,18 @@ class PushFailedError(WeightPushError):
         named = self.failures or self.affected
         causes = "; ".join(f"{name}: {message_of(error)}" for name, error in named.items())
         super().__init__(f"{what} failed{f': {causes}' if causes else ''}{f' ({hint})' if hint else ''}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherCommand:
+    """Have trainer ranks 1..N-1 take part in a push: they gather every bucket with rank 0."""
+
+    bucket_bytes: int
+    over_ipc: bool = False
+    """They also hand it to the workers on their GPUs."""
+    buffer_bytes: int = 0
+    worker_gpus: Sequence[str] = ()
+    """Where the group is new: share two buffers of `buffer_bytes` with these workers."""
 
 
 class WeightTransport:
@@ -151,6 +168,28 @@ class WeightTransport:
             swap=parameters.swap,
         )
 
+    def gather(self, parameters: GatheredParameters, ask: Callable[[GatherCommand], None]) -> None:
+        """Have the other ranks gather, too, which `ask` sends the command, and in a new group over ipc share their buffers."""
+        backend = self._open()
+        if not isinstance(backend, IpcBackend) or backend.is_shared:
+            ask(GatherCommand(bucket_bytes=self.bucket_bytes, over_ipc=self._transport == "ipc"))
+            return
+        specs = parameters.specs
+        buckets = [*cut_into_buckets(specs, self.bucket_bytes), [digests_spec(len(specs))]]
+        command = GatherCommand(
+            bucket_bytes=self.bucket_bytes,
+            over_ipc=True,
+            buffer_bytes=max(sum(spec.num_bytes for spec in bucket) for bucket in buckets),
+            worker_gpus=backend.worker_gpus(),
+        )
+        ask(command)
+        backend.share(command.buffer_bytes, [pair for pairs in _of_all_ranks([]) for pair in pairs])
+
+    def await_ranks(self) -> None:
+        """Over ipc: wait until every other rank has packed its bucket, too."""
+        if self._transport == "ipc":
+            _await_ranks()
+
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack one bucket of contiguous tensors, [num_bytes] uint8, into one of two alternating buffers: the previous one may still
         be in transit. A bucket of one tensor is that tensor's own memory if the backend can send it: do not change it until it
@@ -188,13 +227,13 @@ def push_weights(
     servers: Sequence[ServerControl],
     transport: WeightTransport,
     settings: WeightsSection,
-    before_gather: Callable[[int], None] = lambda _: None,
+    before_gather: Callable[[GatherCommand], None] = lambda _: None,
     loading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, float]:
     """Rank 0: push all parameters to all servers and make `version` their policy version. Returns the metrics sync/*.
 
     Args:
-        before_gather: called with the size of the buckets when the servers are ready: the other ranks take part in the gather.
+        before_gather: sends the command to the other ranks, when the servers are ready.
         loading: a context for the phases in which engines are busy with the update and answer nothing else.
 
     Raises:
@@ -232,7 +271,7 @@ def push_weights(
                     transport.connect(servers)
             update = transport.describe(parameters)
             call_all("start", lambda server: server.start_weight_update(update, timeout_s=timeout_s))
-            before_gather(transport.bucket_bytes)
+            transport.gather(parameters, before_gather)
             with clock.part("transfer"):
                 digests = _transfer(parameters, version, servers, transport, timeout_s, clock)
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=timeout_s))
@@ -263,6 +302,42 @@ def push_weights(
         "sync/servers": float(len(servers)),
         **changed,
     }
+
+
+def hand_over(
+    parameters: GatheredParameters, command: GatherCommand, buffers: ipc.SharedBuffers | None, *, device: torch.device
+) -> ipc.SharedBuffers | None:
+    """Ranks 1..N-1: gather every bucket with rank 0 and, over ipc, hand it to the workers on the GPU of this rank, in `buffers` of
+    the last push. Returns those of this one. A collective."""
+    if not command.over_ipc:
+        for _ in parameters.buckets(command.bucket_bytes):
+            pass  # only rank 0 sends
+        return None
+    if command.worker_gpus:
+        num_workers = command.worker_gpus.count(ipc.gpu_of(device))
+        buffers = ipc.SharedBuffers(device, command.buffer_bytes) if num_workers else None
+        _of_all_ranks([] if buffers is None else buffers.pairs(num_workers))
+    for tensors in with_digests(parameters.buckets(command.bucket_bytes)):
+        if buffers is not None:
+            pack(tensors, into=buffers.next(sum(tensor.nbytes for tensor in tensors)))
+            ipc.finish_copies(device)
+        _await_ranks()
+    return buffers
+
+
+def _of_all_ranks(pairs: Sequence[ipc.Pair]) -> list[Sequence[ipc.Pair]]:
+    """What each trainer rank shares with workers, on rank 0. A collective."""
+    if not dist.is_initialized():
+        return [pairs]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(pairs, every if dist.get_rank() == 0 else None)
+    return every
+
+
+def _await_ranks() -> None:
+    """Wait for every trainer rank, on the host. A collective."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
 
 
 class _Clock:
@@ -309,13 +384,17 @@ def _transfer(
                 has_more = tensors is not None
                 last = tensors or last
                 packed = transport.pack(tensors) if tensors is not None and failure is None else None
-            if failure is not None:
-                continue
             with clock.part("send"):
                 try:
-                    in_flight()  # within the transport's deadline
-                    sent_at = time.monotonic()
-                    if packed is not None:
+                    if failure is None:
+                        in_flight()  # within the transport's deadline
+                        sent_at = time.monotonic()
+                except RuntimeError as error:
+                    failure = error
+                if has_more:
+                    transport.await_ranks()  # which fill the buffers of the previous bucket next
+                try:
+                    if failure is None and packed is not None:
                         in_flight = transport.send(packed)
                 except RuntimeError as error:
                     failure = error

@@ -197,26 +197,41 @@ def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_varia
 
 
 @pytest.mark.parametrize(
-    ("gpus", "replicas", "engine", "wanted", "found"),
+    ("gpus", "ranks", "replicas", "engine", "wanted", "found"),
     [
-        ("", 1, VLLM_ON_CPU, "auto", ("gloo", "trainer and server are on the CPU")),
-        ("", 1, VLLM_ON_GPU, "auto", ("gloo", "the trainer is on the CPU")),
-        ("0", 1, VLLM_ON_CPU, "auto", ("gloo", "the server is on the CPU")),
-        ("01", 1, VLLM_ON_GPU, "auto", ("nccl", "trainer and servers have separate GPUs")),
-        ("0", 1, VLLM_ON_GPU, "auto", ("ipc", "trainer and server share a GPU")),
-        ("01", 2, VLLM_ON_GPU, "auto", ("gloo", "some share a GPU and others do not")),
-        ("01", 2, VLLM_ON_GPU, "nccl", None),
-        ("01", 1, VLLM_ON_GPU, "ipc", None),
-        ("", 1, VLLM_ON_CPU, "nccl", None),
-        ("01", 1, VLLM_ON_GPU, "gloo", ("gloo", "set by weights.transport (auto would be nccl: trainer and servers")),
+        ("", 1, 1, VLLM_ON_CPU, "auto", ("gloo", "trainer and server are on the CPU")),
+        ("", 1, 1, VLLM_ON_GPU, "auto", ("gloo", "the trainer is on the CPU")),
+        ("0", 1, 1, VLLM_ON_CPU, "auto", ("gloo", "the server is on the CPU")),
+        ("01", 1, 1, VLLM_ON_GPU, "auto", ("nccl", "trainer and servers have separate GPUs")),
+        ("0", 1, 1, VLLM_ON_GPU, "auto", ("ipc", "every server shares its GPUs with ranks of the trainer")),
+        ("01", 2, 2, VLLM_ON_GPU, "auto", ("ipc", "every server shares its GPUs with ranks of the trainer")),
+        ("01", 1, 2, VLLM_ON_GPU, "auto", ("gloo", "some servers share a GPU with the trainer and others do not")),
+        ("01", 1, 2, VLLM_ON_GPU, "nccl", None),
+        ("01", 1, 2, VLLM_ON_GPU, "ipc", None),
+        ("01", 1, 1, VLLM_ON_GPU, "ipc", None),
+        ("", 1, 1, VLLM_ON_CPU, "nccl", None),
+        (
+            "01",
+            1,
+            1,
+            VLLM_ON_GPU,
+            "gloo",
+            ("gloo", "set by weights.transport (auto would be nccl: trainer and servers"),
+        ),
     ],
 )
 def test_the_transport_fits_the_devices_and_what_does_not_is_refused_but_for_gloo(
-    tmp_path: Path, gpus: str, replicas: int, engine: EngineChoice, wanted: str, found: tuple[str, str] | None
+    tmp_path: Path,
+    gpus: str,
+    ranks: int,
+    replicas: int,
+    engine: EngineChoice,
+    wanted: str,
+    found: tuple[str, str] | None,
 ) -> None:
     config = make_config(
         tmp_path,
-        launch={"colocate": len(gpus) < 1 + replicas},
+        launch={"colocate": len(gpus) < ranks + replicas, "num_trainer_ranks": ranks},
         inference={"replicas": replicas},
         weights={"transport": wanted},
     )

@@ -26,6 +26,7 @@ from grpo_async.training.ranks import Command, CommandChannel
 from grpo_async.training.schedule import lr_factors
 from grpo_async.training.step import StepResult
 from grpo_async.training.timing import Activity
+from grpo_async.weights.push import GatherCommand
 from tests.support.configs import small_config
 
 
@@ -68,11 +69,11 @@ class FakeSync:
         self.pushed: list[int] = []
         self.events: list[str] = []
 
-    def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
         if not self.up:
             self.events.append(f"skip {version}")
             return None
-        before_gather(1 << 20)
+        before_gather(GatherCommand(bucket_bytes=1 << 20))
         self.fleet.has_ready = False
         self.served_version = version
         self.pushed.append(version)

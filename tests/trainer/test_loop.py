@@ -14,8 +14,9 @@ from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.errors import RunError, WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.trainer.saving import Saver
-from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand, WaitCommand
+from grpo_async.training.ranks import Command, ScoreCommand, WaitCommand
 from grpo_async.training.verify import TrainerScores
+from grpo_async.weights.push import GatherCommand
 from tests.support.records import make_scored
 from tests.trainer.fakes import NO_EVALUATIONS, FakeSource, FakeSync, fake_context, loop_config, make_trainer
 
@@ -109,7 +110,7 @@ def test_a_push_or_verification_that_ends_the_run_leaves_the_step_saved_and_its_
     lines: list[dict[str, float]] = []
 
     class Failing(FakeSync):
-        def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
+        def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
             if version == 2 and fails == "push":
                 raise WeightPushError("it was refused")
             return super().push(version, before_gather=before_gather)

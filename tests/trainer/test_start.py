@@ -32,6 +32,7 @@ from grpo_async.trainer.loop import Trainer
 from grpo_async.trainer.saving import Saver
 from grpo_async.trainer.start import run_rank_zero
 from grpo_async.training.checkpoint import CheckpointState
+from grpo_async.weights.push import GatherCommand
 from tests.launch.support import make_config
 from tests.trainer.fakes import FakeChannel, FakeSource, FakeSync
 
@@ -104,7 +105,7 @@ class _Sync(FakeSync):
         self.calls = events
         self.outcomes: list[Exception | None] = []
 
-    def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
         if not self.outcomes:
             self.served_version = version
             self.calls.append(f"push {version}")

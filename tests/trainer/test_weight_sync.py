@@ -125,7 +125,7 @@ class _World:
             self.fleet.found(self.fleet.server(index), self.controls[index].info())
 
     def push(self, version: int) -> dict[str, float] | None:
-        return self.sync.push(version, before_gather=lambda bucket_bytes: None)
+        return self.sync.push(version, before_gather=lambda command: None)
 
     def reasons(self) -> list[str]:
         """Why servers were fenced."""

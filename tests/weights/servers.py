@@ -4,7 +4,7 @@ told to, and record what is asked of them. And parameters to push."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -59,6 +59,7 @@ class Workers:
         *,
         events: Events | None = None,
         faults: Mapping[str, Exception | threading.Event] | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.name, self.num_workers = name, num_workers
         self.served: list[dict[str, torch.Tensor]] = []
@@ -67,7 +68,8 @@ class Workers:
         self.events = events or Events()
         self.calls: dict[str, Any] = {}
         self._faults = faults or {}
-        self._receivers = [WeightReceiver(device=torch.device("cpu"), rank=rank) for rank in range(num_workers)]
+        devices = devices or [torch.device("cpu")] * num_workers
+        self._receivers = [WeightReceiver(device=device, rank=rank) for rank, device in enumerate(devices)]
 
     def _do(self, phase: str, **arguments: Any) -> None:
         self.calls[phase] = arguments

@@ -46,7 +46,7 @@ class _Push:
         self.servers: Any = [Workers("a", events=self.events, faults=a), Workers("b", events=self.events, faults=b)]
         self.transport = transport
         self.parameters: Any = Parameters(events=self.events)
-        self.before_gather: Any = lambda bucket_bytes: self.events.add(f"before gathering {bucket_bytes}")
+        self.before_gather: Any = lambda command: self.events.add(f"before gathering {command.bucket_bytes}")
         self._settings = settings
 
     def run(self, version: int = 7) -> dict[str, float]:
