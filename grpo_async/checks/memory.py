@@ -115,7 +115,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     gathered = min(model.parameters, 2 * max(0, model.parameters - model.ends) / model.layers + model.ends) * compute
     activations = training.micro_batch_tokens * model.hidden * kept[config.model.activation_checkpointing] * compute
     trains_ends = lora is None or bool(lora.modules_to_save)
-    logits = min(training.logprob_chunk_tokens, training.micro_batch_tokens) * model.vocabulary * (4 + compute)
+    logits = min(training.resolved_chunk_tokens, training.micro_batch_tokens) * model.vocabulary * (4 + compute)
     logits += 4 * model.hidden * model.vocabulary * trains_ends
     reduced = (4 + compute) * model.ends * trains_ends
     return {

@@ -190,14 +190,17 @@ class ExperimentConfig(StrictModel):
     def run_path(self) -> Path:
         return self.run.dir / self.run.name
 
-    def with_dtypes(self, *, trains_on_gpu: bool, serves_on_gpu: bool) -> ExperimentConfig:
-        """The config with null filled in for `model.compute_dtype` and `inference.dtype`: bfloat16 on a GPU, float32 on a CPU."""
+    def for_devices(self, *, trains_on_gpu: bool, serves_on_gpu: bool) -> ExperimentConfig:
+        """The config with null filled in for what depends on devices: `model.compute_dtype`, `inference.dtype` and
+        `training.logprob_chunk_tokens`."""
         compute = self.model.compute_dtype or ("bfloat16" if trains_on_gpu else "float32")
         served = self.inference.dtype or ("bfloat16" if serves_on_gpu else "float32")
+        chunk = self.training.logprob_chunk_tokens or (4096 if trains_on_gpu else 1024)
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"compute_dtype": compute}),
                 "inference": self.inference.model_copy(update={"dtype": served}),
+                "training": self.training.model_copy(update={"logprob_chunk_tokens": chunk}),
             }
         )
 

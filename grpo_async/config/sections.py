@@ -127,8 +127,13 @@ class ModelSection(StrictModel):
     """Run Python code that comes with the model, in trainer and server. Only for models whose code you have read."""
 
     @property
+    def may_use_varlen(self) -> bool:
+        """Whether `attention` is varlen on a GPU that computes in `resolved_compute_dtype`, if the family is one for it."""
+        return self.attention != "mask" and self.resolved_compute_dtype != "float32"
+
+    @property
     def resolved_compute_dtype(self) -> ComputeDtype:
-        """`compute_dtype`, or float32 where it is null: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+        """`compute_dtype`, or float32 where it is null: `ExperimentConfig.for_devices` fills it in where there is a GPU."""
         return self.compute_dtype or "float32"
 
 
@@ -933,10 +938,10 @@ class TrainingSection(StrictModel):
     """Put the samples of a forward pass into one row, without padding, and compute each prefix that they share once: the prompt of
     a group, the history of an agent's calls. false: one sample per row, padded to the longest
     (for comparison; except for `bnpo`, which weighs by micro-batch, the loss is the same)."""
-    logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Logits are computed for this many tokens at a time and never held for more."""
-    compile: bool = False
-    """torch.compile the layers: slow first steps, then faster ones."""
+    logprob_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Logits are computed for this many tokens at a time and never held for more. null: 4096 on a GPU, 1024 on a CPU."""
+    compile: bool | None = None
+    """torch.compile the layers: slow first steps, then faster ones. null: on a GPU, if no layer carries a state along the row."""
     cpu_offload: bool = False
     """Offload parameters, gradients and optimizer state to host memory (FSDP CPU offload). Slow."""
     reshard_after_forward: bool = True
@@ -954,6 +959,11 @@ class TrainingSection(StrictModel):
             # the model is frozen for its users; here it is still being made
             object.__setattr__(self, "max_steps", _DEFAULT_STEPS)
         return self
+
+    @property
+    def resolved_chunk_tokens(self) -> int:
+        """`logprob_chunk_tokens`, or 1024 where it is null: `ExperimentConfig.for_devices` fills it in where there is a GPU."""
+        return self.logprob_chunk_tokens or 1024
 
     @property
     def num_updates(self) -> int:
@@ -1078,7 +1088,7 @@ class InferenceSection(StrictModel):
 
     @property
     def resolved_dtype(self) -> ComputeDtype:
-        """`dtype`, or float32 where it is null: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+        """`dtype`, or float32 where it is null: `ExperimentConfig.for_devices` fills it in where there is a GPU."""
         return self.dtype or "float32"
 
     def gpus_of_a_server(self, engine: str) -> int:

@@ -31,7 +31,7 @@ from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import CheckpointError, ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
-from grpo_async.launch.gpus import fill_dtypes
+from grpo_async.launch.gpus import fill_in_for_devices
 from grpo_async.launch.prepare import Start, clear_run_dir
 from grpo_async.launch.start import lead_run
 from grpo_async.launch.supervise import RunOutcome
@@ -77,7 +77,7 @@ def run_evaluation(
             inference = config.inference.model_copy(update={"replicas": 1})
             config = config.model_copy(update={"launch": launch, "inference": inference})
         engine = choose_engine(config)
-        config = fill_dtypes(config, engine, inspect_machine().gpus)
+        config = fill_in_for_devices(config, engine, inspect_machine().gpus)
         notes = check_inputs(config, engine=engine)
         run_dir = RunDir(_choose_folder(config, target, out).absolute())
         check_run_dir_writable(run_dir)

@@ -38,10 +38,10 @@ class GpuShares:
         return max((taken.count(gpu) for gpu in taken), default=0)
 
 
-def fill_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
+def fill_in_for_devices(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
     """Fill in the dtypes that `config` leaves open; servers that run already get that of the device of the trainer."""
     on_gpu = trains_on_gpu(config, gpus)
-    return config.with_dtypes(
+    return config.for_devices(
         trains_on_gpu=on_gpu, serves_on_gpu=on_gpu if engine.engine == "external" else engine.on_gpu
     )
 

@@ -27,7 +27,7 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launch.gpus import (
     GpuShares,
     MemoryPlan,
-    fill_dtypes,
+    fill_in_for_devices,
     gpus_of_lead,
     plan_memory,
     plan_transport,
@@ -38,6 +38,7 @@ from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Nod
 from grpo_async.processes.machine import Machine, inspect_machine, interface_of
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+from grpo_async.training.flash import TORCHS_OWN, installed
 from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url
 from grpo_async.utils.text import count
 
@@ -149,7 +150,7 @@ def plan_dry(
         served = f"{inference.min_replicas} to {inference.max_replicas} servers, each on a node that has room for it"
         notes = (f"launch.ray: {trained}; {'running servers' if inference.urls else served}", *notes)
     return plan_processes(
-        fill_dtypes(config, engine, machine.gpus),
+        fill_in_for_devices(config, engine, machine.gpus),
         engine=engine,
         assignment=assignment.model_copy(update=changes),
         machine=machine,
@@ -200,6 +201,11 @@ def plan_processes(
             in_flight = f"keep their adapter (model.lora.push: adapter_swap, {slots} at a time)"
         weights = f"{transport}: {reason}; requests in flight: {in_flight}"
         facts = {"precision": config.precision, "weights": weights}
+        if trains_on_gpu(config, machine.gpus) and config.model.may_use_varlen:
+            found = installed()
+            facts["attention"] = (
+                f"varlen; {found[0]}, if it passes its trial here" if found else f"varlen; {TORCHS_OWN}"
+            )
     environment = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -309,6 +315,11 @@ def _trainer(
         "PYTHONHASHSEED": "0",
         ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
     }
+    if gpus and assignment.transport != "ipc":  # which cannot share such memory
+        # micro-batches of many lengths otherwise leave holes that no tensor fits in
+        environment.setdefault(
+            "PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        )
     options = {
         "--nnodes": node.count,
         "--nproc-per-node": launch.num_trainer_ranks,
@@ -361,6 +372,13 @@ def _own_notes(
         yield (
             f"{threads} compute threads on {count(machine.num_cpus, 'CPU')} slow each other down; "
             "see launch.trainer_threads, launch.num_trainer_ranks, inference.threads"
+        )
+    launch = config.launch
+    of_a_rank = machine.num_cpus // launch.num_trainer_ranks
+    if config.training.cpu_offload and launch.trainer_threads < of_a_rank:
+        yield (
+            f"training.cpu_offload: each rank updates its weights on {count(launch.trainer_threads, 'CPU thread')}; "
+            f"set launch.trainer_threads: {of_a_rank}, as this machine has {count(machine.num_cpus, 'CPU')}"
         )
     if config.inference.vllm.sleep_while_training and not shared_gpus:
         yield "inference.vllm.sleep_while_training: the servers share no GPU with the trainer, so sleeping has no benefit"

@@ -33,7 +33,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError, DeadlineError, GrpoAsyncError, RunError
 from grpo_async.launch.children import Child, log_file, private_folder
-from grpo_async.launch.gpus import fill_dtypes, gpus_of_a_server
+from grpo_async.launch.gpus import fill_in_for_devices, gpus_of_a_server
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes, server_log, server_name, trainer_log
 from grpo_async.launch.prepare import check_start
 from grpo_async.launch.signals import exit_on_signals
@@ -87,7 +87,7 @@ def run_on_ray(config: ExperimentConfig, *, resume: str | None, clean: bool, out
 def _attempt(config: ExperimentConfig, run_dir: RunDir, resume: str | None, clean: bool, output: Output) -> RunOutcome:
     with _placed(config, output) as cluster:
         engine = cluster.lead.engine
-        config = cluster.config = fill_dtypes(config, engine, cluster.lead.machine.gpus)
+        config = cluster.config = fill_in_for_devices(config, engine, cluster.lead.machine.gpus)
         notes = check_inputs(config, engine=engine, is_here=False)
         with prepared(config, run_dir, resume=resume, clean=clean) as start:
             return lead_run(config, engine, output, start=start, notes=notes, site=cluster)

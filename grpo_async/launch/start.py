@@ -32,7 +32,7 @@ from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import MetricsReader
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launch.children import private_folder
-from grpo_async.launch.gpus import fill_dtypes, gpus_of_lead
+from grpo_async.launch.gpus import fill_in_for_devices, gpus_of_lead
 from grpo_async.launch.plan import plan_dry
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock, writing
 from grpo_async.launch.signals import exit_on_signals
@@ -106,7 +106,7 @@ def _run_dry(config: ExperimentConfig, output: Output, *, resume: str | None, cl
     )
     is_here = config.launch.ray is None and other is None
     engine = choose_engine(config, is_here=is_here)
-    config = fill_dtypes(config, engine, gpus_of_lead(config, (other or inspect_machine()).gpus))
+    config = fill_in_for_devices(config, engine, gpus_of_lead(config, (other or inspect_machine()).gpus))
     with output.working("checking the configuration, the data and the rewards ..."):
         notes = check_inputs(config, engine=engine, deep=True, is_here=is_here)
     plan = plan_dry(
@@ -119,7 +119,7 @@ def _run(config: ExperimentConfig, output: Output, *, resume: str | None, clean:
     """Run on this machine alone until the end, and say how it was; returns the exit code."""
     check_start(config, resume=resume, clean=clean)  # before what takes seconds
     engine = choose_engine(config)
-    config = fill_dtypes(config, engine, inspect_machine().gpus)
+    config = fill_in_for_devices(config, engine, inspect_machine().gpus)
     with output.working("checking the configuration, the data and the rewards ..."):
         notes = check_inputs(config, engine=engine)
     run_dir = RunDir(config.run_path.absolute())

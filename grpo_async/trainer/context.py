@@ -118,14 +118,15 @@ def _build_policy(
     policy = build_policy(
         section,
         temperature=config.rollout.temperature,
-        chunk_tokens=training.logprob_chunk_tokens,
+        chunk_tokens=training.resolved_chunk_tokens,
         max_model_len=config.inference.max_model_len,
         device_type=device.type,
         router_aux=config.loss.router_aux if section is config.model else 0.0,
         context=together,
     )
-    if training.compile:
-        compile_layers(policy.model)
+    may_fail = training.compile is None
+    if training.compile or (may_fail and device.type == "cuda" and policy.shares_prefixes):
+        compile_layers(policy.model, may_fail=may_fail)
     shard_policy(
         policy,
         mesh,

@@ -103,7 +103,7 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
     policy = load_policy(
         config.model,
         temperature=config.rollout.temperature,
-        chunk_tokens=config.training.logprob_chunk_tokens,
+        chunk_tokens=config.training.resolved_chunk_tokens,
         max_model_len=config.inference.max_model_len,
     )
     if step > 0:

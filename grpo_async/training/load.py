@@ -26,6 +26,7 @@ from grpo_async.errors import ConfigError, message_of
 from grpo_async.training.attention import choose_attention
 from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.families import check_context_parallel, check_family
+from grpo_async.training.flash import activate_newest, trial_of
 from grpo_async.training.lora import adapter_values, add_adapters
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.parameters import is_leader, list_sources, local_of, num_ranks
@@ -90,6 +91,9 @@ def build_policy(
     attention, why = choose_attention(
         section.attention, device=torch.device(device_type), dtype=compute_dtype, config=config
     )
+    if attention == "varlen":
+        device = torch.device("cuda", torch.cuda.current_device())
+        why += f"; {activate_newest(trial_of(config.get_text_config(), compute_dtype, device))}"
     logger.info("attention: %s, %s", attention, why)
     return Policy(
         model,

@@ -245,9 +245,11 @@ def _kept() -> frozenset[Any]:
     return frozenset(packet.default for packet in found if packet is not None)
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers(model: Any, *, may_fail: bool = False) -> None:
     """Compile the forward of every decoder layer, in place; the first forward pass does the work. Call it after adapters were added
-    and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: token counts differ between micro-batches."""
+    and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: token counts differ between micro-batches.
+    `may_fail`: what cannot be compiled runs uncompiled, with a warning in the log."""
+    torch._dynamo.config.suppress_errors = may_fail
     for layer in decoder_layers(model):
         forward = layer.forward
         if isinstance(forward, partial):

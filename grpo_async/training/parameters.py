@@ -112,7 +112,11 @@ def local_of(tensor: Any) -> torch.Tensor:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, without gradient. A collective if it is sharded."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # a shard that is offloaded to the host would be gathered over gloo
+    whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return whole
 
 
 def is_leader() -> bool:
@@ -240,7 +244,7 @@ class ShardedParameters(GatheredParameters):
                 source = self._sources[name]
                 whole[name] = source.gather(None if source.is_buffer else self._wire_dtype)
                 if source.delta is None and source.in_4_bits is None and is_leader():
-                    own = local_of(source.tensor).detach().reshape(-1)[:_COMPARED].to(whole[name].dtype)
+                    own = local_of(source.tensor).detach().reshape(-1)[:_COMPARED].to(whole[name])
                     compared[name] = (
                         own.view(torch.uint8) != whole[name].reshape(-1)[: len(own)].view(torch.uint8)
                     ).any()

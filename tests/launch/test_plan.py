@@ -12,7 +12,7 @@ import pytest
 
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
-from grpo_async.launch.gpus import GpuShares, fill_dtypes, plan_transport, share_gpus
+from grpo_async.launch.gpus import GpuShares, fill_in_for_devices, plan_transport, share_gpus
 from grpo_async.launch.plan import ProcessPlan, plan_dry, plan_processes
 from grpo_async.processes import machine
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
@@ -86,9 +86,28 @@ def test_dtypes_that_are_left_open_are_those_of_the_devices(tmp_path: Path) -> N
         ({}, "float32 master weights, computed and served in bfloat16"),
         ({"launch": {"device": "cpu"}}, "float32 master weights, computed in float32, served in bfloat16"),
     ):
-        config = fill_dtypes(make_config(tmp_path, **sections), VLLM_ON_GPU, ("0",))
+        config = fill_in_for_devices(make_config(tmp_path, **sections), VLLM_ON_GPU, ("0",))
         assert config.precision == precision
-        assert None not in (config.model.compute_dtype, config.inference.dtype)
+        assert None not in (config.model.compute_dtype, config.inference.dtype, config.training.logprob_chunk_tokens)
+
+
+@pytest.mark.parametrize("attention", ["auto", "mask"])
+def test_a_trainer_on_gpus_has_growing_segments_and_the_plan_names_its_attention(
+    tmp_path: Path, attention: str
+) -> None:
+    """But for memory that is shared over ipc, which cannot grow."""
+    for gpus, colocate in (("01", False), ("0", True)):
+        config = make_config(
+            tmp_path,
+            model={"attention": attention},
+            launch={"colocate": colocate, "num_trainer_ranks": 1},
+            inference={"vllm": {"kv_cache_mb": 64}},
+        )
+        on_gpus = Machine(num_cpus=16, gpus=tuple(gpus), gpu_bytes=80 << 30)
+        plan = make_plan(fill_in_for_devices(config, VLLM_ON_GPU, on_gpus.gpus), on_gpus, engine=VLLM_ON_GPU)
+        assert plan.trainer is not None
+        assert ("PYTORCH_CUDA_ALLOC_CONF" in plan.trainer.environment) != colocate
+        assert ("varlen" in plan.describe()) == (attention == "auto")
 
 
 def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reached_by_loopback(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def _run(folder: Path, lora: LoraSection | None = None) -> Iterator[tuple[Any, P
     config = make_config(
         folder, inference={"max_model_len": 512}, rollout={"max_completion_tokens": 64}, weights={"timeout_s": LIMIT_S}
     )
-    config = config.model_copy(update={"model": section}).with_dtypes(trains_on_gpu=False, serves_on_gpu=False)
+    config = config.model_copy(update={"model": section}).for_devices(trains_on_gpu=False, serves_on_gpu=False)
     policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=512)
     parameters = choose_parameters(policy.model, section, served_dtype=torch.float32, device=CPU)
     nothing: Any = None

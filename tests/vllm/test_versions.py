@@ -260,7 +260,7 @@ def test_a_parameter_that_is_not_loaded_and_a_packed_copy_that_stays_are_found(
     monkeypatch.setenv("LEFT_OUT", str(left_out))
     probes = probe_sequences([], vocab_size=200, max_model_len=512)
     config = experiment(str(tmp_path / "0"))
-    parsed = ExperimentConfig.model_validate(config).with_dtypes(trains_on_gpu=False, serves_on_gpu=False)
+    parsed = ExperimentConfig.model_validate(config).for_devices(trains_on_gpu=False, serves_on_gpu=False)
     with (
         _served(config, tmp_path) as (server, pusher),
         ServerControl(server.url, token=server.token, timeout_s=60.0) as control,

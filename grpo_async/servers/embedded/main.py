@@ -31,7 +31,7 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
     """Serve `config.model` until the process is asked to end; SystemExit with 1 after the engine failed."""
     raise_open_files_limit()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=config.inference.embedded.device == "cuda")
+    config = config.for_devices(trains_on_gpu=False, serves_on_gpu=config.inference.embedded.device == "cuda")
     # before the model is loaded, so that a taken port shows at once
     inference = config.inference
     listener = bind_listener(inference.host, port)

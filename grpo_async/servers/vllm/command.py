@@ -133,7 +133,7 @@ def vllm_command(
     base = dict(os.environ if environment is None else environment)
     where = platform or installed_platform()
     require_token(config.inference.host, base.get(TOKEN_VARIABLE))
-    config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=where == "gpu")
+    config = config.for_devices(trains_on_gpu=False, serves_on_gpu=where == "gpu")
     arguments = [*_common_arguments(config, port), "--seed", str(_seed(config, base))]
     arguments += _cpu_arguments(config) if where == "cpu" else _gpu_arguments(config)
     arguments += config.inference.vllm.extra_args
