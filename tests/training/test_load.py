@@ -93,9 +93,14 @@ def test_files_of_another_dtype_give_what_from_pretrained_makes_of_them(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_no_rank_holds_more_than_its_shard_and_one_tensor_and_files_may_be_slow(tmp_path: Path) -> None:
-    """57 M parameters in 16 bits, a third of them in the embedding, to be trained in 32."""
-    sizes = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3}
+@pytest.mark.parametrize(
+    ("vocabulary", "layers"), [(20_000, 3), pytest.param(151_936, 9, marks=pytest.mark.nightly)], ids=["57M", "270M"]
+)
+def test_no_rank_holds_more_than_its_shard_and_one_tensor_and_files_may_be_slow(
+    tmp_path: Path, vocabulary: int, layers: int
+) -> None:
+    """In 16 bits, to be trained in 32. The embedding is the largest tensor."""
+    sizes = {"vocab_size": vocabulary, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": layers}
     folder = save_model(tmp_path / "model", "qwen3", tied=True, dtype="bfloat16", **sizes)
     done = run_on_ranks("load_slowly", 2, tmp_path / "run", module=MODULE, model=folder, seconds=3.0, deadline_s=2.0)
     assert max(done["grown"]) < done["shard"] + done["largest"] + (24 << 20), done

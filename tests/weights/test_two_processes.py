@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,10 @@ def test_what_the_trainer_sends_is_what_a_worker_gets(kind: Any, device: str) ->
             tensors = {f"p{number}": torch.randn(shape).to(device, dtype) for number, shape in enumerate(SIZES)}
             update = announcement(tensors, bucket_bytes=sender.bucket_bytes, timeout_s=TIMEOUT_S)
             ours.send(update.model_dump())
-            buckets = cut_into_buckets(parameter_specs(update), sender.bucket_bytes)
+            specs = parameter_specs(update)
+            parameters: Any = SimpleNamespace(specs=specs)
+            sender.gather(parameters, lambda command: None)
+            buckets = cut_into_buckets(specs, sender.bucket_bytes)
             for parts in with_digests([tensors[spec.name] for spec in bucket] for bucket in buckets):
                 sender.send(sender.pack(parts))()
             assert ours.poll(TIMEOUT_S)
