@@ -1,4 +1,4 @@
-"""Ten rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
+"""Eleven rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
 
 Each is a pure function of a run's history that names a setting or a command that would help.
 """
@@ -150,6 +150,18 @@ def no_update(history: RunHistory) -> Finding | None:
     else:
         return None
     return Finding(key=key, severity=ERROR, title=title, fix=fix, query="trained", plot=plot)
+
+
+def delivery(history: RunHistory) -> Finding | None:
+    """Servers that had other weights than were pushed were found, and the push was repeated."""
+    if not (num_wrong := round(sum(history.values("sync/wrong")))):
+        return None
+    return Finding(
+        key="delivery",
+        severity=WARNING,
+        title=f"Pushes left other weights than the trainer's on a server, {count(num_wrong, 'time')}; they were repeated",
+        fix="trainer.log names servers and tensors. Check their memory and network, and try another weights.transport.",
+    )
 
 
 def collapsed(history: RunHistory) -> Finding | None:
@@ -338,7 +350,7 @@ def waiting(history: RunHistory) -> Finding | None:
 
 
 Rule = Callable[[RunHistory], Finding | None]
-CAUSES: Sequence[Rule] = (failures, truncated, no_update, collapsed, tools, zero_variance)
+CAUSES: Sequence[Rule] = (failures, truncated, no_update, delivery, collapsed, tools, zero_variance)
 SPEED: Sequence[Rule] = (slow_code, waiting)
 RULES: Sequence[Rule] = (*CAUSES, off_policy, entropy, *SPEED)
 

@@ -105,6 +105,7 @@ FOUND: list[tuple[str, Severity | None, str, Sequence[Mapping[str, float]], Mapp
     ("no-gradient", ERROR, "The gradient is 0", _flat(grad_norm=0.0), {}),
     ("no-change", ERROR, "The pushed weights do not change", _flat(from_step=18, sync__changed=0.0), {}),
     ("no-change", None, "", _flat(from_step=19, sync__changed=0.0), {}),  # of two steps
+    ("delivery", WARNING, "other weights than the trainer's on a server, 2 times", _flat(from_step=19, sync__wrong=1.0), {}),
     # samples of the policy itself have a ratio of 1 whatever the step is
     ("hardly-moves", None, "",
      _flat(**{f"{RATIO}__min": 0.9999, f"{RATIO}__max": 1.0001}, lr=1e-6, async__staleness_mean=0.0), {}),
