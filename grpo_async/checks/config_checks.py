@@ -31,7 +31,7 @@ from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
 from grpo_async.run_directory import RunDir
-from grpo_async.servers.embedded.families import check_embedded_family
+from grpo_async.servers.embedded.families import check_embedded_family, has_experts
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import (
     check_context_parallel,
@@ -137,6 +137,11 @@ class _InputChecks:
                         )
                 if engine.engine == "embedded":
                     check_embedded_family(text, longest)
+                if config.adapter_slots and not engine.on_gpu and engine.engine == "vllm" and has_experts(text):
+                    self.problems.append(
+                        "model.lora.push: adapter_swap: vLLM computes the experts of a mixture beside adapters on GPUs only; set "
+                        "merged"
+                    )
         template = config.model.chat_template
         if template is not None and not template.is_file():
             self.problems.append(f"model.chat_template: {template} is not a file (working directory: {Path.cwd()})")

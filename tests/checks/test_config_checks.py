@@ -17,7 +17,8 @@ from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer
-from tests.launch.support import EMBEDDED, make_config
+from grpo_async.servers.engine_choice import EngineChoice
+from tests.launch.support import EMBEDDED, VLLM_ON_CPU, VLLM_ON_GPU, make_config
 from tests.support.chat_families import family
 
 GAME = {"game": {"factory": "examples.game.guessing_game:GuessingGame"}}
@@ -42,9 +43,9 @@ def _in_folder(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _refused(config: ExperimentConfig, told: str, **options: Any) -> None:
+def _refused(config: ExperimentConfig, told: str, *, engine: EngineChoice = EMBEDDED, **options: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_inputs(config, engine=EMBEDDED, **options)
+        check_inputs(config, engine=engine, **options)
     assert told in str(caught.value)
 
 
@@ -146,6 +147,13 @@ def test_a_model_a_package_or_a_device_that_would_fail_later_is_told(
     config = make_config(tmp_path, **_in_folder(tmp_path, sections))
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 7}')
     _refused(config, told.replace("{folder}", str(tmp_path)))
+
+
+def test_adapters_beside_experts_are_refused_where_vllm_has_no_gpu(tmp_path: Path) -> None:
+    _model(tmp_path / "moe", config='{"model_type": "qwen3_moe", "num_experts": 8}')
+    config = make_config(tmp_path, model={"path": str(tmp_path / "moe"), "lora": {"push": "adapter_swap"}})
+    _refused(config, "model.lora.push: adapter_swap", engine=VLLM_ON_CPU)
+    check_inputs(config, engine=VLLM_ON_GPU)
 
 
 def _with_tokenizer(folder: Path, *, vocab_size: int = 500, **sections: Any) -> ExperimentConfig:

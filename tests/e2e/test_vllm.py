@@ -26,6 +26,17 @@ def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("spread", ["inference.vllm.tensor_parallel_size=2", "inference.replicas=2"])
+def test_swapped_adapters_reach_every_worker_and_every_server(tmp_path: Path, spread: str) -> None:
+    lora = "model.lora={rank: 9, alpha: 20, push: adapter_swap}"
+    verified = ("weights.verify_every_pushes=1", "training.max_steps=6", "evaluation=null")
+    run = make_run(tmp_path, "quickstart-vllm.yaml", (*SYNCHRONOUS, lora, *verified, spread))
+    run.complete(timeout_s=RECOVERY_S)
+    assert_on_policy(run.metrics())
+    assert all(line["sync/verify_max"] < 1e-3 for line in run.metrics())
+
+
+@pytest.mark.nightly
 def test_swapped_adapters_are_the_trainers_and_a_killed_server_gets_the_newest_before_requests(tmp_path: Path) -> None:
     lora = "model.lora={rank: 9, alpha: 20, push: adapter_swap}"  # a rank that vLLM does not have
     settings = (*SYNCHRONOUS, lora, "training.max_steps=12", "evaluation=null", "inference.restart_delay_s=0.2")

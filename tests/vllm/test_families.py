@@ -92,16 +92,25 @@ def build(family: str, folder: Path, *, has_tower: bool) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_vllm")
 @pytest.mark.parametrize(
-    ("family", "has_tower"), [*((each, False) for each in SERVED), ("qwen3.5", True), ("qwen3.5-moe", True)]
+    ("family", "has_tower", "more"),
+    [
+        *((each, False, {}) for each in SERVED),
+        ("qwen3.5", True, {}),
+        ("qwen3.5-moe", True, {}),
+        *(
+            (each, False, {"lora": {"rank": 8, "push": "adapter_swap"}})
+            for each in ("llama", "gemma2", "phi3", "lfm2", "opt")
+        ),
+    ],
 )
-def test_a_run_trains_and_serves_the_family(tmp_path: Path, family: str, has_tower: bool) -> None:
+def test_a_run_trains_and_serves_the_family(tmp_path: Path, family: str, has_tower: bool, more: dict[str, Any]) -> None:
     if family.startswith(("qwen3.5", "gemma4")) and find_spec("torchvision") is None:
         pytest.skip("vLLM imports this family with torchvision, which is not installed")
     rows = [{"prompt": f"what is {number}?"} for number in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config: dict[str, Any] = {
         "run": {"name": "run", "dir": str(tmp_path)},
-        "model": {"path": str(build(family, tmp_path / "model", has_tower=has_tower))},
+        "model": {"path": str(build(family, tmp_path / "model", has_tower=has_tower)), **more},
         "data": {"train": {"type": "jsonl", "path": str(tmp_path / "prompts.jsonl")}},
         "rewards": [{"function": "tests.vllm.test_families:even_ids"}],
         "rollout": {"groups_per_step": 2, "group_size": 4, "max_staleness": 0, "max_completion_tokens": 24},

@@ -49,9 +49,13 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 def _other_weights(config: Mapping[str, Any]) -> str:
     """The property of the weights, or of their cached values, that the engine does not support; "" if none."""
-    if any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS):
+    if has_experts(config):
         return "is a mixture of experts, whose weights cannot be pushed to it"
     return "keeps compressed keys and values" if config.get("kv_lora_rank") else ""
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    return any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS)
 
 
 def other_layers(config: Mapping[str, Any]) -> list[str]:
