@@ -71,6 +71,11 @@ USED = {
     "vllm._custom_ops:": "rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)",
     "vllm.config:": "set_current_vllm_config(vllm_config)",
     "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": "load_numel load_numel_total",
+    "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": "moe_config expert_map_manager",
+    "vllm.model_executor.layers.fused_moe.expert_map_manager:ExpertMapManager": "expert_map",
+    "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": "moe_parallel_config",
+    "vllm.model_executor.layers.fused_moe.config:FusedMoEParallelConfig": "enable_eplb",
+    "vllm.model_executor.model_loader.ep_weight_filter:": "should_skip_weight(weight_name, local_expert_ids)",
     "vllm.model_executor.model_loader.reload:": "initialize_layerwise_reload(model) finalize_layerwise_reload(model, model_config)",
 }  # fmt: skip
 _FRONTEND = [f"vllm.entrypoints.{package}.cli_args" for package in ("common", "launchers", "openai")]  # new ones first

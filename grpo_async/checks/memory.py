@@ -40,6 +40,7 @@ class ModelSize:
     """KV-cache elements per token and layer: 2 x num_key_value_heads x head_dim."""
     is_tied: bool = False
     """Whether the head is the embedding."""
+    has_experts: bool = False
 
     @property
     def ends(self) -> int:
@@ -64,6 +65,7 @@ class ModelSize:
             vocabulary=number("vocab_size", min(150_000, max(1024, parameters / (4 * hidden)))),
             kv_elements_per_token=2 * number("num_key_value_heads", heads) * number("head_dim", hidden / heads),
             is_tied=bool(config.get("tie_word_embeddings")),
+            has_experts=any(key.endswith("experts") and number(key, 0) > 1 for key in config),
         )
 
     @classmethod
@@ -137,14 +139,17 @@ def _moment_bytes(config: ExperimentConfig) -> float:
 
 
 def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float) -> dict[str, float]:
-    """Bytes of vLLM on one GPU: weights / parallel, the adapters that it swaps, its own work, and the KV cache of `num_tokens` (an
-    upper bound where layers have windows or share a cache)."""
+    """Bytes of vLLM on one GPU: weights / parallel, the adapters that it swaps, its own work, in a push a layer's experts (with
+    `expert_parallel` its own), and the KV cache of `num_tokens` (an upper bound where layers have windows or share a cache)."""
     vllm = config.inference.vllm
+    layer = model.parameters / model.layers * ITEM_BYTES[config.inference.resolved_dtype] * model.has_experts
     share = ITEM_BYTES[config.inference.resolved_dtype] / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     return {
         "weights": model.parameters * share,
         "adapters": config.adapter_slots * model.trained(config) * share,
         "activations and graphs": _VLLM_WORK_BYTES,
+        "experts of a push": layer
+        / (vllm.tensor_parallel_size * vllm.data_parallel_size if vllm.expert_parallel else 1),
         "KV cache": num_tokens * model.kv_elements_per_token * model.layers * share,
     }
 

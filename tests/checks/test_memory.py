@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,19 @@ def test_a_trainer_rank_takes_its_share_of_what_is_sharded_and_all_of_its_own_to
 def test_a_server_takes_its_share_of_the_weights_and_of_the_cache(tmp_path: Path) -> None:
     two = server_memory(_config(tmp_path, inference={"vllm": {"tensor_parallel_size": 2}}), SIZE, 10)
     # 10 tokens x 28 layers x 2 x 8 heads x 128 x 2 bytes / 2
-    assert two == {"weights": N, "adapters": 0, "activations and graphs": 1.5 * GIB, "KV cache": 10 * 28 * 2 * 8 * 128}
+    assert two == {
+        "weights": N, "adapters": 0, "activations and graphs": 1.5 * GIB, "experts of a push": 0,
+        "KV cache": 10 * 28 * 2 * 8 * 128,
+    }  # fmt: skip
+
+
+def test_a_push_takes_a_layer_of_the_experts_that_a_worker_has(tmp_path: Path) -> None:
+    mixture = replace(SIZE, has_experts=True)
+    for vllm, workers in (({}, 1), ({"expert_parallel": True, "tensor_parallel_size": 2, "data_parallel_size": 2}, 4)):
+        config = _config(tmp_path, inference={"vllm": vllm})
+        assert server_memory(config, mixture, 0)["experts of a push"] == 2 * N / 28 / workers
+    for key, number, has_experts in (("n_routed_experts", 8, True), ("num_local_experts", 0, False)):
+        assert ModelSize.of({key: number}, N).has_experts is has_experts
 
 
 def test_beside_a_server_that_sleeps_in_steps_only_weights_and_optimizer_stay_and_buckets_have_room(
