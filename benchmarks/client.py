@@ -1,6 +1,6 @@
 """What rollouts cost the trainer's process: its CPU time, with a server that computes nothing.
 
-    python -m benchmarks client [--in-flight 1 64 256 1024] [--rounds 3] [--json FILE]
+    python -m benchmarks client [--in-flight 1 64 256 1024 4096] [--rounds 3] [--json FILE]
     python -m benchmarks client --part conversation [--turns 64] [--conversations 20] [--json FILE]
 
 rollouts      Everything from the prompt to the trained group is as in a run: worker, client, router, conversations, rewards,
@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks._rollout_side import Load, load_tokenizer, rollout_server, rollout_side
 from benchmarks.report import Report, in_turns, parser_of
+from grpo_async.utils.processes import raise_open_files_limit
 
 MOST_MS_PER_100_TOKENS = 1.0
 TARGET_IN_FLIGHT = 1024  # rollouts, for this target
@@ -36,7 +37,7 @@ TIMEOUT_S = 60.0
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--part", choices=["rollouts", "conversation"], default="rollouts")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024, 4096], help="rollouts at once")
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
     parser.add_argument("--tokens", type=int, default=256, help="mean length of a rollout")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout")
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=64, help="turns of a conversation")
     parser.add_argument("--conversations", type=int, default=20)
     options = parser.parse_args(arguments)
+    raise_open_files_limit()
     report = Report("client", options)
     {"rollouts": _rollouts, "conversation": _conversations}[options.part](report, options)
     return report.finish()
