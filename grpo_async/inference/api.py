@@ -234,6 +234,16 @@ class PauseQuery(ApiModel):
     timeout_s: Seconds = 600.0  # of a drain
 
 
+class Paused(ApiModel):
+    """Answer of /pause, /resume and /is_paused. The counts are those of a /pause without `keep_cache`."""
+
+    is_paused: bool
+    recomputed_tokens: NonNegativeInt = 0
+    """Prompts and answers of the requests that go on: their KV cache is lost, so they are computed again."""
+    computed_tokens: NonNegativeInt = 0
+    """Prompts and sampled tokens since the last such pause."""
+
+
 class FinishBody(ApiModel):
     """Body of /finish_weight_update."""
 

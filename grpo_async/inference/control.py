@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from grpo_async.errors import BadResponseError, ServerUnavailableError, message_of
 from grpo_async.inference.api import (
     NOT_DRAINED,
+    Paused,
     PauseMode,
     ScoreAnswer,
     ScoreRequest,
@@ -35,10 +36,6 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 class _Tokens(BaseModel):
     tokens: list[int]
-
-
-class _Paused(BaseModel):
-    is_paused: bool
 
 
 class ServerControl:
@@ -119,10 +116,10 @@ class ServerControl:
         connection that breaks is tried once again."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         ends_at = time.monotonic() + timeout_s
-        _read(_Paused, self._request("GET", "/is_paused", retries=1, timeout_s=timeout_s))
+        _read(Paused, self._request("GET", "/is_paused", retries=1, timeout_s=timeout_s))
         return self.info(timeout_s=ends_at - time.monotonic(), retries=1)
 
-    def pause(self, *, mode: PauseMode = "keep", keep_cache: bool = False, timeout_s: float | None = None) -> None:
+    def pause(self, *, mode: PauseMode = "keep", keep_cache: bool = False, timeout_s: float | None = None) -> Paused:
         """Freeze generation between two tokens; `api` says what happens to requests in flight.
 
         With mode "drain", they must end within `timeout_s`; a server that is not drained by then is not paused.
@@ -132,19 +129,21 @@ class ServerControl:
         if mode == "drain":
             query["timeout_s"] = f"{timeout_s:g}"
             timeout_s += _DRAIN_MARGIN_S
-        self._set_paused(True, self._request("POST", "/pause", query=query, timeout_s=timeout_s))
+        return self._set_paused(True, self._request("POST", "/pause", query=query, timeout_s=timeout_s))
 
     def resume(self, *, timeout_s: float | None = None) -> None:
         """Continue generating; allowed when not paused. RequestRejectedError with the status OUT_OF_ORDER: a part of an update is
         loaded, and the server stays paused until it has a complete one."""
         self._set_paused(False, self._request("POST", "/resume", timeout_s=timeout_s))
 
-    def _set_paused(self, wanted: bool, body: bytes) -> None:
+    def _set_paused(self, wanted: bool, body: bytes) -> Paused:
         """Weights are only sent to a server that says that it is paused: not a proxy, which answers 200 to everything."""
-        if _read(_Paused, body).is_paused is not wanted:
+        paused = _read(Paused, body)
+        if paused.is_paused is not wanted:
             raise BadResponseError(
                 f"{self.name} was told to {'pause' if wanted else 'resume'}, and says that it did not"
             )
+        return paused
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float | None = None) -> None:
         """Make the server's workers join the weight group. Never retried."""

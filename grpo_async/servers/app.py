@@ -32,6 +32,7 @@ from grpo_async.inference.api import (
     FinishBody,
     GenerateChunk,
     GenerateRequest,
+    Paused,
     PauseQuery,
     ScoreAnswer,
     ScoreRequest,
@@ -269,11 +270,12 @@ class RolloutApp:
                 self._requests.gate.close()  # a /resume may have come before this got the lock
                 await self._engine.pause(abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
                 self._requests.flush()
+                recomputed, computed = (0, 0) if wanted.keep_cache else self._requests.take_recomputed()
         except BaseException:
             if number == self._pause_number and not self._requests.is_paused:
                 self._requests.gate.open()
             raise
-        return JSONResponse({"is_paused": True})
+        return _json(Paused(is_paused=True, recomputed_tokens=recomputed, computed_tokens=computed))
 
     async def _drained(self, number: int, timeout_s: float) -> None:
         """Return when the engine has ended all requests. If this raises, the server is not paused. `number`: that of the /pause."""

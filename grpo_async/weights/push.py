@@ -26,7 +26,7 @@ import torch.distributed as dist
 from grpo_async.config.base import PushMode, TransportKind
 from grpo_async.config.sections import WeightsSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError, message_of
-from grpo_async.inference.api import OUT_OF_ORDER, PauseMode, WeightUpdateInfo
+from grpo_async.inference.api import OUT_OF_ORDER, Paused, PauseMode, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import span
@@ -241,7 +241,7 @@ def push_weights(
             push. After a failed transfer the transport is closed.
         WeightPushError: the trainer itself failed."""
     started, timeout_s = time.monotonic(), settings.timeout_s
-    clock = _Clock()
+    clock, paused = _Clock(), list[Paused]()
 
     def call_all(
         phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = timeout_s, setting: str = _SETTING
@@ -259,7 +259,7 @@ def push_weights(
         if not parameters.swap:
             call_all(
                 "pause",
-                lambda server: server.pause(mode=mode, keep_cache=keep_cache, timeout_s=limit_s),
+                lambda server: paused.append(server.pause(mode=mode, keep_cache=keep_cache, timeout_s=limit_s)),
                 deadline_s=limit_s,
                 setting=limit,
             )
@@ -292,6 +292,12 @@ def push_weights(
     changed = {}
     if before is not None and before[0] != version:
         changed["sync/changed"] = (digests != before[1]).float().mean().item()
+    if settings.mode == "recompute":
+        recomputed = sum(each.recomputed_tokens for each in paused)
+        changed["sync/recomputed_tokens"] = float(recomputed)
+        changed["sync/recomputed_ratio"] = recomputed / max(
+            1, recomputed + sum(each.computed_tokens for each in paused)
+        )
     return {
         "sync/push_s": ended - started,
         # without a pause, workers that receive and load compute no step

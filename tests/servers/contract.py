@@ -321,6 +321,26 @@ class Contract:
         assert_exact(model_a, running.request, running.done.result(60.0), version, server.tolerance)
         assert_exact(model_a, late, held.result(30.0), version, server.tolerance)
 
+    def test_a_pause_that_drops_the_cache_counts_what_is_computed_again(self, server: Served) -> None:
+        def pause(keep_cache: bool) -> tuple[int, int]:
+            paused = server.post("/pause", keep_cache=str(keep_cache).lower()).json()
+            return paused["recomputed_tokens"], paused["computed_tokens"]
+
+        pause(False)
+        server.post("/resume")
+        ended = server.generate(make_request([*PROMPT, 9], max_tokens=5, ignore_eos=True))
+        before = server.info().generated_tokens
+        running = _start(server, PROMPT, 600)
+        assert running.began.wait(30)
+        assert pause(True) == (0, 0)
+        recomputed, computed = pause(False)
+        sampled = server.info().generated_tokens - before
+        assert sampled > 0
+        assert recomputed == len(PROMPT) + sampled
+        assert computed == recomputed + len(PROMPT) + 1 + len(ended.token_ids)
+        server.post("/resume")
+        running.done.result(60.0)
+
     def test_a_drain_lets_what_is_in_flight_end_and_holds_what_arrives(
         self, server: Served, model_a: Any, version: int
     ) -> None:

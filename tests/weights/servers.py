@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError, ServerUnavailableError
-from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.api import Paused, WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights.buckets import GatheredParameters, cut_into_buckets
 from grpo_async.weights.receiver import WeightReceiver, parameter_specs
 from tests.support.weight_push import announcement
@@ -80,8 +80,9 @@ class Workers:
         elif fault is not None:
             raise fault
 
-    def pause(self, **arguments: Any) -> None:
+    def pause(self, **arguments: Any) -> Paused:
         self._do("pause", **arguments)
+        return Paused(is_paused=True, recomputed_tokens=30, computed_tokens=60 if self.name == "a" else 180)
 
     def resume(self, *, timeout_s: float) -> None:
         if not self.is_whole:

@@ -109,7 +109,15 @@ def test_the_order_of_a_push(transport: WeightTransport) -> None:
         assert server.version == 7
     assert metrics["sync/bytes"] == sum(tensor.nbytes for tensor in push.parameters.tensors.values())
     assert metrics["sync/servers"] == 2.0
+    assert "sync/recomputed_ratio" not in metrics, "caches are kept"
     assert metrics["sync/push_s"] >= metrics["sync/stopped_s"] > 0.0
+
+
+def test_a_push_that_drops_caches_says_what_servers_compute_again(transport: WeightTransport) -> None:
+    push = _Push(transport, settings=SETTINGS.model_copy(update={"mode": "recompute"}))
+    metrics = push.run()
+    # 30 of each server, which computed 60 and 180 since the push before: 60 / (60 + 240)
+    assert (metrics["sync/recomputed_tokens"], metrics["sync/recomputed_ratio"]) == (60.0, 0.2)
 
 
 def test_adapters_that_are_swapped_pause_nothing(transport: WeightTransport) -> None:

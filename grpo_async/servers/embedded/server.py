@@ -220,7 +220,7 @@ class EmbeddedEngine(Engine):
             raise HTTPException(400, f"temperature {request.temperature} is too small to divide by; 0 is greedy")
         if self.failure is not None:
             raise EngineDeadError(self.failure)
-        stream = TokenStream(flush_interval_s=request.flush_interval_s)
+        stream = TokenStream(flush_interval_s=request.flush_interval_s, num_prompt_tokens=len(request.token_ids))
         sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, stream=stream, decode=self._decode)
         if request.structured_outputs is not None:
             sequence.matcher = await self._matcher(request.structured_outputs, sequence.stop_ids)

@@ -81,7 +81,7 @@ class VllmEngine(Engine):
 
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
-        stream = TokenStream(flush_interval_s=request.flush_interval_s)
+        stream = TokenStream(flush_interval_s=request.flush_interval_s, num_prompt_tokens=len(request.token_ids))
         async with self._entered(stream, lambda deliver: compat.submit(self._client, request, deliver)):
             yield stream.next_chunk
 
