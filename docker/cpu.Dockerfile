@@ -13,7 +13,7 @@ RUN apt-get update \
 ENV PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1
 WORKDIR /opt/grpo-async
 COPY . .
-RUN GRPO_ASYNC_TORCH=cpu scripts/bootstrap.sh --with-vllm --with lora,math,parquet \
+RUN GRPO_ASYNC_TORCH=cpu scripts/bootstrap.sh --with-vllm --with hub,lora,math,parquet \
     && useradd --create-home --uid 1000 user \
     && install --directory --owner=user /workspace
 

@@ -6,7 +6,7 @@ FROM vllm/vllm-openai:v0.32.0
 
 WORKDIR /opt/grpo-async
 COPY . .
-RUN uv pip install --system --no-cache --constraints requirements/constraints.txt ".[vllm,lora,math,parquet]" \
+RUN uv pip install --system --no-cache --constraints requirements/constraints.txt ".[vllm,hub,lora,math,parquet]" \
     && install --directory --mode=1777 /workspace
 
 WORKDIR /workspace

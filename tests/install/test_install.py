@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from grpo_async.checks.config_checks import check_inputs
+from grpo_async.config.loader import load_config
+from grpo_async.errors import ConfigError
+from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.utils.extras import EXTRAS
 from scripts import install
 from scripts.install import Installed, InstallError, digest, torch_attempts
 
@@ -199,6 +205,24 @@ def test_the_dockerfiles_hold_to_the_rules_and_to_the_pinned_vllm() -> None:
     pin = re.search(r"^vllm==(\S+)", (ROOT / "requirements/constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pin
     assert f"vllm-openai:v{pin[1]}\n" in (ROOT / "docker/cuda.Dockerfile").read_text(encoding="utf-8")
+
+
+def test_both_images_install_what_the_shipped_configs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the checks before a run ask for it, where no optional library is installed."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in EXTRAS else find_spec(name))
+    monkeypatch.delitem(sys.modules, "grpo_async.rewards.math", raising=False)
+    needed: set[str] = set()
+    for file in (ROOT / "configs").glob("*.yaml"):
+        try:
+            check_inputs(load_config(file), engine=EngineChoice(engine="external", reason=""))
+        except ConfigError as error:
+            needed |= set(re.findall(r"grpo-async\[(\w+)\]", str(error)))
+    assert needed >= {"hub", "lora", "math"}
+    for image in ("cpu", "cuda"):
+        text = (ROOT / f"docker/{image}.Dockerfile").read_text(encoding="utf-8")
+        (installed,) = re.findall(r"(?:--with |\.\[)([\w,]+)", text)
+        assert needed <= set(installed.split(",")), image
 
 
 def test_a_release_is_refused_before_it_is_ready(checkout: Path) -> None:
