@@ -81,6 +81,14 @@ def test_the_gpu_command_uses_the_gpu_options() -> None:
     assert "--enable-sleep-mode" not in vllm_command(config, 1, platform="cpu", environment={}).argv
 
 
+def test_a_server_in_float32_multiplies_in_float32_where_triton_would_take_tf32() -> None:
+    """Its log-probabilities are to be the trainer's, within 1e-3."""
+    assert _made("gpu", dtype="float32").env["TRITON_F32_DEFAULT"] == "ieee"
+    own = {"TRITON_F32_DEFAULT": "tf32x3"}
+    assert _made("gpu", dtype="float32", environment=own).env["TRITON_F32_DEFAULT"] == "tf32x3"
+    assert "TRITON_F32_DEFAULT" not in _made("gpu", dtype="bfloat16").env
+
+
 def test_model_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when_trusted(tmp_path: Path) -> None:
     assert "--trust-remote-code" not in _made().argv
     raw = experiment(str(tmp_path))

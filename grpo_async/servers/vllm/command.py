@@ -239,6 +239,8 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over --kv-cache-memory-bytes
         if config.inference.vllm.num_gpus == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM on CPU replaces uni by mp
+    elif config.inference.resolved_dtype == "float32":
+        environment.setdefault("TRITON_F32_DEFAULT", "ieee")  # else vLLM's attention multiplies in TF32, by 10 bits
     return environment
 
 
