@@ -74,3 +74,10 @@ def test_shell_scripts_fetch_over_https_with_certificates_checked() -> None:
     for name, text in texts.items():
         for word in ("--insecure", "--no-check-certificate", "--trusted-host", "http://", "| sh", "| bash", "eval "):
             assert word not in text, f"{name}: {word}"
+
+
+def test_what_needs_a_gpu_is_marked_and_does_not_look_for_one_itself() -> None:
+    """`-m gpu` has every such test; tests/conftest.py skips them."""
+    looks = re.compile(r"cuda\.is_available\(\)")
+    files = [file for file in (ROOT / "tests").rglob("*.py") if looks.search(file.read_text(encoding="utf-8"))]
+    assert files == [ROOT / "tests/conftest.py"]

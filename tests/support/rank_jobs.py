@@ -56,22 +56,25 @@ def build(
     lora: dict[str, Any] | None = None,
     num_nodes: int = 1,
     context_parallel: int = 1,
+    device: str = "cpu",
     compute_dtype: str = "float32",
     reshard_after_forward: bool = True,
     **settings: Any,
 ) -> tuple[Policy, torch.optim.Optimizer]:
     """A policy as a run builds it: on "meta", sharded, then loaded."""
-    section = ModelSection(path=model, lora=LoraSection(**lora) if lora else None, **settings)
+    adapters = LoraSection(**lora) if lora else None
+    section = ModelSection.model_validate({"path": model, "lora": adapters, "compute_dtype": compute_dtype, **settings})
     policy = build_policy(
         section,
         temperature=1.0,
         chunk_tokens=16,
         max_model_len=256,
+        device_type=device,
         context=ContextGroup.join(context_parallel, timeout_s=60.0),
     )
-    mesh = make_mesh("cpu", world_size=dist.get_world_size(), num_nodes=num_nodes, sharding="hybrid")
+    mesh = make_mesh(device, world_size=dist.get_world_size(), num_nodes=num_nodes, sharding="hybrid")
     shard_policy(policy, mesh, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)
-    load_weights(policy, section, device=torch.device("cpu"))
+    load_weights(policy, section, device=torch.device(device))
     return policy, make_optimizer(policy, OptimizerSection(type=optimizer, lr=1e-3, weight_decay=0.1))
 
 
@@ -131,7 +134,7 @@ def fingerprint(policy: Policy) -> dict[str, float]:
     specs = iter(parameters.specs)
     for bucket in parameters.buckets(1 << 16):
         for tensor in bucket:
-            flat = tensor.double().reshape(-1)
+            flat = tensor.double().cpu().reshape(-1)
             values[next(specs).name] = float((flat * torch.linspace(1.0, 2.0, flat.numel())).sum())
     return values
 

@@ -1,4 +1,4 @@
-"""Runs jobs on gloo ranks: `run_on_ranks`.
+"""Runs jobs on ranks, of gloo or of NCCL: `run_on_ranks`.
 
 One process for each test process, started by its first job (`python -m tests.support.ranks`), imports torch once and then forks
 the ranks of every job: any number of them, each a fresh process with the environment that torchrun sets and a process group of
@@ -39,7 +39,8 @@ PRELOADED = (
 def run_on_ranks(
     job: str, world_size: int, folder: Path, *, module: str = "tests.support.rank_jobs", **arguments: Any
 ) -> dict[str, Any]:
-    """Run `{module}.{job}` on every rank; returns what rank 0 returned (JSON). `folder`: of this job alone."""
+    """Run `{module}.{job}` on every rank; returns what rank 0 returned (JSON). `folder`: of this job alone. With an argument
+    `device: cuda` the ranks have NCCL, and take turns with the GPUs if there are fewer."""
     folder.mkdir(parents=True, exist_ok=True)
     order = {"module": module, "job": job, "world_size": world_size, "folder": folder, "arguments": arguments}
     server = _server()
@@ -61,7 +62,7 @@ def run_on_ranks(
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.ranks", str(os.getpid())],
         env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -121,10 +122,16 @@ def _be_rank(
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.enable()
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        on_gpu = arguments.get("device") == "cuda"
+        local_rank = rank % torch.cuda.device_count() if on_gpu else rank
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
+        if on_gpu:
+            os.environ["NCCL_HOSTID"] = str(rank)  # NCCL refuses two ranks of one host on one GPU
+            torch.cuda.set_device(local_rank)
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         returned = getattr(importlib.import_module(module), job)(**arguments)
         if rank == 0:
             (Path(folder) / "result.json").write_text(json.dumps(returned))

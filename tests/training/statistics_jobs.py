@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from grpo_async.config import ExperimentConfig
@@ -66,20 +65,25 @@ def _with_tool_tokens(sample: RolloutSample) -> RolloutSample:
     )
 
 
-def make_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: Any) -> ExperimentConfig:
+def make_config(
+    loss: Mapping[str, Any], *, minibatches: int = 1, optimizer: str = "adamw", **training: Any
+) -> ExperimentConfig:
     return loop_config(
         inference={"max_model_len": 64},
         rollout={"groups_per_step": 4, "group_size": GROUP_SIZE, "max_staleness": 4, "max_completion_tokens": 32},
         training={"max_steps": 9, "minibatches": minibatches, **training},
         launch={"num_trainer_ranks": dist.get_world_size() if dist.is_initialized() else 1},
-        optimizer={"lr": 1e-3},
+        optimizer={"type": optimizer, "lr": 1e-3},
         loss=loss,
     )
 
 
-def make_context(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> TrainerContext:
-    sharing = {"num_nodes": num_nodes, "context_parallel": config.training.context_parallel}
-    policy, optimizer = build(model, **sharing)
+def make_context(
+    model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1, **more: Any
+) -> TrainerContext:
+    """`more`: see `build`."""
+    sharing: dict[str, Any] = {"num_nodes": num_nodes, "context_parallel": config.training.context_parallel, **more}
+    policy, optimizer = build(model, optimizer=config.optimizer.type, **sharing)
     unused: Any = None
     return TrainerContext(
         config=config,
@@ -92,7 +96,7 @@ def make_context(model: str, config: ExperimentConfig, *, reference: str | None,
         channel=CommandChannel(timeout_s=60.0),
         checkpoints=SimpleNamespace(wait=lambda: None),  # type: ignore[arg-type]
         tokenizer=None,
-        device=torch.device("cpu"),
+        device=next(policy.parameters()).device,
         world_size=dist.get_world_size(),
     )
 
@@ -112,6 +116,8 @@ def train(
     num_nodes: int = 1,
     poisoned: Sequence[int] = (),
     kept: Sequence[int] | None = None,
+    device: str = "cpu",
+    compute_dtype: str = "float32",
     **training: Any,
 ) -> dict[str, Any]:
     """A step with each loss from the same weights; the statistics of its tokens by rollout id, its metrics and the new weights. The
@@ -119,7 +125,9 @@ def train(
     results: dict[str, Any] = {}
     for name, loss in losses.items():
         config = make_config(loss, minibatches=minibatches, **training)
-        context = make_context(model, config, reference=reference, num_nodes=num_nodes)
+        context = make_context(
+            model, config, reference=reference, num_nodes=num_nodes, device=device, compute_dtype=compute_dtype
+        )
         if dist.get_rank() > 0:
             follow(context)
             fingerprint(context.policy)
@@ -134,7 +142,7 @@ def train(
         context.channel.send([StopCommand()] * context.world_size)
         assert context.peaks is not None
         assert len(context.peaks) == dist.get_world_size()
-        assert min(context.peaks) > 50 << 20, "a process with torch takes more"
+        assert device == "cuda" or min(context.peaks) > 50 << 20, "a process with torch takes more"
         results[name] = {
             "statistics": as_lists(statistics),
             "metrics": result.metrics,

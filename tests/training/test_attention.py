@@ -161,7 +161,7 @@ def test_what_varlen_hands_to_the_kernel(has_groups: bool, monkeypatch: pytest.M
         torch.testing.assert_close(ours, _dense(*inputs, segments, scale=0.3, window=window, softcap=None))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("segments", [LONG, TREE], ids=["long", "tree"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None, segments: Sequence[Segment]) -> None:

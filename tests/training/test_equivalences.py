@@ -3,6 +3,7 @@ prefixes once, = unpacked, 1 x 8 = 8 x 1, 1 rank = 2 ranks."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,29 @@ def test_every_loss_is_the_same_however_a_step_is_cut(
         assert len(results[name]["statistics"]) == 12
         _assert_same(plain[name], results[name])
         _assert_same_statistics(plain[name], results[name])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_on_one_device_make_the_step_of_one(
+    models: dict[str, Path], tmp_path: Path, device: str, dtype: str
+) -> None:
+    """On a GPU: FSDP and all-to-all over NCCL, moments in 8 bits there, and with bfloat16 attention by the varlen kernel."""
+    losses = {name: LOSSES[name] for name in ("grpo", "luspo")}
+    settings: dict[str, Any] = {"losses": losses, "minibatches": 2, "optimizer": "adamw_8bit", "micro_batch_tokens": 64}
+    settings |= {"device": device, "compute_dtype": dtype, **models}
+    one, divided, together = (
+        run_on_ranks("train", ranks, tmp_path / f"{ranks}_{each}", module=MODULE, context_parallel=each, **settings)
+        for ranks, each in ((1, 1), (2, 1), (2, 2))
+    )
+    for two, name in product((divided, together), losses):
+        if dtype == "float32":
+            _assert_same(one[name], two[name])
+            _assert_same_statistics(one[name], two[name])
+        else:  # 0.03 and 0.001 on a CPU
+            for rollout_id, rows in one[name]["statistics"].items():
+                assert two[name]["statistics"][rollout_id]["logprobs"] == pytest.approx(rows["logprobs"], abs=0.1)
+            assert two[name]["metrics"]["grad_norm"] == pytest.approx(one[name]["metrics"]["grad_norm"], rel=0.02)
 
 
 def test_the_masks_and_weights_of_these_runs_act(plain: dict[str, Any]) -> None:

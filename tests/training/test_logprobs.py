@@ -234,10 +234,7 @@ def test_the_step_needs_an_eighth_of_the_memory_of_full_logits_at_150_thousand_t
     assert rows["full: memory beyond gradients"] > 2 * 293
 
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("is_autocast", [True, False])
 def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(is_autocast: bool, device: str) -> None:
     """As vLLM's `head_dtype`; a GPU has a product of its own for it. Rounded to bfloat16 logits of about 16 would be off by up to
