@@ -1,20 +1,24 @@
-"""How fast a server generates on a GPU, compared with the limits of the card; and five parts that try everything on one card.
+"""How fast a server generates on a GPU, compared with the limits of the card; and eight parts that try everything on one card.
 
-    python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network
+    python -m benchmarks gpu --part N                  # N of 1 to 8: one card, no network
     python -m benchmarks gpu [--shape 0.6b] [--json FILE]
     python -m benchmarks gpu --top-logprobs 0 20 128   # what the likeliest tokens cost (score centering, top_k)
     python -m benchmarks gpu --device cpu                                           # the same code, as a test of itself
     python -m benchmarks gpu --device cpu --part N
 
-Without --part: tokens/s of a server with --in-flight completions at once and, if the GPU is listed in _models.py, as a fraction
-of the bound (generation_bound_s).
+Without --part: tokens/s of a server with --in-flight completions at once and, if utils/devices.py lists the GPU, as a fraction of
+the bound (generation_bound_s).
 
-part 1  doctor, the tests of training and weights marked gpu, the trainer's step with its MFU (`step --device cuda`)
-part 2  both sides in float32, bfloat16 and float16, the last two also with a float32 head; the quickstart with vLLM over ipc
-part 3  pushes over ipc, over gloo, and over nccl between two processes (with two NCCL_HOSTIDs on a single card)
-part 4  generation at 1, 64 and 256; a run with CUDA graphs whose weights are verified after every push
-part 5  whole runs: sleep mode, kill -9 of the engine in a push, --resume
+part 1  doctor; the tests of training and weights marked gpu, two ranks on one card among them
+part 2  both sides in float32 and in bfloat16; the quickstart with vLLM over ipc
+part 3  both sides in bfloat16 with a float32 head, in float16 without and with one
+part 4  pushes over ipc, over gloo, and over nccl between two processes (with two NCCL_HOSTIDs on a single card)
+part 5  the trainer's step with its MFU; generation at 1, 64 and 256
+part 6  a run with CUDA graphs whose weights are verified after every push
+part 7  whole runs: weights over ipc in two dtypes, sleep mode
+part 8  kill -9 of the engine in a push, and of everything; --resume
 
+Each is estimated at three to five minutes, most of which vLLM takes to start, and is ended after ten.
 A part reports the seconds of each of its commands; its targets are exit codes of 0. With --device cpu its sizes are tiny, the
 engine is the embedded one, and what needs a GPU is skipped. Weights are random. Without a GPU and without --device cpu the exit
 code is 2. `asynchrony --engine vllm` measures both sides of a run.
@@ -61,7 +65,7 @@ def _default(name: str) -> str:
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--part", type=int, choices=range(1, 6), help="run this part instead")
+    parser.add_argument("--part", type=int, choices=sorted(parts("cpu")), help="run this part instead")
     parser.add_argument("--shape", choices=sorted(SHAPES), help=f"shape of the model; {_default('shape')}")
     parser.add_argument("--engine", choices=["vllm", "embedded"], help=_default("engine"))
     parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help=f"dtype of the server; {_default('dtype')}")
@@ -134,34 +138,32 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
     )
     graphs = " --set inference.vllm.enforce_eager=false --set training.max_steps=10" if on_gpu else short
     prepare = "-m grpo_async prepare-quickstart"
-    dtypes = (
-        ("float32", "null"),
-        *((dtype, head) for dtype in ("bfloat16", "float16") for head in ("null", "float32")),
-    )
+
+    def both_in(*dtypes: tuple[str, str]) -> tuple[str, ...]:  # of everything but the head, and of the head
+        settings = "--set inference.dtype={0} --set model.compute_dtype={0} --set model.head_dtype={1}"
+        return (prepare, *(f"{check} {settings.format(*each)}" for each in dtypes))
+
     return {
         1: (
             "-m grpo_async doctor",
             "-m pytest -q -m gpu tests/training tests/weights",
-            f"-m benchmarks step {train if on_gpu else '--device cpu --shape tiny --samples 8 --rounds 1'}",
         ),
         2: (
-            prepare,
-            *(
-                f"{check} --set inference.dtype={dtype} --set model.compute_dtype={dtype} --set model.head_dtype={head}"
-                for dtype, head in dtypes
-            ),
+            *both_in(("float32", "null"), ("bfloat16", "null")),
             f"{run} --set weights.transport={'ipc' if on_gpu else 'gloo'}{short}",
         ),
-        3: tuple(
+        3: both_in(("bfloat16", "float32"), ("float16", "null"), ("float16", "float32")),
+        4: tuple(
             f"-m benchmarks push --device {device} --transport {transport} {sizes}"
             for transport in (("ipc", "gloo", "nccl") if on_gpu else ("gloo",))
         ),
-        4: (
+        5: (
+            f"-m benchmarks step {train if on_gpu else '--device cpu --shape tiny --samples 8 --rounds 1'}",
             f"-m benchmarks gpu --in-flight {'1 64 256' if on_gpu else '1 4'}{tiny}",
-            prepare,
-            f"{run} --set weights.verify_every_pushes=1{graphs}",
         ),
-        5: ("-m pytest -q tests/e2e/test_gpu.py",),
+        6: (prepare, f"{run} --set weights.verify_every_pushes=1{graphs}"),
+        7: ("-m pytest -q tests/e2e/test_gpu.py -k ipc", "-m pytest -q tests/e2e/test_gpu.py -k sleeps"),
+        8: ("-m pytest -q tests/e2e/test_gpu.py -k kill_nine",),
     }
 
 

@@ -67,7 +67,7 @@ def test_the_commands_of_the_docstring_parse(name: str, parse: Callable[[str, li
         parse(name, command)
 
 
-@pytest.mark.parametrize("part", range(1, 6))
+@pytest.mark.parametrize("part", gpu.parts("cuda"))
 def test_every_command_of_the_proof_on_a_gpu_is_read(part: int, parse: Callable[[str, list[str]], None]) -> None:
     """What can be known of it without one: arguments parse, configs load with what is set, tests are there."""
     for command in (*gpu.parts("cuda")[part], *gpu.parts("cpu")[part]):
@@ -77,6 +77,8 @@ def test_every_command_of_the_proof_on_a_gpu_is_read(part: int, parse: Callable[
         elif module == "pytest":
             paths = [each for each in arguments if each.startswith("tests/")]
             assert paths and all((ROOT / path).exists() for path in paths)  # noqa: PT018
+            for option, keyword in pairwise(arguments):
+                assert option != "-k" or re.search(rf"def test_\w*{keyword}", (ROOT / paths[0]).read_text("utf-8"))
         elif arguments[0] in ("train", "eval"):
             overrides = [value for option, value in pairwise(arguments) if option == "--set"]
             load_config(ROOT / arguments[1], overrides)
