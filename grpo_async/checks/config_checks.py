@@ -78,7 +78,7 @@ def check_inputs(
     if is_here:
         found.check_machine(engine, trains=True)
     found.check_data(has_model=has_model)
-    if has_model and deep:
+    if has_model and deep and (is_here or config.launch.ray is not None):  # the nodes of a cluster share run.dir
         found.check_room()
     found.check_own_functions()
     found.problems.raise_if_any()
