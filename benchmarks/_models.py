@@ -33,22 +33,17 @@ class ModelShape:
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
     @property
-    def num_stored(self) -> int:
-        """N, and the embedding if it is not tied to the head."""
-        return self.num_parameters + (0 if self.tied else self.vocab * self.hidden)
-
-    def forward_flops(self, context: float) -> float:
-        """FLOPs for a token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
-        return 2.0 * self.num_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
-
-    def training_flops(self, length: float) -> float:
-        """FLOPs for a token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1). Attention is causal: a
-        token attends to (length + 1) / 2 on average. Backward is twice forward. Recomputation (checkpointing) does not count."""
-        return 3.0 * self.forward_flops((length + 1) / 2)
-
-    def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of the KV cache for a token: 2 L K values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+    def size(self) -> ModelSize:
+        """As the plan knows it, with what it computes and moves; of its `parameters` N are in `computed`."""
+        return ModelSize(
+            parameters=self.num_parameters + (0 if self.tied else self.vocab * self.hidden),
+            hidden=self.hidden,
+            layers=self.layers,
+            vocabulary=self.vocab,
+            kv_elements_per_token=2 * self.layers * self.kv_heads * self.head_dim,
+            query_width=self.heads * self.head_dim,
+            is_tied=self.tied,
+        )
 
     def build(self, *, seed: int, dtype: str = "float32", max_length: int = 2048, **more: Any) -> Any:
         """A Qwen3 with random weights, the same for the same seed. `more`: fields of its config."""
@@ -103,27 +98,19 @@ def trainer_bytes(shape: ModelShape, *, ranks: int, tokens: int, optimizer: str 
             "launch": {"num_trainer_ranks": ranks},
         }
     )
-    size = ModelSize(
-        parameters=shape.num_stored,
-        hidden=shape.hidden,
-        layers=shape.layers,
-        vocabulary=shape.vocab,
-        kv_elements_per_token=shape.kv_bytes(1) // shape.layers,
-        is_tied=shape.tied,
-    )
-    return sum(trainer_memory(config, size).values())
+    return sum(trainer_memory(config, shape.size).values())
 
 
 def generation_bound_s(
-    shape: ModelShape, peaks: Peaks, *, in_flight: int, prompt: int, completion: int, itemsize: int
+    model: ModelSize, peaks: Peaks, *, in_flight: int, prompt: int, completion: int, itemsize: int
 ) -> float:
     """The least seconds in which `in_flight` completions can be generated: the prompts at the peak of FLOP/s, then `completion`
     steps, each of which reads all weights once and the KV of all, or computes, whichever takes longer.
 
     Worked example: N = 1e9 in 16 bit, 1 in flight, 1e12 bytes/s: 2 ms a token, 500 tokens/s at most; with 8 in flight 4000.
     """
-    prefill = in_flight * prompt * shape.forward_flops(prompt / 2) / peaks.flops
+    prefill = in_flight * prompt * model.forward_flops(prompt / 2) / peaks.flops
     context = prompt + completion / 2
-    num_bytes = shape.num_parameters * itemsize + in_flight * context * shape.kv_bytes(itemsize)
-    flops = in_flight * shape.forward_flops(context)
+    num_bytes = model.served * itemsize + in_flight * context * model.kv_elements_per_token * itemsize
+    flops = in_flight * model.forward_flops(context)
     return prefill + completion * max(num_bytes / peaks.memory, flops / peaks.flops)

@@ -26,6 +26,7 @@ import numpy as np
 from grpo_async.buffer.group import OpenGroup
 from grpo_async.buffer.group_table import GroupTable
 from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.checks.speed import ServerSpeed
 from grpo_async.records import (
     FinishReason,
     GroupStatus,
@@ -103,17 +104,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _note_failure(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         self._failure = self._failure or context
         self.stop()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSpeed:
-    """A decode step of n rows takes `decode_s + n * row_s` seconds. A token of the context takes `prefill_s`, again after new
-    weights."""
-
-    slots: int
-    decode_s: float
-    row_s: float
-    prefill_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

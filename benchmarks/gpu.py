@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
             report.row(f"{name} / top {options.top_logprobs[0]}", ratios, "ratio")
         if peaks is not None:
             bound_s = generation_bound_s(
-                shape, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
+                shape.size, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
                 itemsize=_ITEMSIZE[options.dtype],
             )  # fmt: skip
             report.row(f"{name}, of the bound", [bound_s / each for each in seconds], "fraction")

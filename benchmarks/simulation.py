@@ -6,7 +6,7 @@
 Real: rollout worker, buffer, ledger, staleness rules, the plan of micro-batches. Simulated: the servers (a decode step of n rows
 takes decode_s + n x row_s seconds; they have slots, and compute keys and values again after a push) and the trainer, which takes
 groups, trains and pushes. Time is virtual (_simulated.py): a run of hours takes seconds, and is the same for the same seed.
-Speeds follow from a model's size and an H100's data sheet, by the constants below, which name their sources.
+Speeds follow from a model's size and an H100's data sheet, by the constants below and in checks/speed.py, which name their sources.
 
 The table has a line for each scenario, split and max_staleness: seconds of a step, idle fractions of trainer and servers, "rows":
 the used fraction of the servers' slots, "stall": the fraction of the time in which servers stand still, for pushes and for
@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks._models import SHAPES, ModelShape, trainer_bytes
+from benchmarks._models import SHAPES, trainer_bytes
 from benchmarks._simulated import (
     Lengths,
-    ServerSpeed,
     SimulatedProducer,
     SimulatedScorer,
     SimulatedServer,
@@ -38,33 +37,19 @@ from benchmarks.report import Report, parser_of
 from grpo_async.batching.plan import plan_batch
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.buffer.sample_buffer import Watch
+from grpo_async.checks.speed import GPU_BYTES, H100, TRAINING_MFU, ServerSpeed, server_speed
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.rows import Rows
 from grpo_async.data.stream import PromptStream, SourceRows
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.worker import RolloutWorker
-from grpo_async.utils.devices import listed_peaks
 
 _SKIP = 4  # first steps: the pipeline fills
 _NEVER_S = 1e9
 
 # ------------------------------------------------------------------------------------------------------------- the constants
 
-_H100 = listed_peaks("H100")
-_GPU_BYTES = 80e9
-_DECODE_EFFICIENCY = 0.74
-"""Fraction of the memory's bandwidth that a decode step uses: vLLM 0.21, Llama 3.1 8B in float16, one request: 6.48 ms a token
-for 16.06 GB of weights (yobitelcomm.github.io/bench/recipes/concurrency-sweep, May 2026); on an A100 0.77 (vLLM 0.23,
-johnmusgrave.com/p/vllm-throughput-latency-sweep-on)."""
-_ROW_EFFICIENCY = 0.7
-"""Fraction of the peak FLOP/s at which each row is computed. With it 256 rows of the 8B with 500 tokens each come to 13,000
-tokens/s, where 12,500 are reported for one H100 (morphllm.com/vllm-benchmarks, April 2026)."""
-_MFU = 0.33
-"""MFU of a training step with FSDP2: 0.33 to 0.39 for Llama 3.1 8B on 8 to 128 H100 with selective checkpointing, bfloat16
-(github.com/pytorch/torchtitan, docs/performance.md)."""
-_PREFILL_MFU = 0.5
-"""An assumption: prompts are matrix products like those of the forward pass of training, without its traffic."""
 _WIRE_BYTES_S = 40e9
 """Bytes/s of a push: rank 0 sends through one network card of 400 Gb/s (that of torchtitan's machines), at 0.8 of it. With all
 cards of a machine checkpoint-engine reaches 61 to 76 GB/s (github.com/MoonshotAI/checkpoint-engine, README: 470 GB in 6.2 s)."""
@@ -78,8 +63,6 @@ _OPTIMIZER_BYTES = 28
 """Bytes of a parameter that a step of the optimizer moves: it reads four values and writes three."""
 _RESERVED_BYTES = 4e9
 """Bytes of a trainer's GPU for CUDA, NCCL and fragments; a server reserves 10% of the GPU and 4 GB."""
-_MAX_SEQS = 1024
-"""vLLM's own limit of rows on GPUs of 70 GiB and more (engine/arg_utils.py of 0.33)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +83,7 @@ class Scenario:
     longest: int = 32768
 
     def push_s(self) -> float:
-        return _PUSH_S + 2 * SHAPES[self.shape].num_stored / _WIRE_BYTES_S
+        return _PUSH_S + 2 * SHAPES[self.shape].size.parameters / _WIRE_BYTES_S
 
     def trainer_bytes(self, trainers: int) -> float:
         """Memory on a trainer's GPU, with room for the longest sample."""
@@ -116,20 +99,6 @@ SCENARIOS = {
     # configs/math.yaml on one machine
     "math": Scenario(shape="4b", gpus=8, groups=16, group_size=8, prompt=300, tokens=4000, sigma=0.6, longest=7168),
 }
-
-
-def server_speed(shape: ModelShape, *, gpus: int, context: float) -> ServerSpeed:
-    """The speed of a server on `gpus` GPUs whose rows have `context` tokens on average. All-reduces of tensor parallelism are
-    ignored."""
-    assert _H100 is not None
-    memory, flops = gpus * _H100.memory * _DECODE_EFFICIENCY, gpus * _H100.flops
-    room = gpus * (0.9 * _GPU_BYTES - 4e9) - 2 * shape.num_stored  # for keys and values
-    return ServerSpeed(
-        slots=max(1, min(_MAX_SEQS, int(room / (context * shape.kv_bytes(2))))),
-        decode_s=2 * shape.num_parameters / memory,
-        row_s=context * shape.kv_bytes(2) / memory + shape.forward_flops(context) / (flops * _ROW_EFFICIENCY),
-        prefill_s=shape.forward_flops(context / 2) / (flops * _PREFILL_MFU),
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ a run
@@ -316,16 +285,15 @@ def _answer(report: Report, name: str, scenario: Scenario, options: argparse.Nam
 
 def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
     """Every split into GPUs that train and GPUs that generate, if the trainer fits."""
-    assert _H100 is not None
-    shape = SHAPES[scenario.shape]
+    model = SHAPES[scenario.shape].size
     lengths = Lengths(mean=scenario.tokens, sigma=scenario.sigma, longest=scenario.longest)
     drawn = [lengths.draw(seed) for seed in range(2000)]
     # at any moment most rows are long ones, halfway through
     context = scenario.prompt + sum(each**2 for each in drawn) / (2 * sum(drawn))
-    flops = _H100.flops * _MFU
+    flops = H100.flops * TRAINING_MFU
     for generating in range(scenario.unit, scenario.gpus, scenario.unit):
         trainers = scenario.gpus - generating
-        if generating < scenario.tensor_parallel or scenario.trainer_bytes(trainers) > _GPU_BYTES:
+        if generating < scenario.tensor_parallel or scenario.trainer_bytes(trainers) > GPU_BYTES:
             continue
         setup = Setup(
             trainers=trainers,
@@ -334,11 +302,11 @@ def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
             groups_per_step=scenario.groups,
             group_size=scenario.group_size,
             lengths=lengths,
-            speed=server_speed(shape, gpus=scenario.tensor_parallel, context=context),
-            train_s=shape.training_flops(0) / flops,
-            pair_s=(shape.training_flops(1) - shape.training_flops(0)) / flops,
+            speed=server_speed(model, gpus=scenario.tensor_parallel, context=context),
+            train_s=model.training_flops(0) / flops,
+            pair_s=(model.training_flops(1) - model.training_flops(0)) / flops,
             prompt=scenario.prompt,
-            step_s=_HOST_S + _OPTIMIZER_BYTES * shape.num_stored / trainers / _H100.memory,
+            step_s=_HOST_S + _OPTIMIZER_BYTES * model.parameters / trainers / H100.memory,
             push_s=scenario.push_s(),
             filtered=options.filtered,
             steps=options.steps,

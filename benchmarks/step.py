@@ -14,7 +14,7 @@ prompt of a group once for each sample, and one with `pack: false`, which pads s
 micro-batch.
 
 Tokens are trained tokens (of completions). "needed / computed" is above 1 where prefixes are shared. On a GPU that is listed in
-_models.py the MFU is that of the side without sharing: tokens/s x ModelShape.training_flops / peak. The exit code is 1 when the
+_models.py the MFU is that of the side without sharing: tokens/s x ModelSize.training_flops / peak. The exit code is 1 when the
 packed step is not as fast as the others.
 With --score-centering K a fourth trainer is the packed one with `loss.score_centering: K`.
 Host syncs of an update are counted in tests/training/test_step.py; a run's timeline (`events.jsonl`) says
@@ -124,7 +124,7 @@ def _measure(options: argparse.Namespace) -> int:
         report.row(f"{name}: needed / computed tokens", [sum(lengths) / tokens], "fraction")
     if device.type == "cuda":
         if (peaks := listed_peaks(torch.cuda.get_device_name())) is not None:
-            flops = sum(length * shape.training_flops(length) for length in lengths)
+            flops = sum(length * shape.size.training_flops(length) for length in lengths)
             report.row("unshared: MFU", [flops / peaks.flops / each for each in seconds["unshared"]], "fraction")
         report.row("memory of all, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
     for name, values in speedups.items():

@@ -37,15 +37,39 @@ class ModelSize:
     layers: int
     vocabulary: int
     kv_elements_per_token: int
-    """KV-cache elements per token and layer: 2 x num_key_value_heads x head_dim."""
+    """KV-cache elements per token: 2 x layers x num_key_value_heads x head_dim."""
+    query_width: int
+    """Heads of attention x head_dim."""
     is_tied: bool = False
     """Whether the head is the embedding."""
-    has_experts: bool = False
+    routed: int = 0
+    """Parameters of experts."""
+    chosen: float = 1.0
+    """Fraction of them that a token takes."""
 
     @property
     def ends(self) -> int:
         """Parameters of embedding and head."""
         return self.hidden * self.vocabulary * (1 if self.is_tied else 2)
+
+    @property
+    def served(self) -> int:
+        """Parameters of matrix products. An embedding of its own does not count: a lookup computes nothing."""
+        return self.parameters - (0 if self.is_tied else self.hidden * self.vocabulary)
+
+    @property
+    def computed(self) -> float:
+        """N, those of them that a token takes."""
+        return self.served - (1 - self.chosen) * min(self.routed, self.parameters - self.ends)
+
+    def forward_flops(self, context: float) -> float:
+        """FLOPs for a token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
+        return 2.0 * self.computed + 4.0 * self.layers * self.query_width * context
+
+    def training_flops(self, length: float) -> float:
+        """FLOPs for a token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1). Attention is causal: a
+        token attends to (length + 1) / 2 on average. Backward is twice forward. Recomputation (checkpointing) does not count."""
+        return 3.0 * self.forward_flops((length + 1) / 2)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int) -> ModelSize:
@@ -58,14 +82,20 @@ class ModelSize:
 
         hidden = number("hidden_size", max(64, 2 * parameters ** (1 / 3)))
         heads = number("num_attention_heads", 1)
+        head_dim = number("head_dim", hidden / heads)
+        layers = number("num_hidden_layers", max(1, parameters / (12 * hidden**2)))
+        expert = 3 * hidden * number("moe_intermediate_size", number("intermediate_size", 4 * hidden))
+        experts = max((number(key, 0) for key in config if key.endswith("experts")), default=0)  # as families name it
         return cls(
             parameters=parameters,
             hidden=hidden,
-            layers=number("num_hidden_layers", max(1, parameters / (12 * hidden**2))),
+            layers=layers,
             vocabulary=number("vocab_size", min(150_000, max(1024, parameters / (4 * hidden)))),
-            kv_elements_per_token=2 * number("num_key_value_heads", heads) * number("head_dim", hidden / heads),
+            kv_elements_per_token=2 * layers * number("num_key_value_heads", heads) * head_dim,
+            query_width=heads * head_dim,
             is_tied=bool(config.get("tie_word_embeddings")),
-            has_experts=any(key.endswith("experts") and number(key, 0) > 1 for key in config),
+            routed=layers * experts * expert if experts > 1 else 0,
+            chosen=number("num_experts_per_tok", experts) / experts if experts else 1.0,
         )
 
     @classmethod
@@ -142,7 +172,7 @@ def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float)
     """Bytes of vLLM on one GPU: weights / parallel, the adapters that it swaps, its own work, in a push a layer's experts (with
     `expert_parallel` its own), and the KV cache of `num_tokens` (an upper bound where layers have windows or share a cache)."""
     vllm = config.inference.vllm
-    layer = model.parameters / model.layers * ITEM_BYTES[config.inference.resolved_dtype] * model.has_experts
+    layer = model.parameters / model.layers * ITEM_BYTES[config.inference.resolved_dtype] * bool(model.routed)
     share = ITEM_BYTES[config.inference.resolved_dtype] / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     return {
         "weights": model.parameters * share,
@@ -150,7 +180,7 @@ def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float)
         "activations and graphs": _VLLM_WORK_BYTES,
         "experts of a push": layer
         / (vllm.tensor_parallel_size * vllm.data_parallel_size if vllm.expert_parallel else 1),
-        "KV cache": num_tokens * model.kv_elements_per_token * model.layers * share,
+        "KV cache": num_tokens * model.kv_elements_per_token * share,
     }
 
 

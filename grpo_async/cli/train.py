@@ -77,7 +77,9 @@ def train(
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, metavar="N", help="With --dry-run: plan for a machine with N GPUs of 80 GB."),
+        typer.Option(
+            "--gpus", min=1, metavar="N", help="With --dry-run: plan for N GPUs of 80 GB, and estimate a step."
+        ),
     ] = None,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_async.checks.speed import describe_step
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import set_options
 from grpo_async.errors import ConfigError
@@ -128,7 +129,7 @@ def plan_dry(
     at the start. With `launch.ray` it is the plan of the machine with rank 0, which is assumed to have the GPUs that it needs.
 
     Args:
-        machine: another one, which has what the configuration needs but for GPUs; None: this one.
+        machine: another one, with what the configuration needs but for GPUs, for which a step is estimated; None: this one.
         plans_memory: estimate memory, for which the model's files are read.
     """
     is_elsewhere = machine is not None
@@ -149,8 +150,9 @@ def plan_dry(
         trained = f"{count(launch.trainer_nodes, 'machine')} with {count(launch.num_trainer_ranks, 'rank')} each"
         served = f"{inference.min_replicas} to {inference.max_replicas} servers, each on a node that has room for it"
         notes = (f"launch.ray: {trained}; {'running servers' if inference.urls else served}", *notes)
-    return plan_processes(
-        fill_in_for_devices(config, engine, machine.gpus),
+    config = fill_in_for_devices(config, engine, machine.gpus)
+    plan = plan_processes(
+        config,
         engine=engine,
         assignment=assignment.model_copy(update=changes),
         machine=machine,
@@ -159,6 +161,9 @@ def plan_dry(
         plans_memory=plans_memory,
         notes=notes,
     )
+    if is_elsewhere and engine.engine == "vllm":
+        plan = replace(plan, facts={**plan.facts, **describe_step(config, len(machine.gpus))})
+    return plan
 
 
 def plan_processes(

@@ -6,7 +6,6 @@ from argparse import Namespace
 
 import pytest
 
-from benchmarks import _models
 from benchmarks.report import Report
 
 
@@ -28,6 +27,3 @@ def test_the_exit_code_says_whether_every_target_is_met(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("met     fine: 1 (at most 2)")
     assert lines[-1].startswith("MISSED" if code else "met")
-
-
-SMALL = _models.ModelShape(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)

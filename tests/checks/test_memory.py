@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks._models import ModelShape
 from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, server_memory, trainer_memory
 from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
@@ -41,6 +42,27 @@ def _parameters(folder: Path) -> int:
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_what_a_token_computes_of_a_dense_model_and_of_one_with_experts() -> None:
+    """Layers of 2 x 4 x 2 x (2 + 1) in attention and 3 x 4 x 8 in the MLP, with an embedding of 10 x 4. Experts: Qwen3-30B-A3B, of
+    whose 3.35 billion active parameters 0.31 are the embedding."""
+    dense: dict[str, Any] = {
+        "hidden_size": 4, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    small = ModelSize.of(dense, 328)
+    assert small == ModelShape(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8).size
+    assert (small.served, small.computed) == (328, 328)
+    assert small.forward_flops(3) == 2 * 328 + 4 * 2 * (2 * 2) * 3
+    assert small.training_flops(5) == 3 * small.forward_flops(3)
+    sparse = {
+        "hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151_936, "num_attention_heads": 32, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+    }  # fmt: skip
+    size = ModelSize.of(sparse, 30_532_122_624)
+    assert size.computed == pytest.approx(3.35e9 - 0.31e9, rel=0.01)
+    assert size.served == pytest.approx(30.53e9 - 0.31e9, rel=0.01)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -108,12 +130,12 @@ def test_a_server_takes_its_share_of_the_weights_and_of_the_cache(tmp_path: Path
 
 
 def test_a_push_takes_a_layer_of_the_experts_that_a_worker_has(tmp_path: Path) -> None:
-    mixture = replace(SIZE, has_experts=True)
+    mixture = replace(SIZE, routed=1)
     for vllm, workers in (({}, 1), ({"expert_parallel": True, "tensor_parallel_size": 2, "data_parallel_size": 2}, 4)):
         config = _config(tmp_path, inference={"vllm": vllm})
         assert server_memory(config, mixture, 0)["experts of a push"] == 2 * N / 28 / workers
     for key, number, has_experts in (("n_routed_experts", 8, True), ("num_local_experts", 0, False)):
-        assert ModelSize.of({key: number}, N).has_experts is has_experts
+        assert bool(ModelSize.of({key: number}, N).routed) is has_experts
 
 
 def test_beside_a_server_that_sleeps_in_steps_only_weights_and_optimizer_stay_and_buckets_have_room(
