@@ -98,6 +98,7 @@ def trainer_bytes(shape: ModelShape, *, ranks: int, tokens: int, optimizer: str 
             "launch": {"num_trainer_ranks": ranks},
         }
     )
+    config = config.for_devices(trains_on_gpu=True, serves_on_gpu=True)
     return sum(trainer_memory(config, shape.size).values())
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks logprobs [--tokens 1024] [--vocab 150000] [--hidden 1024] [--chunk 256] [--any-loss] [--json FILE]
 
-Full logits are (tokens, vocab). A chunk is a quarter of the tokens, as with the defaults of training.logprob_chunk_tokens (1024)
+Full logits are (tokens, vocab). A chunk is a quarter of the tokens, as with training.logprob_chunk_tokens: 1024
 and training.micro_batch_tokens (4096). The loss is a sum over tokens (dapo, grpo, bnpo, dr_grpo, cispo, sapo), so the gradients
 of a chunk are computed at once. With --any-loss it is not known to be one (gspo, sequence-level weights, your own), and the
 logits of a chunk are computed again.

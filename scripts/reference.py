@@ -97,10 +97,10 @@ def _what_fits() -> str:
 def _longest(name: str, ranks: int, optimizer: str, together: int) -> int:
     """In thousands of tokens."""
     few, many = (
-        trainer_bytes(SHAPES[name], ranks=ranks, tokens=tokens, optimizer=optimizer) for tokens in (2048, 4096)
+        trainer_bytes(SHAPES[name], ranks=ranks, tokens=tokens, optimizer=optimizer) for tokens in (4096, 8192)
     )
-    room = 80e9 - 4e9 - few  # above 2048 tokens bytes grow by the same for each
-    return max(0, int((2048 + room / (many - few) * 2048) * together // 1000))
+    room = 80e9 - 4e9 - few  # above a chunk of logits bytes grow by the same for each token
+    return max(0, int((4096 + room / (many - few) * 4096) * together // 1000))
 
 
 def _columns() -> str:
