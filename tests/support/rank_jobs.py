@@ -59,6 +59,7 @@ def build(
     device: str = "cpu",
     compute_dtype: str = "float32",
     reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
     **settings: Any,
 ) -> tuple[Policy, torch.optim.Optimizer]:
     """A policy as a run builds it: on "meta", sharded, then loaded."""
@@ -73,8 +74,11 @@ def build(
         context=ContextGroup.join(context_parallel, timeout_s=60.0),
     )
     mesh = make_mesh(device, world_size=dist.get_world_size(), num_nodes=num_nodes, sharding="hybrid")
-    shard_policy(policy, mesh, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)
-    load_weights(policy, section, device=torch.device(device))
+    computed = getattr(torch, compute_dtype)
+    shard_policy(
+        policy, mesh, compute_dtype=computed, reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload
+    )
+    load_weights(policy, section, device=torch.device("cpu" if cpu_offload else device))
     return policy, make_optimizer(policy, OptimizerSection(type=optimizer, lr=1e-3, weight_decay=0.1))
 
 

@@ -29,15 +29,16 @@ def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {source.name: source.gather().clone() for source in list_sources(policy.model)}
 
 
-def load_sharded(model: str, out: str) -> dict[str, Any]:
-    policy, _ = build(model)
+def load_sharded(model: str, out: str, *, device: str = "cpu", cpu_offload: bool = False) -> dict[str, Any]:
+    policy, _ = build(model, device=device, cpu_offload=cpu_offload)
     weights = weights_of(policy)
+    assert all(tensor.device.type == device for tensor in weights.values()), "offloaded shards were gathered over gloo"
     if dist.get_rank() == 0:
-        torch.save(weights, out)
+        torch.save({name: tensor.cpu() for name, tensor in weights.items()}, out)
     local = sum(parameter.to_local().numel() for parameter in policy.parameters())  # type: ignore[attr-defined]
     sizes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, local)
-    return {"local": sizes, "logprobs": score_sequences(policy, SEQUENCES, device=torch.device("cpu"))[0]}
+    return {"local": sizes, "logprobs": score_sequences(policy, SEQUENCES, device=torch.device(device))[0]}
 
 
 def load_slowly(model: str, seconds: float, deadline_s: float) -> dict[str, Any]:

@@ -34,9 +34,10 @@ def _policy(model: Any) -> Policy:
 
 def _backward(policy: Policy, batch: MicroBatch) -> PolicyOutput:
     policy.zero_grad()
-    weights = torch.linspace(-1.0, 1.0, batch.num_trained_tokens)
+    device = next(policy.parameters()).device
+    weights = torch.linspace(-1.0, 1.0, batch.num_trained_tokens, device=device)
     output: PolicyOutput = policy(
-        batch, objective=lambda logprobs, entropy, at, _: (logprobs * weights[at] + entropy).sum()
+        batch.to(device), objective=lambda logprobs, entropy, at, _: (logprobs * weights[at] + entropy).sum()
     )
     torch.autograd.backward(output.objective)
     return output
@@ -65,11 +66,13 @@ def test_recomputed_activations_give_the_same_gradients(family: str, mode: Liter
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-def test_generated_code_gives_the_same() -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.nightly), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_generated_code_gives_the_same(device: str) -> None:
     """By inductor, as in a run; the tests below trace only, because generating code takes a minute."""
     torch._dynamo.reset()
-    plain = build_family("qwen3")
+    plain = build_family("qwen3").to(device)
     ours = copy.deepcopy(plain)
     policies = _policy(ours), _policy(plain)
     compile_layers(ours)

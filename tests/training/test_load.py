@@ -67,10 +67,21 @@ def test_files_in_several_parts_and_in_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("gemma", True)])
-def test_two_ranks_hold_the_model_of_from_pretrained_in_shards(tmp_path: Path, family: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied", "where"),
+    [
+        ("qwen3_moe", False, {}),
+        ("gemma", True, {}),
+        pytest.param("gemma", True, {"device": "cuda"}, marks=pytest.mark.gpu),
+        pytest.param("gemma", True, {"device": "cuda", "cpu_offload": True}, marks=pytest.mark.gpu),
+    ],
+)
+def test_two_ranks_hold_the_model_of_from_pretrained_in_shards(
+    tmp_path: Path, family: str, tied: bool, where: dict[str, Any]
+) -> None:
     folder = save_model(tmp_path / "model", family, tied=tied, vocab_size=41)  # rows that do not divide evenly
-    done = run_on_ranks("load_sharded", 2, tmp_path / "run", model=folder, out=tmp_path / "weights.pt", module=MODULE)
+    given = {"model": folder, "out": tmp_path / "weights.pt", **where}
+    done = run_on_ranks("load_sharded", 2, tmp_path / "run", module=MODULE, **given)
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     expected = {source.name: source.tensor.detach() for source in list_sources(_pretrained(folder))}
     assert weights.keys() == expected.keys()
@@ -79,7 +90,7 @@ def test_two_ranks_hold_the_model_of_from_pretrained_in_shards(tmp_path: Path, f
     total = sum(tensor.numel() for tensor in expected.values())
     assert max(done["local"]) <= 0.52 * total
     (logprobs,) = score_sequences(load_tiny(folder), SEQUENCES[:1], device=torch.device("cpu"))
-    assert done["logprobs"] == pytest.approx(logprobs, abs=1e-5)
+    assert done["logprobs"] == pytest.approx(logprobs, abs=1e-3 if where else 1e-5)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama4", "deepseek-v3.2", "glm-5"}))  # short contexts
