@@ -161,9 +161,14 @@ def plan_dry(
         plans_memory=plans_memory,
         notes=notes,
     )
-    if is_elsewhere and engine.engine == "vllm":
-        plan = replace(plan, facts={**plan.facts, **describe_step(config, len(machine.gpus))})
-    return plan
+    if not is_elsewhere:
+        return plan
+    facts = dict(plan.facts)
+    if "attention" in facts:
+        facts["attention"] = "varlen; the newest flash attention that is installed there"
+    if engine.engine == "vllm":
+        facts |= describe_step(config, len(machine.gpus))
+    return replace(plan, facts=facts)
 
 
 def plan_processes(

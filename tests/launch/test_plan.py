@@ -108,6 +108,7 @@ def test_a_trainer_on_gpus_has_growing_segments_and_the_plan_names_its_attention
         assert plan.trainer is not None
         assert ("PYTORCH_CUDA_ALLOC_CONF" in plan.trainer.environment) != colocate
         assert ("varlen" in plan.describe()) == (attention == "auto")
+        assert ("installed there" in plan_dry(config, machine=on_gpus).describe()) == (attention == "auto")
 
 
 def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reached_by_loopback(tmp_path: Path) -> None:
