@@ -60,10 +60,14 @@ def test_a_trainer_stops_when_it_is_asked_to_before_it_connects_and_when_the_lau
     tmp_path: Path, is_asked: bool
 ) -> None:
     async def main() -> ControlClient:
-        async with ControlServer(tmp_path / "control", lambda message: None, lambda text: None) as server:
+        is_accepted = asyncio.Event()
+        async with ControlServer(tmp_path / "control", lambda message: is_accepted.set(), lambda text: None) as server:
             if is_asked:
                 server.send("stop")
             client = await asyncio.to_thread(ControlClient, tmp_path / "control")
+            client.send("phase", name="loading")
+            async with asyncio.timeout(LIMIT_S):
+                await is_accepted.wait()
             if is_asked:
                 assert await asyncio.to_thread(client.stop_requested.wait, LIMIT_S)
             assert client.stop_requested.is_set() == is_asked
