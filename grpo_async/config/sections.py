@@ -1105,7 +1105,7 @@ class InferenceSection(StrictModel):
 
 class WeightsSection(StrictModel):
     transport: Literal["auto", TransportKind] = "auto"
-    """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: every server shares its GPUs with the trainer.
+    """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: servers share GPUs with the trainer.
     auto: what fits the machine; the plan says which and why."""
     mode: PushMode = "keep_kv"
     """What happens to requests in flight. keep_kv: they freeze, then continue with the new weights over the KV cache of the old

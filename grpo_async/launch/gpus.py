@@ -151,10 +151,7 @@ def _fitting_transport(trainer: Sequence[str], workers: Sequence[str]) -> tuple[
         return "ipc", "every server shares its GPUs with ranks of the trainer"
     if len({trainer[0], *workers}) == 1 + len(workers):
         return "nccl", "trainer and servers have separate GPUs"
-    return (
-        "gloo",
-        "some servers share a GPU with the trainer and others do not, which neither nccl (one process per GPU) nor ipc supports",
-    )
+    return "ipc", "some servers share GPUs with ranks of the trainer; the others get the weights over gloo"
 
 
 def gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:

@@ -186,6 +186,14 @@ class GlooBackend(_BroadcastBackend):
         options.timeout = timedelta(seconds=timeout_s)
         self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
 
+    def send_to(self, rank: int, tensor: torch.Tensor, *, timeout_s: float) -> None:
+        self._open().send([tensor], rank, 0).wait(timedelta(seconds=timeout_s))
+
+    def receive_from_trainer(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+        bucket = self._allocate(num_bytes)
+        self._open().recv([bucket], 0, 0).wait(timedelta(seconds=timeout_s))
+        return bucket
+
     def close(self) -> None:
         """Close the connections, which ends the other members' waits. They stay open as long as anything refers to the group or
         to a broadcast, and the traceback of a failed one keeps this object alive: so nothing but this object may refer to
@@ -305,7 +313,7 @@ class IpcBackend(Backend):
         worker                                 copies it out - "taken" --'
 
     Both signals are a barrier of a gloo group of rank 0 and the workers. The other trainer ranks are not in it: they fill their
-    buffers in step with rank 0 (see push.hand_over)."""
+    buffers in step with rank 0 (see push.hand_over). Workers on other GPUs get the bucket from rank 0 over gloo."""
 
     sends_in_place = False
 
@@ -314,7 +322,8 @@ class IpcBackend(Backend):
         self._group = group
         self._store: dist.Store | None = store
         self._own: ipc.SharedBuffers | None = None  # of the trainer
-        self._mapped: Sequence[torch.Tensor] = ()  # of a worker
+        self._elsewhere: Sequence[int] = ()  # workers on other GPUs
+        self._mapped: Sequence[torch.Tensor] | None = None  # of a worker
         if group.rank > 0:
             store.set(f"gpu {group.rank}", ipc.gpu_of(device))
 
@@ -329,19 +338,21 @@ class IpcBackend(Backend):
 
     def share(self, num_bytes: int, others: Iterable[ipc.Pair]) -> None:
         """Rank 0: share buffers for buckets of up to `num_bytes` with the workers, its own and those of `others`, the ranks on
-        their GPUs. Raises RuntimeError for a worker on whose GPU there is no rank."""
+        their GPUs. Raises RuntimeError if no worker shares a GPU."""
         workers, own = self.worker_gpus(), ipc.gpu_of(self.device)
         self._own = ipc.SharedBuffers(self.device, num_bytes)
         pairs = [*self._own.pairs(workers.count(own)), *others]
         chosen = []
         for gpu in workers:
             found = next((pair for pair in pairs if pair[0].gpu == gpu), None)
-            if found is None:
-                raise RuntimeError(
-                    f"a worker has its model on {gpu}, where no rank of the trainer is; set weights.transport: gloo"
-                )
-            pairs.remove(found)
+            if found is not None:
+                pairs.remove(found)
             chosen.append(found)
+        if not any(chosen):
+            raise RuntimeError(
+                f"no rank of the trainer is on a server's GPU ({', '.join(workers)}); set weights.transport: nccl"
+            )
+        self._elsewhere = [rank for rank, pair in enumerate(chosen, 1) if pair is None]
         self._open().set("handles", ipc.HANDLES.dump_json(chosen).decode())
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
@@ -352,7 +363,11 @@ class IpcBackend(Backend):
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         group = self._group
         ipc.finish_copies(self.device)  # the bucket must be packed before it is announced
+        on_host = bucket.cpu() if self._elsewhere else None
         group.confirm(timeout_s=timeout_s)
+        if on_host is not None:
+            for rank in self._elsewhere:
+                group.send_to(rank, on_host, timeout_s=timeout_s)
         return lambda: group.confirm(timeout_s=timeout_s)  # returns when all workers have copied it
 
     def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
@@ -362,16 +377,19 @@ class IpcBackend(Backend):
         group = self._group
         self._active = 1 - self._active
         group.confirm(timeout_s=timeout_s)
-        mapped = self._map()[self._active]
-        if mapped.numel() < num_bytes:
+        buffers = self._map()
+        if not buffers:
+            bucket = group.receive_from_trainer(num_bytes, timeout_s=timeout_s).to(self.device)
+        elif buffers[self._active].numel() < num_bytes:
             raise RuntimeError(f"the trainer's buffer has less than the {num_bytes} bytes of this bucket")
-        bucket = mapped[:num_bytes].clone()  # vLLM keeps tensors of a layer until it has all of them
+        else:
+            bucket = buffers[self._active][:num_bytes].clone()  # vLLM keeps tensors of a layer until it has all of them
         ipc.finish_copies(self.device)
         group.confirm(timeout_s=timeout_s)
         return bucket
 
     def _map(self) -> Sequence[torch.Tensor]:
-        if not self._mapped:
+        if self._mapped is None:
             try:
                 pairs = ipc.HANDLES.validate_json(self._open().get("handles"))
             except ValidationError as error:
@@ -380,13 +398,12 @@ class IpcBackend(Backend):
                 raise RuntimeError(
                     f"these are no handles of the trainer: {len(pairs)} for {self._group.world_size - 1} workers"
                 )
-            self._mapped = [ipc.map_buffer(handle, self.device) for handle in pairs[self._group.rank - 1]]
+            self._mapped = [ipc.map_buffer(handle, self.device) for handle in pairs[self._group.rank - 1] or ()]
         return self._mapped
 
     def close(self) -> None:
         self._group.close()
-        self._store = self._own = None
-        self._mapped = ()
+        self._store = self._own = self._mapped = None
         ipc.release_mapped()
 
     def _open(self) -> dist.Store:

@@ -29,7 +29,8 @@ class Handle(BaseModel):
 
 Pair = tuple[Handle, Handle]
 """The handles of both buffers, for one process."""
-HANDLES: TypeAdapter[list[Pair]] = TypeAdapter(list[Pair])
+HANDLES: TypeAdapter[list[Pair | None]] = TypeAdapter(list[Pair | None])
+"""Those of each worker; None: there is no trainer rank on its GPU."""
 
 
 class SharedBuffers:

@@ -225,9 +225,8 @@ def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_varia
         ("01", 1, 1, VLLM_ON_GPU, "auto", ("nccl", "trainer and servers have separate GPUs")),
         ("0", 1, 1, VLLM_ON_GPU, "auto", ("ipc", "every server shares its GPUs with ranks of the trainer")),
         ("01", 2, 2, VLLM_ON_GPU, "auto", ("ipc", "every server shares its GPUs with ranks of the trainer")),
-        ("01", 1, 2, VLLM_ON_GPU, "auto", ("gloo", "some servers share a GPU with the trainer and others do not")),
+        ("01", 1, 2, VLLM_ON_GPU, "auto", ("ipc", "some servers share GPUs with ranks of the trainer; the others")),
         ("01", 1, 2, VLLM_ON_GPU, "nccl", None),
-        ("01", 1, 2, VLLM_ON_GPU, "ipc", None),
         ("01", 1, 1, VLLM_ON_GPU, "ipc", None),
         ("", 1, 1, VLLM_ON_CPU, "nccl", None),
         (

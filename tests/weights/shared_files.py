@@ -65,8 +65,8 @@ class _Changing(Parameters):
 
 
 def push_from_ranks(model: str, files: str) -> dict[str, Any]:
-    """Two ranks push to one server with a worker on the GPU of each and another with one on GPU-1: three times, the second time
-    "b" fails while it receives."""
+    """Two ranks push three times: to "a" with a worker on the GPU of each, and to "b" with one on GPU-1 and one elsewhere, which
+    fails while it receives the second time."""
     rank = dist.get_rank()
     shared = SharedFiles(Path(files), pytest.MonkeyPatch())
     context = make_context(model, make_config({"type": "grpo"}), reference=None)
@@ -76,7 +76,7 @@ def push_from_ranks(model: str, files: str) -> dict[str, Any]:
         follow(context)
         return {}
     a = Workers("a", 2, devices=[torch.device("cpu", 1), torch.device("cpu", 0)])
-    b = Workers("b", devices=[torch.device("cpu", 1)])
+    b = Workers("b", 2, devices=[torch.device("cpu", 1), torch.device("cpu", 7)])
     transport = WeightTransport("ipc", host="127.0.0.1", bucket_bytes=4096, timeout_s=LIMIT_S, device=context.device)
     equal, failures = [], 0
 

@@ -119,7 +119,7 @@ def test_a_handle_is_checked_and_mapped_on_its_own_device_only(monkeypatch: pyte
         ipc.map_buffer(handle, CPU)
 
 
-def test_a_worker_on_whose_gpu_there_is_no_rank_is_refused(files: SharedFiles) -> None:
+def test_workers_none_of_which_is_on_a_gpu_of_the_trainer_are_refused(files: SharedFiles) -> None:
     trainer, worker = _group_of_two(torch.device("cpu", 7))
     with pytest.raises(RuntimeError, match="GPU-7"):
         trainer.share(8, [])
