@@ -325,11 +325,11 @@ def _trainer(
         "PYTHONHASHSEED": "0",
         ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
     }
-    if gpus and assignment.transport != "ipc":  # which cannot share such memory
+    if (
+        gpus and assignment.transport != "ipc" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    ):  # ipc cannot share such memory
         # micro-batches of many lengths otherwise leave holes that no tensor fits in
-        environment.setdefault(
-            "PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        )
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     options = {
         "--nnodes": node.count,
         "--nproc-per-node": launch.num_trainer_ranks,

@@ -21,7 +21,7 @@ from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.families import check_tokenizer_size, check_vocabulary
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
-from grpo_async.training.model import Policy, compile_layers, make_mesh, shard_policy
+from grpo_async.training.model import Policy, compile_layers, compiles, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import choose_parameters
 from grpo_async.training.ranks import CommandChannel, TrainerContext
@@ -124,9 +124,8 @@ def _build_policy(
         router_aux=config.loss.router_aux if section is config.model else 0.0,
         context=together,
     )
-    may_fail = training.compile is None
-    if training.compile or (may_fail and device.type == "cuda" and policy.shares_prefixes):
-        compile_layers(policy.model, may_fail=may_fail)
+    if compiles(training.compile, policy, device.type):
+        compile_layers(policy.model, may_fail=training.compile is None)
     shard_policy(
         policy,
         mesh,

@@ -245,6 +245,11 @@ def _kept() -> frozenset[Any]:
     return frozenset(packet.default for packet in found if packet is not None)
 
 
+def compiles(wanted: bool | None, policy: Policy, device_type: str) -> bool:
+    """Whether `training.compile` has the layers compiled; None: on a GPU, if none carries a state along the row."""
+    return wanted if wanted is not None else device_type == "cuda" and policy.shares_prefixes
+
+
 def compile_layers(model: Any, *, may_fail: bool = False) -> None:
     """Compile the forward of every decoder layer, in place; the first forward pass does the work. Call it after adapters were added
     and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: token counts differ between micro-batches.

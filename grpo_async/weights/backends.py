@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,8 +187,9 @@ class GlooBackend(_BroadcastBackend):
         options.timeout = timedelta(seconds=timeout_s)
         self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
 
-    def send_to(self, rank: int, tensor: torch.Tensor, *, timeout_s: float) -> None:
-        self._open().send([tensor], rank, 0).wait(timedelta(seconds=timeout_s))
+    def send_to(self, rank: int, tensor: torch.Tensor, *, timeout_s: float) -> Callable[[], object]:
+        """Begin to send to one worker. The returned function waits for the end."""
+        return partial(self._open().send([tensor], rank, 0).wait, timedelta(seconds=timeout_s))
 
     def receive_from_trainer(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
         bucket = self._allocate(num_bytes)
@@ -365,10 +367,14 @@ class IpcBackend(Backend):
         ipc.finish_copies(self.device)  # the bucket must be packed before it is announced
         on_host = bucket.cpu() if self._elsewhere else None
         group.confirm(timeout_s=timeout_s)
-        if on_host is not None:
-            for rank in self._elsewhere:
-                group.send_to(rank, on_host, timeout_s=timeout_s)
-        return lambda: group.confirm(timeout_s=timeout_s)  # returns when all workers have copied it
+        sends = [group.send_to(rank, on_host, timeout_s=timeout_s) for rank in self._elsewhere if on_host is not None]
+
+        def wait() -> None:
+            for sent in sends:
+                sent()
+            group.confirm(timeout_s=timeout_s)  # returns when all workers have copied it
+
+        return wait
 
     def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
         return lambda: self._receive(num_bytes, timeout_s=timeout_s)

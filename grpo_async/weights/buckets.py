@@ -66,6 +66,11 @@ def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Itera
         yield bucket
 
 
+def update_buckets(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[Sequence[ParameterSpec]]:
+    """All buckets of an update, the last of which has the digests."""
+    return [*cut_into_buckets(specs, bucket_bytes), [digests_spec(len(specs))]]
+
+
 def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
     """Concatenate the bytes of contiguous tensors, of any shape, into `into`: [num_bytes] uint8, which may be on another device."""
     offset = 0

@@ -32,8 +32,15 @@ from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import span
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights import ipc
-from grpo_async.weights.backends import NOT_FORMED, Backend, IpcBackend, Rendezvous, check_device
-from grpo_async.weights.buckets import GatheredParameters, cut_into_buckets, digests_spec, pack, with_digests
+from grpo_async.weights.backends import (
+    NOT_FORMED,
+    Backend,
+    GroupClosedError,
+    IpcBackend,
+    Rendezvous,
+    check_device,
+)
+from grpo_async.weights.buckets import GatheredParameters, pack, update_buckets, with_digests
 from grpo_async.weights.receiver import NOT_ARRIVED, NOT_AS_SENT
 
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
@@ -174,8 +181,7 @@ class WeightTransport:
         if not isinstance(backend, IpcBackend) or backend.is_shared:
             ask(GatherCommand(bucket_bytes=self.bucket_bytes, over_ipc=self._transport == "ipc"))
             return
-        specs = parameters.specs
-        buckets = [*cut_into_buckets(specs, self.bucket_bytes), [digests_spec(len(specs))]]
+        buckets = update_buckets(parameters.specs, self.bucket_bytes)
         command = GatherCommand(
             bucket_bytes=self.bucket_bytes,
             over_ipc=True,
@@ -389,7 +395,12 @@ def _transfer(
                 tensors = next(buckets, None)
                 has_more = tensors is not None
                 last = tensors or last
-                packed = transport.pack(tensors) if tensors is not None and failure is None else None
+                packed = None
+                try:
+                    if tensors is not None and failure is None:
+                        packed = transport.pack(tensors)
+                except GroupClosedError as error:  # by a server's answer
+                    failure = error
             with clock.part("send"):
                 try:
                     if failure is None:

@@ -19,11 +19,10 @@ from grpo_async.weights.backends import Backend, join_group
 from grpo_async.weights.buckets import (
     DTYPE_NAMES,
     ParameterSpec,
-    cut_into_buckets,
     digests_of,
-    digests_spec,
     samples_of,
     unpack,
+    update_buckets,
 )
 
 NO_GROUP = "there is no weight group, or a failed update ended it; call /init_weight_transfer_engine first"
@@ -103,7 +102,7 @@ class WeightReceiver:
         if backend is None:
             raise UpdateFailedError(NO_GROUP)
         specs = parameter_specs(info)
-        buckets = [*cut_into_buckets(specs, info.bucket_bytes), [digests_spec(len(specs))]]
+        buckets = update_buckets(specs, info.bucket_bytes)
         samples: list[torch.Tensor] = []
 
         def begin(number: int) -> Callable[[], torch.Tensor]:

@@ -91,6 +91,15 @@ def test_dtypes_that_are_left_open_are_those_of_the_devices(tmp_path: Path) -> N
         assert None not in (config.model.compute_dtype, config.inference.dtype, config.training.logprob_chunk_tokens)
 
 
+@pytest.mark.parametrize(("threads", "is_said"), [(1, True), (8, False)])
+def test_a_plan_says_how_many_threads_an_offloaded_optimizer_could_have(
+    tmp_path: Path, threads: int, is_said: bool
+) -> None:
+    launch = {"trainer_threads": threads, "num_trainer_ranks": 2}
+    config = make_config(tmp_path, training={"cpu_offload": True}, launch=launch)
+    assert ("set launch.trainer_threads: 8" in make_plan(config, Machine(num_cpus=16)).describe()) == is_said
+
+
 @pytest.mark.parametrize("attention", ["auto", "mask"])
 def test_a_trainer_on_gpus_has_growing_segments_and_the_plan_names_its_attention(
     tmp_path: Path, attention: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import torch.distributed as dist
 
 from grpo_async.training.ranks import StopCommand, follow
 from grpo_async.weights import backends, ipc, push
-from grpo_async.weights.buckets import GatheredParameters
 from grpo_async.weights.push import PushFailedError, WeightTransport, push_weights
+from tests.support.waiting import eventually
 from tests.training.statistics_jobs import make_config, make_context
 from tests.weights.servers import LIMIT_S, Parameters, Workers
 
@@ -24,8 +26,9 @@ class SharedFiles:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
+        self.full: torch.device | None = None
         self._folder, self._paths, self._numbers = folder, {}, itertools.count()
-        for name in ("allocate", "handle_of", "map_buffer", "gpu_of", "release_mapped"):
+        for name in ("finish_copies", "allocate", "handle_of", "map_buffer", "gpu_of", "release_mapped"):
             patch.setattr(ipc, name, getattr(self, name))
         for module in (backends, push):
             patch.setattr(module, "check_device", lambda transport, device: None)
@@ -51,32 +54,47 @@ class SharedFiles:
         self.events.append(f"map {path.name}")
         return torch.from_file(str(path), shared=True, size=handle.size, dtype=torch.uint8)
 
+    def finish_copies(self, device: torch.device) -> None:
+        if device == self.full:
+            raise torch.OutOfMemoryError
+
     def release_mapped(self) -> None:
         self.events.append("release")
 
 
 class _Changing(Parameters):
-    """Other values in each push, the same ones on every rank."""
+    """Other values in each push, the same ones on every rank. `wait` is called before the second bucket is gathered."""
 
-    def gather(self) -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait: Callable[[], object] = lambda: None
+
+    def gather(self) -> Iterator[torch.Tensor]:
         for name, tensor in self.tensors.items():
             self.tensors[name] = tensor + 1 if tensor.is_floating_point() else tensor
-        return super().gather()
+        first, *others = super().gather()
+        yield first
+        self.wait()
+        yield from others
+
+
+def _await_closings(shared: SharedFiles, number: int) -> None:
+    assert eventually(lambda: shared.events.count("release") >= number, LIMIT_S)
 
 
 def push_from_ranks(model: str, files: str) -> dict[str, Any]:
     """Two ranks push three times: to "a" with a worker on the GPU of each, and to "b" with one on GPU-1 and one elsewhere, which
-    fails while it receives the second time."""
+    has no memory for the first bucket of the second push: the group closes while rank 0 gathers the next."""
     rank = dist.get_rank()
     shared = SharedFiles(Path(files), pytest.MonkeyPatch())
     context = make_context(model, make_config({"type": "grpo"}), reference=None)
-    parameters: GatheredParameters = _Changing()
-    context.parameters, context.device = parameters, torch.device("cpu", rank)
+    context.parameters = parameters = _Changing()
+    context.device = torch.device("cpu", rank)
     if rank > 0:
         follow(context)
         return {}
     a = Workers("a", 2, devices=[torch.device("cpu", 1), torch.device("cpu", 0)])
-    b = Workers("b", 2, devices=[torch.device("cpu", 1), torch.device("cpu", 7)])
+    b = Workers("b", 2, devices=[torch.device("cpu", 7), torch.device("cpu", 1)])
     transport = WeightTransport("ipc", host="127.0.0.1", bucket_bytes=4096, timeout_s=LIMIT_S, device=context.device)
     equal, failures = [], 0
 
@@ -91,13 +109,15 @@ def push_from_ranks(model: str, files: str) -> dict[str, Any]:
         )
 
     for version in range(1, 4):
-        b._faults = {"transferred": RuntimeError("broken")} if version == 2 else {}
+        shared.full = torch.device("cpu", 7) if version == 2 else None
+        closings = shared.events.count("release") + 5  # of all workers and of rank 0
+        parameters.wait = partial(_await_closings, shared, closings) if shared.full else list
         try:
             push_to(version, a, b)
         except PushFailedError as error:
             failures += list(error.failures) == ["b"]
             continue
-        tensors = parameters.tensors  # type: ignore[attr-defined]
+        tensors = parameters.tensors
         equal += [torch.equal(served[name], tensors[name]) for served in a.served + b.served for name in tensors]
     transport.close()
     context.channel.send_all(StopCommand())
