@@ -182,7 +182,7 @@ def load_components(config: ExperimentConfig) -> Components:
     with problems.collecting():
         if (section := config.rollout_function) is not None:
             given: dict[str, Any] = {"prompts": [], "trainer": None}
-            function = resolve_and_check(section.function, "rollout_function.function", given=given, may_be_async=True)
+            function = resolve_and_check(section.function, "rollout_function.function", given=given)
     with problems.collecting():
         agent = _load_agent(config)
     if problems and environments is not None:

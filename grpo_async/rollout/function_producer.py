@@ -3,8 +3,8 @@
     rollout_func(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs": ..., **extra}
 
 Each value has one entry per rollout. Extra keys reach the reward functions as columns; `env_mask` (0: not sampled) becomes the
-loss mask. Groups that are admitted together go into one call, in a thread (an async function on a loop of its own); its tokens are
-stamped with the version served when it began. A call that nobody waits for anymore sends no more requests: its `trainer` is closed.
+loss mask. Groups that are admitted together go into one call, in a thread; its tokens are stamped with the version served when it
+began. A call that nobody waits for anymore sends no more requests: its `trainer` is closed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from grpo_async.tracking.timeline import span
 from grpo_async.user_code.calls import Caller, CallError, UserCall
 from grpo_async.user_code.copies import own_copy
-from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.threads import ThreadRunner
-
-ASYNC_LOOP = UserLoop("async rollout function")
-"""One loop for all calls, in training and in evaluation: an HTTP client that the calls share belongs to one loop."""
 
 
 class _Call:
@@ -61,7 +57,7 @@ class FunctionProducer:
         self._setup = setup
         section = setup.section
         threads = ThreadRunner("rollout-function", max_threads=section.max_concurrent_calls)
-        self._caller = Caller(threads, section.timeout_s, loop=ASYNC_LOOP)
+        self._caller = Caller(threads, section.timeout_s)
         # decides when a call begins, and so its version; the limit of `threads` also counts calls that were cancelled and go on
         self._slots = asyncio.Semaphore(section.max_concurrent_calls)
         self._joining: _Call | None = None
@@ -152,8 +148,11 @@ def read_output(
         raise FatalRolloutError(f"rollout_func must return a dict, got {type(output).__name__}")
     if missing := sorted(set(REQUIRED_KEYS) - output.keys()):
         raise FatalRolloutError(f"rollout_func must return keys {missing} in its output dict.")
-    given = {key: value for key, value in output.items() if value is not None or key not in _OPTIONAL_LISTS}
-    columns = {key: _per_rollout(key, value, len(rollout_ids)) for key, value in given.items()}
+    columns = {
+        key: _per_rollout(key, value, len(rollout_ids))
+        for key, value in output.items()
+        if value is not None or key not in _OPTIONAL_LISTS
+    }
     completions = []
     for index, rollout_id in enumerate(rollout_ids):
         row = {key: values[index] for key, values in columns.items()}
@@ -235,24 +234,20 @@ def _entries(value: Any) -> list[Any] | None:
 
 
 def _per_rollout(key: str, value: Any, count: int) -> Sequence[Any]:
-    """One entry per rollout: a list as it is, an extra value that is no list repeated for every rollout."""
-    values = _entries(value)
-    if values is None and key not in (*REQUIRED_KEYS, *_OPTIONAL_LISTS):
+    """One entry per rollout; an extra value that is no list is that of every rollout."""
+    if _entries(value) is None and key not in (*REQUIRED_KEYS, *_OPTIONAL_LISTS):
         return [value] * count
+    try:
+        return _one_each(value, count, key, "rollouts")
+    except ValueError as error:
+        raise FatalRolloutError(f"rollout_func: {error}") from error
+
+
+def _one_each(value: Any, count: int, what: str, of: str = "completion_ids") -> list[Any]:
+    values = _entries(value)
     if values is None or len(values) != count:
         found = type(value).__name__ if values is None else f"{len(values)} entries"
-        raise FatalRolloutError(
-            f"rollout_func: {key} must be a list with one entry per rollout, {count}; it is {found}"
-        )
-    return values
-
-
-def _one_each(value: Any, count: int, what: str) -> list[Any]:
-    """The entries of a list with one for each token."""
-    values = _entries(value)
-    if values is None or len(values) != count:
-        found = "no" if values is None else len(values)
-        raise ValueError(f"{what} has {found} entries for {count} completion_ids; it needs one for each")
+        raise ValueError(f"{what} must be a list with one entry for each of {count} {of}; it is {found}")
     return values
 
 

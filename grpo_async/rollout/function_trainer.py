@@ -1,5 +1,5 @@
 """The `trainer` argument of a rollout function: the attributes that TRL's rollout functions use (processing_class, args,
-state), and `generate` with the served policy (`agenerate` for async functions). After its call it sends no more requests.
+state), and `generate` with the served policy. After its call it sends no more requests.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import count
 
 _OVERRIDES = (*SAMPLING, "stop", "max_tokens", "seed")
+_OVER = (
+    "this call of the rollout function is over (its time limit passed, its prompts became too stale, or the run stops), "
+    "so its trainer sends no more requests"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +58,10 @@ class FunctionTrainer:
         self._setup = setup
         self._served_version = served_version
         self._seed = seed
-        self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._asking: set[asyncio.Task[Any]] = set()  # used on the loop only
+        self._is_over = False
+        self._asked: list[concurrent.futures.Future[Any]] = []
         settings = setup.settings
         self.args = SimpleNamespace(  # named as in TRL
             num_generations=setup.num_generations,
@@ -68,7 +73,7 @@ class FunctionTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"`trainer` has no `{name}`; it has processing_class, args, state, generate and agenerate. Instead of TRL's "
+            f"`trainer` has no `{name}`; it has processing_class, args, state and generate. Instead of TRL's "
             "`trainer.vllm_generation`, use `trainer.generate(prompts)`"
         )
 
@@ -82,24 +87,26 @@ class FunctionTrainer:
         return TrainerState(global_step=self._served_version(), max_steps=self._setup.max_steps)
 
     def close(self) -> None:
-        self._loop = None
-        for task in self._asking:
-            task.cancel()
+        self._is_over = True
+        for future in self._asked:
+            future.cancel()
 
     def generate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Generate one completion for each prompt, all concurrently.
-
-        Args:
-            prompts: text, message lists (rendered by the chat template) or token ids (lists, arrays or tensors; used as they are).
-            generation_overrides: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `stop` (a text or a list),
-                `max_tokens`, `seed`.
-
-        Returns:
-            For each prompt {"prompt_ids", "completion_ids", "logprobs", "text", "finish_reason"}.
-        """
-        future = self._submit(prompts, generation_overrides)
+        """Generate one completion for each prompt, all concurrently; each is {"prompt_ids", "completion_ids", "logprobs", "text",
+        "finish_reason"}. A prompt is a text, a list of messages or a list of token ids."""
+        overrides = dict(generation_overrides or {})
+        if unknown := sorted(set(overrides) - set(_OVERRIDES)):
+            raise ValueError(f"generation_overrides: unknown settings {unknown}; there are {', '.join(_OVERRIDES)}")
+        if "stop" in overrides:
+            overrides["stop"] = listed_stop(overrides["stop"])
+        if self._is_over:
+            raise RunError(_OVER)
+        future = asyncio.run_coroutine_threadsafe(self._generate(prompts, overrides), self._loop)
+        self._asked.append(future)
+        if self._is_over:  # meanwhile
+            future.cancel()
         try:
             return result_within(
                 future,
@@ -108,44 +115,12 @@ class FunctionTrainer:
                 setting="rollout_function.timeout_s",
             )
         except concurrent.futures.CancelledError as error:
-            raise _call_is_over() from error
-
-    async def agenerate(
-        self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
-        """Like `generate`, for async rollout functions; from any event loop."""
-        future = self._submit(prompts, generation_overrides)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise _call_is_over() from error  # `close` cancelled the requests
-
-    def _submit(
-        self, prompts: Sequence[Any], generation_overrides: Mapping[str, Any] | None
-    ) -> concurrent.futures.Future[list[dict[str, Any]]]:
-        if self._loop is None:
-            raise _call_is_over()
-        overrides = dict(generation_overrides or {})
-        unknown = sorted(set(overrides) - set(_OVERRIDES))
-        if unknown:
-            raise ValueError(f"generation_overrides: unknown settings {unknown}; there are {', '.join(_OVERRIDES)}")
-        if "stop" in overrides:
-            overrides["stop"] = listed_stop(overrides["stop"])
-        return asyncio.run_coroutine_threadsafe(self._generate(prompts, overrides), self._loop)
+            raise RunError(_OVER) from error
 
     async def _generate(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if self._loop is None:  # the call ended before this began
-            raise _call_is_over()
-        task = asyncio.current_task()
-        assert task is not None
-        self._asking.add(task)
-        try:
-            return await all_of(self._one(prompt, place, overrides) for place, prompt in enumerate(prompts))
-        finally:
-            self._asking.discard(task)
+        if self._is_over:  # since this was asked for
+            raise RunError(_OVER)
+        return await all_of(self._one(prompt, place, overrides) for place, prompt in enumerate(prompts))
 
     async def _one(self, prompt: Any, place: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
@@ -185,10 +160,3 @@ class FunctionTrainer:
         if messages and messages[-1].role == "assistant":
             messages[-1] = replace(messages[-1], origin=Origin.PROMPT)
         return self._renderer.prompt_ids(messages, is_conversational=True)
-
-
-def _call_is_over() -> RunError:
-    return RunError(
-        "this call of the rollout function is over (its time limit passed, its prompts became too stale, or the run stops), "
-        "so its trainer sends no more requests"
-    )

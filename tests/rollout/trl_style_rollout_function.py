@@ -28,11 +28,6 @@ def generating_rollout_func(prompts, trainer):
     return {key: [output[key] for output in outputs] for key in ("prompt_ids", "completion_ids", "logprobs")}
 
 
-async def async_rollout_func(prompts, trainer):
-    outputs = await trainer.agenerate(prompts)
-    return {key: [output[key] for output in outputs] for key in ("prompt_ids", "completion_ids", "logprobs")}
-
-
 def masked_rollout_func(prompts, trainer):
     """Two sampled tokens, two of the environment, one sampled."""
     count = len(prompts)
