@@ -320,6 +320,7 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
     forms = [section.structured_outputs for section in (config.rollout, config.evaluation) if section is not None]
     is_interrupted = config.weights.mode == "abort" and any(forms)
     yield is_interrupted, "weights.mode: abort >< structured_outputs: a turn that is interrupted starts over"
+    yield inference.engine == "embedded" and any(forms), "structured_outputs needs inference.engine: vllm"
     is_alone = launch.sharding == "hybrid" and launch.trainer_nodes == 1
     yield is_alone, "launch.sharding: hybrid needs more than one machine (launch.trainer_nodes)"
     cluster = "needs launch.ray: auto, and a Ray cluster (`ray start` on each machine)"

@@ -567,7 +567,7 @@ class RolloutSection(StrictModel):
     repetition_penalty: RepetitionPenalty = 1.0
     """Above 1, tokens that are already in the prompt or the completion become less likely (arXiv 1909.05858); 1 = none."""
     structured_outputs: StructuredOutputs | None = None
-    """Every turn of the policy satisfies this constraint; the embedded engine needs xgrammar for it. A turn that is interrupted
+    """Every turn of the policy satisfies this constraint (vLLM only). A turn that is interrupted
     (its server died, or a resume) starts over, because the constraint begins with the first token."""
     stop: StopStrings = Field(default_factory=list)
     """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is

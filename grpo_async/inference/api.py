@@ -84,7 +84,7 @@ class GenerateRequest(ApiModel):
     structured_outputs: dict[Literal["json", "regex", "choice", "grammar", "structural_tag"], Any] | None = Field(
         default=None, min_length=1, max_length=1
     )
-    """A constraint on the output, named as in vLLM's StructuredOutputsParams; the embedded engine needs xgrammar for it.
+    """A constraint on the output, named as in vLLM's StructuredOutputsParams; the embedded engine has none.
     `token_ids` must not contain tokens that were sampled before: the constraint begins with the first token."""
     seed: int = 0
     """Used by the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A

@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import copy
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,7 +61,7 @@ class FunctionTrainer:
         self._seed = seed
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._is_over = False
+        self._is_over = threading.Event()
         self._asked: list[concurrent.futures.Future[Any]] = []
         settings = setup.settings
         self.args = SimpleNamespace(  # named as in TRL
@@ -87,7 +88,7 @@ class FunctionTrainer:
         return TrainerState(global_step=self._served_version(), max_steps=self._setup.max_steps)
 
     def close(self) -> None:
-        self._is_over = True
+        self._is_over.set()
         for future in self._asked:
             future.cancel()
 
@@ -101,11 +102,11 @@ class FunctionTrainer:
             raise ValueError(f"generation_overrides: unknown settings {unknown}; there are {', '.join(_OVERRIDES)}")
         if "stop" in overrides:
             overrides["stop"] = listed_stop(overrides["stop"])
-        if self._is_over:
+        if self._is_over.is_set():
             raise RunError(_OVER)
         future = asyncio.run_coroutine_threadsafe(self._generate(prompts, overrides), self._loop)
         self._asked.append(future)
-        if self._is_over:  # meanwhile
+        if self._is_over.is_set():  # meanwhile
             future.cancel()
         try:
             return result_within(
@@ -118,7 +119,7 @@ class FunctionTrainer:
             raise RunError(_OVER) from error
 
     async def _generate(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if self._is_over:  # since this was asked for
+        if self._is_over.is_set():  # since this was asked for
             raise RunError(_OVER)
         return await all_of(self._one(prompt, place, overrides) for place, prompt in enumerate(prompts))
 

@@ -42,7 +42,7 @@ class ServedPolicy:
         Args:
             messages: a chat. The text of a control token stays text.
             max_tokens: of the answer; None: what `inference.max_model_len` leaves.
-            json_schema: constrains the answer to JSON of this schema; the embedded engine needs xgrammar for it.
+            json_schema: constrains the answer to JSON of this schema (vLLM only).
 
         Raises:
             ValueError: the chat leaves no room for an answer.

@@ -100,6 +100,10 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"evaluation": {"structured_outputs": {"regex": "a"}}, "weights": {"mode": "abort"}},
             "weights.mode: abort does not go with structured_outputs",
         ),
+        (
+            {"evaluation": {"structured_outputs": {"regex": "a"}}, "inference": {"engine": "embedded"}},
+            "structured_outputs needs inference.engine: vllm",
+        ),
         # agents
         ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
         ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "environment; function and command are set"),

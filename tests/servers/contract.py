@@ -5,8 +5,6 @@ A test brings the weights it needs by pushing them (`version`), and leaves the s
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -43,12 +41,6 @@ NUM_SLOTS = 4
 """Requests that a server of these tests runs at once; more wait in its queue."""
 MAX_MODEL_LEN = 1024
 PROMPT = [5, 6, 7, 8, 9, 10]
-TAG = {
-    "type": "tag",
-    "begin": "<tool_call>",
-    "content": {"type": "const_string", "value": "add"},
-    "end": "</tool_call>",
-}
 LONG_PROMPT = [20 + position % 200 for position in range(300)]  # more than two cache blocks of vLLM's 128
 
 
@@ -244,35 +236,6 @@ class Contract:
                 kept = dict(top[np.isfinite(top["logprob"])].tolist())
                 wanted = {each: expected[each].item() for each in expected.isfinite().nonzero()[:, 0].tolist()}
                 assert kept == pytest.approx(wanted, abs=1e-4)
-
-    @pytest.mark.parametrize(
-        ("form", "pattern"),
-        [
-            ({"choice": ["hello world", "the answer"]}, "hello world|the answer"),
-            ({"regex": "[a-c]{4,6}!"}, "[a-c]{4,6}!"),
-            ({"structural_tag": json.dumps({"type": "structural_tag", "format": TAG})}, "<tool_call>add</tool_call>"),
-        ],
-    )
-    def test_structured_outputs_have_their_form_and_logprobs_of_what_it_leaves(
-        self, server: Served, model_a: Any, version: int, tiny_model: Path, form: dict[str, Any], pattern: str
-    ) -> None:
-        from transformers import AutoTokenizer
-
-        pytest.importorskip("xgrammar")
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        free = make_request(PROMPT, seed=1, max_tokens=60)
-        beside = server.pool.submit(server.generate, free)
-        request = make_request(PROMPT, seed=2, max_tokens=200, structured_outputs=form, ignore_eos=False)
-        output = server.generate(request)
-        assert (output.finish_reason, output.token_ids[-1]) == ("stop", tokenizer.eos_token_id)
-        assert re.fullmatch(pattern, tokenizer.decode(output.token_ids[:-1]))
-        full = teacher_forced(model_a, PROMPT, output.token_ids).tolist()
-        above = [mine - other for mine, other in zip(output.logprobs, full, strict=True)]
-        assert min(above) > -server.tolerance  # what is left is divided by its probability
-        assert max(above) > 0.5
-        assert_exact(model_a, free, beside.result(60.0), version, server.tolerance)
-        wrong = request.model_copy(update={"structured_outputs": {"regex": "("}})
-        assert server.post("/rollout/generate", wrong.model_dump()).status_code == 400
 
     def test_a_client_that_disconnects_frees_its_slot(self, server: Served) -> None:
         before = server.info().generated_tokens

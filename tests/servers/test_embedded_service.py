@@ -55,7 +55,7 @@ def own(tiny_model: Path) -> Iterator[Live]:
         ({"stop_token_ids": [-1]}, "vocabulary"),
         ({"temperature": 1e-9}, "too small"),
         ({"top_p": 1e-320}, "top_p"),
-        ({"structured_outputs": {"choice": ["a"]}}, "tokenizer"),
+        ({"structured_outputs": {"choice": ["a"]}}, "inference.engine: vllm"),
         ({"stop": ["END"]}, "tokenizer"),
         ({"color": "red"}, "color"),
     ],

@@ -25,7 +25,6 @@ from grpo_async.errors import ConfigError, message_of
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason, TopArray
-from grpo_async.servers.embedded.grammar import mask_logits
 from grpo_async.servers.embedded.kv_slots import SlotCache
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 from grpo_async.servers.requests import NOT_FINITE, EngineOutput, TokenStream
@@ -49,7 +48,6 @@ class RunningSequence:
         eos_ids: Sequence[int],
         stream: TokenStream,
         decode: Callable[[Sequence[int]], str] | None = None,
-        matcher: Any = None,
     ) -> None:
         self.request = request
         self.stream = stream
@@ -58,7 +56,6 @@ class RunningSequence:
         self.limit = self.prompt_len + request.max_tokens
         self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
         self.decode = decode
-        self.matcher = matcher  # of its structured output
         self.prompt_key = tuple(request.token_ids[:-1])
         self.slot = -1  # -1: waiting or over
         self.filled_by: int | None = None  # number of the weights that computed the prompt's keys and values
@@ -70,8 +67,6 @@ class RunningSequence:
 
     def append(self, token: int, logprob: float, top: TopArray | None = None) -> EngineOutput:
         self.tokens.append(token)
-        if self.matcher is not None:
-            self.matcher.accept_token(token)
         output = EngineOutput(token_ids=(token,), logprobs=(logprob,))
         if top is not None and self.request.top_logprobs:
             output.top_logprobs = (top[: self.request.top_logprobs].tobytes(),)
@@ -277,8 +272,7 @@ class SlotEngine:
             use_cache=True,
         ).logits[:, -1]
         assert self._sampling is not None
-        logits = mask_logits(logits[: len(rows)], [sequence.matcher for sequence in rows])
-        tokens, logprobs, top = sample(logits, self._sampling, self._next_positions)
+        tokens, logprobs, top = sample(logits[: len(rows)], self._sampling, self._next_positions)
         self._sampling.note(tokens)
         self._tokens[: len(rows)] = tokens
         self._positions[: len(rows)] += 1

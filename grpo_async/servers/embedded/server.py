@@ -12,7 +12,7 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -33,7 +33,6 @@ from grpo_async.inference.api import (
 from grpo_async.inference.guard import GuardedProtocol, TokenGuard
 from grpo_async.servers.app import PARAMETERS_TIMEOUT_S, Engine, NextChunk, RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
-from grpo_async.servers.embedded.grammar import Grammars, is_xgrammar_installed
 from grpo_async.servers.requests import EngineDeadError, EngineOutput, TokenStream
 from grpo_async.weights.receiver import WeightReceiver
 
@@ -68,8 +67,6 @@ class EmbeddedEngine(Engine):
         self._from_hub = from_hub or {}
         super().__init__(description.model_copy(update=known), revision=self._from_hub.get("revision"))
         self._tokenizer: Any = None
-        self._grammars: Grammars | None = None
-        self._compiling = asyncio.Lock()
         self._engine = engine
         self._on_failure = on_failure
         self._timeout_s = timeout_s
@@ -199,18 +196,6 @@ class EmbeddedEngine(Engine):
         except Exception as error:  # transformers may raise anything for a folder without a tokenizer
             raise HTTPException(400, f"the model's tokenizer cannot be loaded: {message_of(error)}") from error
 
-    async def _matcher(self, structured_outputs: Mapping[Any, Any], stop_ids: Iterable[int]) -> Any:
-        if not is_xgrammar_installed():
-            raise HTTPException(400, "structured_outputs: pip install xgrammar, or set inference.engine: vllm")
-        await self.prepare_stop_strings()
-        async with self._compiling:
-            try:
-                if self._grammars is None:
-                    self._grammars = await asyncio.to_thread(Grammars, self._tokenizer, self._engine.vocab_size)
-                return await asyncio.to_thread(self._grammars.matcher, structured_outputs, stop_ids)
-            except (ValueError, RuntimeError) as error:  # xgrammar's are RuntimeErrors
-                raise HTTPException(400, f"structured_outputs: {message_of(error)}") from error
-
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
@@ -218,12 +203,12 @@ class EmbeddedEngine(Engine):
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
         if 0.0 < request.temperature < _MIN_TEMPERATURE:
             raise HTTPException(400, f"temperature {request.temperature} is too small to divide by; 0 is greedy")
+        if request.structured_outputs is not None:
+            raise HTTPException(400, "the embedded engine has no structured outputs; set inference.engine: vllm")
         if self.failure is not None:
             raise EngineDeadError(self.failure)
         stream = TokenStream(flush_interval_s=request.flush_interval_s, num_prompt_tokens=len(request.token_ids))
         sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, stream=stream, decode=self._decode)
-        if request.structured_outputs is not None:
-            sequence.matcher = await self._matcher(request.structured_outputs, sequence.stop_ids)
 
         def fail_if_lost(added: Future[None]) -> None:
             """The engine ended before it took the request, so end the stream here."""
