@@ -132,7 +132,7 @@ ComputeDtype = Literal["float32", "bfloat16", "float16"]
 EngineName = Literal["vllm", "embedded"]
 AttentionName = Literal["mask", "varlen"]
 TransportKind = Literal["gloo", "nccl", "ipc"]
-PushMode = Literal["recompute", "keep_kv", "drain", "abort"]
+PushMode = Literal["recompute", "keep_kv", "abort"]
 Reference = Annotated[
     str, AfterValidator(_check_reference), WithJsonSchema({"type": "string", "pattern": f"^{_REFERENCE.pattern}$"})
 ]

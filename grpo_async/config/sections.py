@@ -1110,14 +1110,12 @@ class WeightsSection(StrictModel):
     mode: PushMode = "keep_kv"
     """What happens to requests in flight. keep_kv: they freeze, then continue with the new weights over the KV cache of the old
     ones (in-flight updates of PipelineRL, arXiv 2509.19128). recompute: their context is computed again with the new weights, as
-    in TRL. drain: the push waits until all have finished. abort: they are aborted and sent again with the tokens they have."""
+    in TRL. abort: they are aborted and sent again with the tokens they have."""
     bucket_mb: int | None = Field(default=None, ge=1)
     """Parameters travel in buckets of this many MiB. null: a 64th of the weights, from 8 to 256 MiB, and less where the trainer's
     GPU has little room. Trainer and servers each hold two of them in addition to the weights."""
     timeout_s: Seconds = 120.0
     """Deadline of each phase of a push; while weights travel, of each bucket."""
-    drain_timeout_s: Seconds = 600.0
-    """Longest wait for requests in flight with `mode: drain`."""
     host: Host | None = None
     """Master address of the process group that transfers the weights: an address of the trainer's machine (node rank 0). null = the
     one that the servers reach: 127.0.0.1 where they are on the same machine."""

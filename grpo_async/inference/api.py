@@ -8,9 +8,9 @@ which the servers allow only on a loopback address. Errors are JSON `{"error": "
     GET  /rollout/parameters            ServedParameters: what a weight update has to contain
     POST /rollout/generate              GenerateRequest -> NDJSON stream of GenerateChunk (application/x-ndjson)
     POST /rollout/score                 ScoreRequest -> ScoreAnswer: log-probabilities of given tokens
-    POST /pause?mode=M&keep_cache=B     freezes generation between two tokens. Requests in flight stay (keep), run to their end
-                                        first (drain, for &timeout_s=S) or end at once with what they have (abort); later ones
-                                        wait. Without keep_cache, what continues recomputes its context with the new weights
+    POST /pause?mode=M&keep_cache=B     freezes generation between two tokens. Requests in flight stay (keep) or end at once with
+                                        what they have (abort); later ones wait. Without keep_cache, what
+                                        continues recomputes its context with the new weights
     POST /resume                        allowed when not paused, too; 409 while a part of an update is loaded
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
     POST /init_weight_transfer_engine   WeightInitInfo: joins the weight group (again, after a trainer restart)
@@ -52,9 +52,8 @@ from grpo_async.config.base import (
 )
 from grpo_async.records import FinishReason
 
-PauseMode = Literal["keep", "drain", "abort"]
+PauseMode = Literal["keep", "abort"]
 OUT_OF_ORDER = 409  # status of a call that the server cannot make in its present state
-NOT_DRAINED = 504
 KEEP_ALIVE_S = 600  # servers close idle connections after it, clients after half of it: no request meets a closing one
 
 
@@ -231,7 +230,6 @@ class PauseQuery(ApiModel):
 
     mode: PauseMode = "keep"
     keep_cache: bool = False
-    timeout_s: Seconds = 600.0  # of a drain
 
 
 class Paused(ApiModel):

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError, message_of
 from grpo_async.inference.api import (
-    NOT_DRAINED,
     Paused,
     PauseMode,
     ScoreAnswer,
@@ -28,8 +27,6 @@ from grpo_async.inference.connect import authorization, error_for_status, truste
 from grpo_async.utils.retry import RetryPolicy
 from grpo_async.utils.text import count
 from grpo_async.utils.validation import problems_of
-
-_DRAIN_MARGIN_S = 5.0  # for the answer to a drain; less than push.GRACE_S, so that this call's own error comes first
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -120,15 +117,8 @@ class ServerControl:
         return self.info(timeout_s=ends_at - time.monotonic(), retries=1)
 
     def pause(self, *, mode: PauseMode = "keep", keep_cache: bool = False, timeout_s: float | None = None) -> Paused:
-        """Freeze generation between two tokens; `api` says what happens to requests in flight.
-
-        With mode "drain", they must end within `timeout_s`; a server that is not drained by then is not paused.
-        """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        """Freeze generation between two tokens; `api` says what happens to requests in flight."""
         query = {"mode": mode, "keep_cache": "true" if keep_cache else "false"}
-        if mode == "drain":
-            query["timeout_s"] = f"{timeout_s:g}"
-            timeout_s += _DRAIN_MARGIN_S
         return self._set_paused(True, self._request("POST", "/pause", query=query, timeout_s=timeout_s))
 
     def resume(self, *, timeout_s: float | None = None) -> None:
@@ -185,21 +175,20 @@ class ServerControl:
         max_retries = self._retry.max_retries if retries is None else retries
         attempt = 0
         while True:
-            may_retry, answered = True, False
+            answered = False
             try:
                 left_s = max(0.001, ends_at - time.monotonic())
                 timeout = httpx.Timeout(left_s, connect=min(10.0, left_s))
                 with self._http.stream(method, path, params=query, json=body, timeout=timeout) as response:
                     content = _content(response, ends_at)
                 if response.status_code != 200:
-                    # a drain that is asked for again would wait for as long again
-                    may_retry, answered = response.status_code != NOT_DRAINED, True
+                    answered = True
                     raise error_for_status(response.status_code, content)
                 return content
             except (httpx.TransportError, ServerUnavailableError) as error:
                 delay_s = self._retry.delay_s(attempt)
                 # retries share the time of the call, and a silent attempt uses all of it: a hung server is waited for once
-                if not may_retry or attempt >= max_retries or time.monotonic() + delay_s >= ends_at:
+                if attempt >= max_retries or time.monotonic() + delay_s >= ends_at:
                     raise ServerUnavailableError(
                         f"{method} {self.url}{path} failed {count(attempt + 1, 'time')} within {timeout_s:g} s; the last error: "
                         f"{message_of(error)}",

@@ -2,7 +2,7 @@
 and weight updates, and answers. An `Engine` does the rest.
 
     400 the request is wrong | 409 out of order, or another call came in the meantime | 500 a weight update failed
-    503 the engine is dead or does not answer, or the request is meant for another server | 504 not drained in time
+    503 the engine is dead or does not answer, or the request is meant for another server
 
 A client that disconnects ends its request; pauses and weight updates run to their end: half of one would be an unknown state.
 """
@@ -27,7 +27,6 @@ from starlette.types import Receive, Scope, Send
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError, message_of
 from grpo_async.inference.api import (
-    NOT_DRAINED,
     OUT_OF_ORDER,
     FinishBody,
     GenerateChunk,
@@ -42,7 +41,7 @@ from grpo_async.inference.api import (
     WeightUpdateInfo,
 )
 from grpo_async.servers.requests import NOT_FINITE, EngineDeadError, RequestTracker
-from grpo_async.utils.text import count, shortlist
+from grpo_async.utils.text import shortlist
 from grpo_async.utils.validation import problems_of
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import update_problems, wrong_kind
@@ -149,7 +148,6 @@ class RolloutApp:
         self._engine = engine
         self._requests = engine.requests
         self._lock = asyncio.Lock()  # pauses and weight updates change what the engine does: one at a time
-        self._pause_number = 0
         self._has_group = False
         self._announced: WeightUpdateInfo | None = None  # set by /start_weight_update
         self._is_whole = True  # False: an update is loaded in part, or not finished
@@ -261,46 +259,20 @@ class RolloutApp:
 
     async def _pause(self, request: Request) -> Response:
         wanted = PauseQuery.model_validate(dict(request.query_params))
-        self._pause_number = number = self._pause_number + 1
         self._requests.gate.close()
         try:
-            if wanted.mode == "drain":
-                await self._drained(number, wanted.timeout_s)
             async with self._lock:
                 self._requests.gate.close()  # a /resume may have come before this got the lock
                 await self._engine.pause(abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
                 self._requests.flush()
                 recomputed, computed = (0, 0) if wanted.keep_cache else self._requests.take_recomputed()
         except BaseException:
-            if number == self._pause_number and not self._requests.is_paused:
+            if not self._requests.is_paused:
                 self._requests.gate.open()
             raise
         return _json(Paused(is_paused=True, recomputed_tokens=recomputed, computed_tokens=computed))
 
-    async def _drained(self, number: int, timeout_s: float) -> None:
-        """Return when the engine has ended all requests. If this raises, the server is not paused. `number`: that of the /pause."""
-        async with self._lock:
-            if not self._is_whole:  # no request can run to its end
-                return
-            if self._requests.is_paused:  # paused by a trainer that is gone: frozen requests would never end
-                await self._engine.resume()
-        is_drained = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._requests.wait_until_empty()
-        except TimeoutError:
-            is_drained = False
-        if number != self._pause_number:
-            raise HTTPException(OUT_OF_ORDER, "another /pause or /resume came while requests were draining")
-        if not is_drained:
-            raise HTTPException(
-                NOT_DRAINED,
-                f"the server is not paused: {count(len(self._requests.in_engine), 'request')} in flight did not end within "
-                f"{timeout_s:g} s; raise weights.drain_timeout_s if this is expected",
-            )
-
     async def _resume(self, _: Request) -> Response:
-        self._pause_number += 1  # cancels a /pause that is still draining
         async with self._lock:
             if not self._is_whole:
                 raise HTTPException(
@@ -316,7 +288,6 @@ class RolloutApp:
         return JSONResponse({"is_paused": await unless_disconnected(self._engine.is_paused(), request.receive)})
 
     async def _sleep(self, _: Request) -> Response:
-        self._pause_number += 1  # cancels a /pause that is still draining
         async with self._lock:
             await self._engine.sleep()
             self._announced = None  # no update is loaded into memory that was given back

@@ -151,8 +151,6 @@ class RequestTracker:
         self.num_generated_tokens = 0
         self._num_computed_tokens = 0  # since the last `take_recomputed`
         self.in_engine: set[TokenStream] = set()  # that it has not ended
-        self._empty = asyncio.Event()
-        self._empty.set()
         self.is_paused = False
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -164,7 +162,6 @@ class RequestTracker:
 
     def enter(self, stream: TokenStream) -> None:
         self.in_engine.add(stream)
-        self._empty.clear()
         self._update_busy()
 
     def receive(self, stream: TokenStream, output: EngineOutput, *, version: int, is_generated: bool = True) -> None:
@@ -186,8 +183,6 @@ class RequestTracker:
         """The engine has ended the request, or nobody waits for it anymore. Returns False if it had already ended."""
         was_in = stream in self.in_engine
         self.in_engine.discard(stream)
-        if not self.in_engine:
-            self._empty.set()
         self._update_busy()
         return was_in
 
@@ -209,9 +204,6 @@ class RequestTracker:
     def set_paused(self, is_paused: bool) -> None:
         self.is_paused = is_paused
         self._update_busy()
-
-    async def wait_until_empty(self) -> None:
-        await self._empty.wait()
 
     def _update_busy(self) -> None:
         is_busy = bool(self.in_engine) and not self.is_paused

@@ -72,7 +72,7 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
         config.loss, num_updates=config.training.num_updates, keeps_sampling_mask=config.keeps_sampling_mask
     )
     reference = _build_reference(config, policy, mesh, device) if config.loss.needs_reference else None
-    # rank 0 sends its next command only after a server started, an evaluation ended, requests drained, or samples came
+    # rank 0 sends its next command only after a server started, an evaluation ended, or samples came
     command_timeout_s = sum(
         (
             config.training.queue_timeout_s,
@@ -80,7 +80,6 @@ def build_context(assignment: Assignment, config: ExperimentConfig, *, tokenizer
             config.rollout.rollout_timeout_s,
             config.rollout_function.timeout_s if config.rollout_function else 0.0,
             config.rollout.agent.timeout_s if config.rollout.agent else 0.0,
-            config.weights.drain_timeout_s,
             config.weights.timeout_s,
             _COMMAND_MARGIN_S,
         )

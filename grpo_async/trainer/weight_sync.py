@@ -139,9 +139,6 @@ class FleetSync:
             self._control.send("server_serving", index=server.index)
 
     def _fence(self, servers: Sequence[Server], error: PushFailedError) -> bool:
-        is_drain = error.phase == "pause" and self._config.weights.mode == "drain"
-        if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
-            raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
         for name, cause in error.failures.items():
             server = next(server for server in servers if server.control.name == name)
             reason = f"{error.phase} of a weight push failed: {cause}"

@@ -46,7 +46,6 @@ from grpo_async.weights.receiver import NOT_ARRIVED, NOT_AS_SENT
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
     "recompute": ("keep", False),
     "keep_kv": ("keep", True),
-    "drain": ("drain", False),
     "abort": ("abort", False),
 }
 """What servers do, by weights.mode: the pause mode, and whether caches are kept."""
@@ -249,28 +248,21 @@ def push_weights(
     started, timeout_s = time.monotonic(), settings.timeout_s
     clock, paused = _Clock(), list[Paused]()
 
-    def call_all(
-        phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = timeout_s, setting: str = _SETTING
-    ) -> None:
+    def call_all(phase: str, call: Callable[[ServerControl], None]) -> None:
         with clock.part(phase):
             calls = _start_calls(servers, call, phase=phase)
-            failures = _failed_calls(calls, phase=phase, deadline_s=deadline_s + GRACE_S, setting=setting)
+            failures = _failed_calls(calls, phase=phase, deadline_s=timeout_s + GRACE_S, setting=_SETTING)
         if failures:
-            what, hint = f"{phase} of the push of version {version}", f"deadline {deadline_s:.0f} s: {setting}"
+            what, hint = f"{phase} of the push of version {version}", f"deadline {timeout_s:.0f} s: {_SETTING}"
             raise PushFailedError(what, phase=phase, failures=failures, hint=hint)
 
     mode, keep_cache = _PAUSES[settings.mode]
-    limit_s, limit = (settings.drain_timeout_s, "weights.drain_timeout_s") if mode == "drain" else (timeout_s, _SETTING)
     try:
         if not parameters.swap:
             call_all(
                 "pause",
-                lambda server: paused.append(server.pause(mode=mode, keep_cache=keep_cache, timeout_s=limit_s)),
-                deadline_s=limit_s,
-                setting=limit,
+                lambda server: paused.append(server.pause(mode=mode, keep_cache=keep_cache, timeout_s=timeout_s)),
             )
-        # generation stops at the call; with mode drain, when the call is answered
-        stopped_at = time.monotonic() if mode == "drain" else started
         with loading():
             if not transport.members:
                 with clock.part("connect"):
@@ -307,7 +299,7 @@ def push_weights(
     return {
         "sync/push_s": ended - started,
         # without a pause, workers that receive and load compute no step
-        "sync/stopped_s": clock.seconds["transfer"] if parameters.swap else ended - stopped_at,
+        "sync/stopped_s": clock.seconds["transfer"] if parameters.swap else ended - started,
         **{f"sync/phase/{name}_s": taken_s for name, taken_s in clock.seconds.items()},
         "sync/bytes": float(num_bytes),
         "sync/bytes_per_s": num_bytes / max(clock.seconds["transfer"], 1e-9),

@@ -18,10 +18,9 @@ from grpo_async.errors import BadResponseError, RequestRejectedError, RunError, 
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.connect import trusted_certificates
-from grpo_async.inference.control import _DRAIN_MARGIN_S, ServerControl
+from grpo_async.inference.control import ServerControl
 from grpo_async.inference.router import Servers
 from grpo_async.utils.retry import RetryPolicy
-from grpo_async.weights.push import GRACE_S
 from tests.inference.fleet_support import watched
 from tests.support.local_server import Request, local_server
 
@@ -37,7 +36,6 @@ def _control(url: str) -> ServerControl:
     [
         (404, RequestRejectedError, "404: told to refuse", 1),
         (503, ServerUnavailableError, "3 times.*503: told to refuse", 3),
-        (504, ServerUnavailableError, "1 time .*504: told to refuse", 1),
     ],
 )
 def test_a_refusal_is_raised_at_once_and_a_busy_server_asked_again_a_bounded_number_of_times(
@@ -54,17 +52,6 @@ def test_a_refusal_is_raised_at_once_and_a_busy_server_asked_again_a_bounded_num
         with pytest.raises(kind):
             control.update_weights(timeout_s=5.0)
         assert len(server.asked("/update_weights")) == 1
-
-
-def test_a_pause_says_its_mode_and_a_drain_has_longer_to_answer_than_to_drain() -> None:
-    with local_server() as server, _control(server.url) as control:
-        control.pause(mode="keep", keep_cache=True, timeout_s=5.0)
-        control.pause(mode="drain", timeout_s=5.0)
-        assert [target for _, target, _ in server.seen] == [
-            "/pause?mode=keep&keep_cache=true",
-            "/pause?mode=drain&keep_cache=false&timeout_s=5",
-        ]
-    assert 0.0 < _DRAIN_MARGIN_S < GRACE_S, "the push gives up before the call has said what is wrong"
 
 
 def test_a_silent_server_is_waited_for_once_and_no_longer_than_the_call_allows() -> None:

@@ -304,24 +304,6 @@ class Contract:
         server.post("/resume")
         running.done.result(60.0)
 
-    def test_a_drain_lets_what_is_in_flight_end_and_holds_what_arrives(
-        self, server: Served, model_a: Any, version: int
-    ) -> None:
-        in_flight = [make_request([*PROMPT, n], seed=n, max_tokens=150) for n in range(NUM_SLOTS + 2)]  # two wait
-        answers = server.ask(*in_flight)
-        server.post("/pause", mode="keep")  # by a trainer that is gone: what it froze runs to its end too
-        drain = server.pool.submit(server.post, "/pause", mode="drain", timeout_s="60")
-        assert drain.result(60.0).status_code == 200
-        for request, answer in zip(in_flight, answers, strict=True):
-            output = answer.result(10.0)
-            assert (output.finish_reason, len(output.token_ids)) == ("length", 150)
-            assert_exact(model_a, request, output, version, server.tolerance)
-        assert server.is_paused()
-        [held] = server.ask(make_request(PROMPT, max_tokens=5))
-        assert not held.done()
-        server.post("/resume")
-        assert held.result(20.0).finish_reason == "length"
-
     def test_an_abort_ends_what_is_in_flight_with_what_it_has_and_a_client_goes_on_exactly(
         self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
     ) -> None:

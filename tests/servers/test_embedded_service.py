@@ -23,7 +23,6 @@ from tests.servers.embedded_support import (
     worst_error,
 )
 from tests.support.tiny_model import build_tiny_model
-from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher, announcement, push_state_dict
 
 __all__ = ["model_b"]  # a fixture
@@ -142,51 +141,8 @@ def test_an_engine_that_raises_ends_every_request_with_an_error_and_health_with_
 # ---- pauses ----
 
 
-def _wait_for_closed_gate(server: Live) -> None:
-    assert eventually(lambda: not server.server.requests.gate.is_open)
-
-
-def test_a_drain_that_takes_too_long_is_answered_504_and_does_not_pause(own: Live, model: Any) -> None:
-    long_request, late_request = (make_request(prompt(4, start=number), max_tokens=500) for number in range(2))
-    step, may_step = own.engine.step, threading.Semaphore(3)
-
-    def slow_step() -> None:
-        if may_step.acquire(timeout=0.05):
-            step()
-
-    own.engine.step = slow_step  # type: ignore[method-assign]
-    [answer] = own.ask(long_request)
-    began = time.monotonic()
-    response = own.post("/pause", mode="drain", timeout_s="0.5")
-    assert (response.status_code, "drain_timeout_s" in response.json()["error"]) == (504, True)
-    assert 0.4 < time.monotonic() - began < 10.0
-    assert not own.is_paused()
-    [late] = own.ask(late_request)
-    own.engine.step = step  # type: ignore[method-assign]
-    assert worst_error(model, long_request, answer.result(60.0)) < 1e-5
-    assert worst_error(model, late_request, late.result(60.0)) < 1e-5  # nobody called /resume
-
-
-def test_a_drain_ends_with_409_when_a_resume_comes_and_503_when_the_engine_fails(own: Live) -> None:
-    own.engine.step = lambda: time.sleep(0.01)  # type: ignore[method-assign]
-    [answer] = own.ask(make_request(prompt(4), max_tokens=500))
-    drain = own.pool.submit(own.post, "/pause", mode="drain", timeout_s="2")
-    _wait_for_closed_gate(own)
-    assert own.post("/resume").status_code == 200
-    assert (drain.result(10.0).status_code, "/resume" in drain.result().json()["error"]) == (409, True)
-    drain = own.pool.submit(own.post, "/pause", mode="drain")
-    _wait_for_closed_gate(own)
-
-    def fail() -> None:
-        raise RuntimeError("out of luck")
-
-    own.engine.step = fail  # type: ignore[method-assign]
-    assert (drain.result(10.0).status_code, "out of luck" in drain.result().json()["error"]) == (503, True)
-    assert "out of luck" in str(answer.result(10.0).error)
-
-
 def test_a_wrong_pause_is_refused_and_pauses_nothing(server: Live) -> None:
-    for query in ({"mode": "sleep"}, {"keep_cache": "maybe"}, {"timeout_s": "nan"}, {"level": "1"}):
+    for query in ({"mode": "sleep"}, {"keep_cache": "maybe"}, {"level": "1"}):
         response = server.post("/pause", **query)
         assert (response.status_code, next(iter(query)) in response.json()["error"]) == (400, True)
     assert server.post("/sleep", level="1").status_code == 409, "this engine cannot"
@@ -264,9 +220,7 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         assert not held.done()
         assert not scored.done()
         pusher.connect()
-        pusher.push(
-            weights, 5, mode="drain"
-        )  # waiting requests can never drain, and frozen ones must not continue before
+        pusher.push(weights, 5)
         output = held.result(30.0)
         assert set(output.versions) == {5}
         going_on = frozen.result(30.0).versions

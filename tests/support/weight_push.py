@@ -102,7 +102,7 @@ class WeightPusher:
         keep_cache: bool = False,
     ) -> None:
         """The whole order; a failed phase still resumes a server that has whole weights."""
-        self.post("/pause", mode=mode, keep_cache=str(keep_cache).lower(), timeout_s=str(self.timeout_s))
+        self.post("/pause", mode=mode, keep_cache=str(keep_cache).lower())
         try:
             self.start(tensors, bucket_bytes=bucket_bytes)
             self.update(tensors, bucket_bytes=bucket_bytes)

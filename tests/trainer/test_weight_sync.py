@@ -180,19 +180,6 @@ def test_who_failed_is_fenced_and_the_others_get_the_same_version_in_a_new_group
     assert w.push(4) is None, "none is left: the push is skipped"
 
 
-def test_requests_that_do_not_drain_in_time_end_the_run_and_restart_no_server(world: Any) -> None:
-    """They would take as long on any server; a server that does not answer at all is to blame, here as ever."""
-    w = world(1, weights={"mode": "drain"})
-    w.is_up(0)
-    w.pushes.script = [_failed("pause", server_0=ServerUnavailableError("504: 3 requests still run", answered=True))]
-    with pytest.raises(WeightPushError, match="3 requests still run"):
-        w.push(3)
-    assert w.reasons() == []
-    w.pushes.script = [_failed("pause", server_0=ServerUnavailableError("connection reset"))]
-    assert w.push(3) is None
-    assert len(w.reasons()) == 1
-
-
 def test_an_update_that_a_server_refuses_ends_the_run(world: Any) -> None:
     """It would refuse it again; fencing it would restart a server for nothing."""
     w = world(2)
