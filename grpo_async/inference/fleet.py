@@ -33,7 +33,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal
 
@@ -57,11 +56,6 @@ _STOP_INTERVAL_S = 0.2
 _STARTING_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 10.0  # of a request to a server that is not up, and of /health after a failed heartbeat
 _CLOSE_TIMEOUT_S = 1.0
-_NUM_ASKED = 8
-SEVERAL_SERVERS = (
-    "several servers take turns at this URL, as behind a load balancer, and weights would reach only one of them; name "
-    "each by its own address in inference.urls"
-)
 
 ServerEvent = Literal["exited", "starting", "given_up"]  # what the launcher reports about the process of a server
 
@@ -463,9 +457,6 @@ class Fleet:
             server.control.health(timeout_s=_PROBE_TIMEOUT_S)
             is_healthy = True
             info = server.control.heartbeat(timeout_s=_PROBE_TIMEOUT_S)
-            if self._ask_restart is None and take_turns(instances_at(server.control, timeout_s=_PROBE_TIMEOUT_S)):
-                self.give_up(server, SEVERAL_SERVERS)
-                return
         except InferenceError as error:
             if self._is_closed:
                 return
@@ -567,7 +558,9 @@ class Fleet:
 
     def restarted(self, server: Server, info: ServerInfo) -> None:
         """The server answers as a new instance."""
-        self._fence(server, "it was restarted", ask=False)
+        is_of_others = self._ask_restart is None
+        reason = "it was restarted, or several servers share its address" if is_of_others else "it was restarted"
+        self._fence(server, reason, ask=False)
         self.found(self.server(server.index), info)
 
     def _fence(self, server: Server, reason: str, *, ask: bool = True) -> None:
@@ -633,16 +626,6 @@ def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
     return (
         f"{error}; $SSL_CERT_FILE names the trusted certificates" if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
     )
-
-
-def instances_at(control: ServerControl, *, timeout_s: float) -> list[str]:
-    """Ids of the instances that answer at an address, asked several times."""
-    return [control.info(timeout_s=timeout_s, retries=0).instance_id for _ in range(_NUM_ASKED)]
-
-
-def take_turns(instances: Sequence[str]) -> bool:
-    """Whether an instance answered again after another: A, B, A. A restart gives A, B, B."""
-    return sum(1 for _ in groupby(instances)) > len(set(instances))
 
 
 def return_delay_s(num_failed: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
 
 import pytest
 
@@ -12,7 +11,7 @@ from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference import fleet as fleet_module
 from grpo_async.inference.fleet import ServerState
 from tests.inference.fleet_support import watched
-from tests.support.local_server import LocalServer, local_server, taking_turns
+from tests.support.local_server import LocalServer, local_server
 
 STARTING, READY, SERVING = ServerState.STARTING, ServerState.READY, ServerState.SERVING
 DOWN, GONE = ServerState.DOWN, ServerState.GONE
@@ -244,17 +243,6 @@ def test_a_restart_that_the_launcher_makes_by_itself_is_not_asked_for() -> None:
         server.start()
         watch.wait_state(READY)
         assert watch.restarts == []
-
-
-def test_servers_that_take_turns_at_one_url_are_no_restarts() -> None:
-    """With more than three it takes some heartbeats until one answers again."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(local_server(instance_id=f"id {n}")) for n in range(4)]
-        url = stack.enter_context(taking_turns(*servers))
-        watch = stack.enter_context(watched([url], spawned=False))
-        watch.wait_state(GONE)
-        with pytest.raises(RunError, match=r"several servers take turns at this URL.*inference\.urls"):
-            watch.fleet.check_any_left()
 
 
 def test_the_wait_for_a_server_ends_with_one_with_a_stop_with_its_deadline_or_when_all_are_given_up() -> None:

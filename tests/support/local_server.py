@@ -11,9 +11,8 @@ import json
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
 LIMIT_S = 30.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
@@ -247,27 +246,3 @@ def local_server(script: Script = two_tokens, **fields: Any) -> Iterator[LocalSe
         yield server
     finally:
         server.close()
-
-
-@contextmanager
-def taking_turns(*servers: LocalServer) -> Iterator[str]:
-    """The URL of a load balancer: each connection goes to the next server."""
-    ports = cycle([server.port for server in servers])
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        writer.transport.abort()
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind, to_server = await asyncio.open_connection("127.0.0.1", next(ports))
-        await asyncio.gather(pump(reader, to_server), pump(behind, writer))
-
-    loop = servers[0]._loop
-    listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(talk, "127.0.0.1", 0), loop).result(LIMIT_S)
-    try:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    finally:
-        loop.call_soon_threadsafe(listening.close)

@@ -198,7 +198,7 @@ def test_a_server_that_was_restarted_in_the_middle_of_a_push_gets_the_push_in_it
     w.controls[0].life = "b"
     w.pushes.script = [_failed("start", server_0=RequestRejectedError(400, "there is no weight group"))]
     assert w.push(1) is not None
-    assert w.reasons() == ["it was restarted"]
+    assert w.reasons() == ["it was restarted, or several servers share its address"]
     assert w.transport.groups == [("server 0",), ("server 0",)]
     assert w.fleet.serving()
 
@@ -287,7 +287,7 @@ def test_a_server_that_was_restarted_or_dies_before_it_is_compared_is_no_reason_
     w.push(1)
     w.controls[0].life = "b"  # of version 0
     assert w.sync.verify(_score) == {}
-    assert w.reasons() == ["it was restarted"]
+    assert w.reasons() == ["it was restarted, or several servers share its address"]
     w.push(2)
     w.controls[0].logprob, w.controls[0].version = -1.0005, 2
     figures = {"mean": 5e-4, "p99": 5e-4, "max": 5e-4, "k3": 1.25e-7, "rounding": 1e-6}

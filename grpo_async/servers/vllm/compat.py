@@ -11,7 +11,6 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -48,6 +47,8 @@ from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, W
 from grpo_async.weights.weight_files import text_weights
 
 logger = init_logger("vllm.grpo_async")
+# it warns of every layer that was not filled, also of those that only have tables; `load_weights` returns those that matter
+logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 __all__ = ["EngineDeadError", "VLLMClientError"]
 
@@ -124,7 +125,7 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
     """Replace the model's weights in place, as they come, by vLLM's layerwise reload of a checkpoint: it repacks a layer for the
     kernels and copies it to its old place, so that CUDA graphs see it. Each worker takes its part of whole tensors. Returns the
     layers that were not filled, with the elements that they got: padded ones, and those of parts that no update has."""
-    with torch.no_grad(), _quiet_about_layers_without_parameters(model):
+    with torch.no_grad():
         initialize_layerwise_reload(model)
         try:
             model.load_weights(_without_others_experts(model, weights))
@@ -194,22 +195,6 @@ def _renamer(model: Any) -> Any:
     """How vLLM renames the modules of a checkpoint, for adapters; None: not at all."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper and getattr(mapper, "get_rename_mapper", lambda: mapper)()
-
-
-@contextmanager
-def _quiet_about_layers_without_parameters(model: Any) -> Iterator[None]:
-    """Silence the reload's warnings about layers without parameters, such as those that only have tables (rotary embeddings)."""
-    without = {type(module).__name__ for module in model.modules() if not module._parameters}
-    reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return record.msg != "%s: Failed to load weights" or record.args not in {(name,) for name in without}
-
-    reload_logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        reload_logger.removeFilter(is_news)
 
 
 def _repack_tied_heads(model: Any) -> None:
