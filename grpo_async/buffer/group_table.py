@@ -30,12 +30,8 @@ _MIN_PATIENCE_S = 30.0
 
 
 class GroupTable:
-    """See the module's docstring.
-
-    Args:
-        totals: the ledger of a checkpoint to resume from, without open groups.
-        version: policy version at the start (after a resume: the step of the checkpoint).
-        last_version: version after the last optimizer step; nothing is admitted that no step could consume."""
+    """See the module's docstring. `totals`: the ledger of a checkpoint to resume from; `last_version`: that after the last step,
+    beyond which nothing is admitted."""
 
     def __init__(
         self,

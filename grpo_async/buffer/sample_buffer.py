@@ -45,11 +45,7 @@ class _Wait:
 
 
 class SampleBuffer:
-    """See the module's docstring.
-
-    Args:
-        on_drop: called (in the taking thread) with each group that is dropped, its status, and the step; it closes the group.
-        next_step, last_step: the step that is taken next, and the last of the run."""
+    """See the module's docstring. `on_drop` closes each group that is dropped; called in the taking thread."""
 
     def __init__(self, table: GroupTable, *, on_drop: OnDrop, next_step: int = 1, last_step: int | None = None) -> None:
         self._table = table
@@ -105,11 +101,7 @@ class SampleBuffer:
         """Wait until `num_groups` groups, at least one of them with samples, can be handed out, sorted by id. After `end`: as
         many as there are, and [] when there is nothing more to train. None: not yet; `wait_s` seconds are over, or `wake` or
         `interrupt` was called. Then call it again: the limits of the wait count on. After an error all groups are still queued,
-        for a checkpoint.
-
-        Raises:
-            DeadlineError: nothing moved for `watch.timeout_s` seconds, and too few groups are queued.
-            BaseException: the error given to `fail`."""
+        for a checkpoint. Raises DeadlineError when nothing moved for `watch.timeout_s`, and the error given to `fail`."""
         began = time.monotonic()
         wait = self._wait = self._wait or _Wait(seen=watch.progress(), changed_at=began)
         while True:

@@ -114,12 +114,8 @@ class _AbortedError(ServerUnavailableError):
 class InferenceClient:
     """Sends generation requests. It belongs to the event loop of its first request. Close it there, or use it as a context manager.
 
-    Args:
-        servers: where requests may go.
-        request_timeout_s: maximum time of a server without a token within a request.
-        progress_timeout_s: time without tokens after which the run counts as stalled.
-        wait_timeout_s: maximum wait of a request while no server serves.
-        vocab_size: rows of the policy's embedding; no token id of an answer may be outside.
+    A server may be silent for `request_timeout_s` within a request, and a run without tokens for `progress_timeout_s`; a request
+    waits for `wait_timeout_s` while no server serves. `vocab_size`: rows of the policy's embedding.
     """
 
     def __init__(
@@ -163,18 +159,10 @@ class InferenceClient:
         affinity: str = "",
         partial: Generation | None = None,
     ) -> Generation:
-        """Run one request to its end.
+        """Run one request to its end. Raises as the module's docstring says, and DeadlineError when no server served in time.
 
-        Args:
-            on_tokens: called as tokens arrive; not for those already in `partial`.
-            partial: filled and returned, so that others see the tokens as they arrive; may hold the first, from before a resume.
-            affinity: a path that requests with a common context share, such as "group/rollout"; see `router`.
-
-        Raises:
-            RequestRejectedError: the server answered 4xx; not retried.
-            ServerUnavailableError: connection errors or answers >= 500 until the last retry.
-            BadResponseError: the server sent an unusable answer.
-            DeadlineError: no server served within `wait_timeout_s`.
+        `on_tokens` is called as tokens arrive. `partial` is filled and returned, so that others see them, too; it may hold
+        those from before a resume. `affinity`: see `router`.
         """
         generation = Generation() if partial is None else partial
         if partial is not None:

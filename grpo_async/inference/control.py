@@ -86,11 +86,7 @@ class ServerControl:
         return _read(ServedParameters, self._request("GET", "/rollout/parameters", timeout_s=timeout_s))
 
     def score(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> ScoreAnswer:
-        """Log-probabilities of the tokens under the served weights.
-
-        Raises:
-            BadResponseError: the answer does not have one for each token after the first.
-        """
+        """Log-probabilities of the tokens after the first, under the served weights."""
         body = ScoreRequest(token_ids=list(token_ids)).model_dump()
         answer = _read(ScoreAnswer, self._request("POST", "/rollout/score", body, timeout_s=timeout_s))
         if len(answer.logprobs) != len(token_ids) - 1:

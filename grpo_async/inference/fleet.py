@@ -142,15 +142,8 @@ class _Tracked:
 
 
 class Fleet:
-    """See the module's docstring; also `router.Servers`.
-
-    Args:
-        urls: addresses, one for each server; unchanged by restarts. Empty for one that has no place yet: "starting" brings its url.
-        inference: timeouts for watching the servers, and trusted certificates.
-        token: bearer token, or None.
-        control_timeout_s: default timeout of control calls.
-        ask_restart: called with index and reason to have a server restarted; None if others run the servers.
-    """
+    """See the module's docstring; also `router.Servers`. A url is empty for a server that has no place yet: "starting" brings it.
+    `ask_restart` is called with index and reason to have a server restarted; None: others run the servers."""
 
     def __init__(
         self,
@@ -317,12 +310,8 @@ class Fleet:
     def wait_until_up(
         self, *, stop: threading.Event, deadline_s: float, heartbeat: Callable[[], object] = lambda: None
     ) -> bool:
-        """Wait until a server is up; False if `stop` was set meanwhile. `heartbeat` is called several times a second.
-
-        Raises:
-            DeadlineError: no server was up within `deadline_s` seconds (inference.startup_timeout_s).
-            RunError: all servers were given up.
-        """
+        """Wait until a server is up; False if `stop` was set meanwhile. `heartbeat` is called several times a second. RunError: all
+        servers were given up."""
         ends_at = time.monotonic() + deadline_s
         while not stop.is_set():
             self.check_any_left()

@@ -105,16 +105,8 @@ class Router:
 
     @asynccontextmanager
     async def lease(self, affinity: str = "", *, avoid: int | None = None) -> AsyncIterator[ServerAddress]:
-        """Lease the server for one request; waits while no server serves.
-
-        Args:
-            affinity: path that requests with a common context share, see above; empty: none.
-            avoid: index of a server to use only if there is no other.
-
-        Raises:
-            FencedError: the server was fenced before the end of the `with` block, which was therefore cancelled.
-            DeadlineError: no server served in time.
-        """
+        """Lease the server for one request; waits while no server serves. `avoid`: index of a server to use only if no other is.
+        FencedError: the server was fenced before the end of the `with` block, which was therefore cancelled."""
         if not self._is_attached:
             self._attach(asyncio.get_running_loop())
         if not self._routes:

@@ -167,11 +167,8 @@ def token_counter(renderer: ChatRenderer, components: Components) -> Callable[[P
 
 
 def load_components(config: ExperimentConfig) -> Components:
-    """Import tools, environments, the rollout function and the agent; one instance of each environment is made.
-
-    Raises:
-        ConfigError: something cannot be found, imported or used; the message has a line for each.
-    """
+    """Import tools, environments, the rollout function and the agent; one instance of each environment is made. The ConfigError has
+    a line for each that cannot be used."""
     problems = Problems()
     tools: Sequence[Tool] = []
     environments = function = agent = None

@@ -139,11 +139,7 @@ _LOGPROBS = -100.0, 1e-3  # nothing that is sampled is less likely; rounding
 def read_output(
     output: Any, rollout_ids: Sequence[str], setup: FunctionSetup, *, version: int, started_at: float
 ) -> list[RolloutCompletion]:
-    """Convert the output to one completion per rollout, with all tokens stamped with `version`; the caller adds the duration.
-
-    Raises:
-        FatalRolloutError: the function does not keep its side of the contract, and would not the next time.
-    """
+    """Convert the output to one completion per rollout, with all tokens stamped with `version`; the caller adds the duration."""
     if not isinstance(output, Mapping):
         raise FatalRolloutError(f"rollout_func must return a dict, got {type(output).__name__}")
     if missing := sorted(set(REQUIRED_KEYS) - output.keys()):

@@ -38,14 +38,9 @@ _LOG_HISTORY = 100  # steps: every call of a reward gets a copy
 
 
 class Scorer:
-    """See the module's docstring.
-
-    Args:
-        train_zero_variance: whether to make samples of groups without a signal, whose advantages are all 0.
-        train_truncated: whether to make samples of truncated completions; they count in the group's mean in any case.
-        environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
-        is_taught: whether there will be `teachers`.
-        state: for reward functions that ask for `trainer_state`; at the start of the run."""
+    """See the module's docstring. Groups without a signal, and truncated completions (which count in the group's mean in any case),
+    become samples if `train_zero_variance` and `train_truncated`. `environment_weights`: of the environments' own rewards, by class
+    name, or of an agent's, by AGENT_REWARD. `is_taught`: there will be `teachers`."""
 
     def __init__(
         self,

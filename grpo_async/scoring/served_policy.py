@@ -37,17 +37,8 @@ class ServedPolicy:
         temperature: float = 0.0,
         json_schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of the policy's answer.
-
-        Args:
-            messages: a chat. The text of a control token stays text.
-            max_tokens: of the answer; None: what `inference.max_model_len` leaves.
-            json_schema: constrains the answer to JSON of this schema (vLLM only).
-
-        Raises:
-            ValueError: the chat leaves no room for an answer.
-            ChatError, InferenceError: it cannot be rendered; no server answers (see `InferenceClient.generate`).
-        """
+        """Return the text of the policy's answer to a chat, in which the text of a control token stays text. Without `max_tokens`
+        it may fill `inference.max_model_len`. `json_schema` constrains it to JSON of this schema (vLLM only)."""
         chat = [
             TaggedMessage.from_dict(message, Origin.ENVIRONMENT) for message in messages
         ]  # may quote what was sampled

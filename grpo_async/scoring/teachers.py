@@ -26,12 +26,8 @@ Score = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
 
 
 class Teachers:
-    """Score paths of completions.
-
-    Args:
-        own: scores by the policy, on the servers of the run.
-        teacher_prompt_ids: the tokens of a prompt of the data in which `prompt_column` takes the prompt's place.
-    """
+    """Score paths of completions. `own` scores by the policy, on the servers of the run; `teacher_prompt_ids` gives the tokens of a
+    prompt of the data in which `prompt_column` takes the prompt's place."""
 
     def __init__(
         self, section: DistillationSection, *, own: Score, teacher_prompt_ids: Callable[[Prompt, Any], Sequence[int]]

@@ -20,14 +20,7 @@ class EngineChoice:
 
 
 def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineChoice:
-    """Choose the engine.
-
-    Args:
-        is_here: false for other machines, which cannot be inspected: they are assumed to have what the configuration needs.
-
-    Raises:
-        ConfigError: `inference.engine: vllm`, and vLLM is not usable here.
-    """
+    """Choose the engine. `is_here`: false for other machines, which are assumed to have what the configuration needs."""
     inference = config.inference
     if inference.urls:
         what = "a running server" if len(inference.urls) == 1 else f"{len(inference.urls)} running servers"

@@ -47,11 +47,8 @@ Result = TypeVar("Result")
 class EmbeddedEngine(Engine):
     """The embedded engine as the HTTP application sees it, and the daemon thread that runs it.
 
-    Args:
-        description: vocabulary and number of slots are filled in here.
-        from_hub: `revision` and `trust_remote_code` with which the model was loaded.
-        on_failure: called in the event loop after the engine failed and every request got the error.
-        timeout_s: time for the engine to finish its step, after which the answer is 503.
+    `from_hub`: `revision` and `trust_remote_code` with which the model was loaded. `on_failure` is called in the event loop after
+    the engine failed and every request got the error. A step may take `timeout_s`, after which the answer is 503.
     """
 
     def __init__(

@@ -76,11 +76,7 @@ class ServerCommand:
 
 
 def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
-    """Become the vLLM server of `config`, listening on `port`.
-
-    Raises:
-        ConfigError: vLLM is missing, of an unsupported version, or has no device, or the host is open without a token.
-    """
+    """Become the vLLM server of `config`, listening on `port`."""
     usable, reason = vllm_usable()
     if not usable:
         raise ConfigError(reason)
@@ -125,11 +121,7 @@ def vllm_command(
     platform: Platform | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServerCommand:
-    """Build the command for the installed vLLM, on its platform and in this environment unless others are given. Starts nothing.
-
-    Raises:
-        ConfigError: `inference.host` is reachable from outside and no token is set.
-    """
+    """Build the command for the installed vLLM, on its platform and in this environment unless others are given."""
     base = dict(os.environ if environment is None else environment)
     where = platform or installed_platform()
     require_token(config.inference.host, base.get(TOKEN_VARIABLE))
