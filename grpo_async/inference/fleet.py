@@ -529,21 +529,14 @@ class Fleet:
 
     def not_found(self, server: Server, reason: str) -> None:
         """A server that was not up has not answered."""
-        now, timeout_s = time.monotonic(), self._inference.startup_timeout_s
-        age_s = now - server.since
         with self._lock:
             tracked = self._tracked[server.index]
             if server is not tracked.server:
                 return
             tracked.last_message = reason
-            ask_again = server.state is ServerState.DOWN and age_s > timeout_s + MAX_RESTART_DELAY_S
-            if ask_again and self._ask_restart is not None:  # a restart was requested, but did not happen
-                tracked.server = replace(server, since=now)
-        if server.state is ServerState.STARTING:
-            if age_s > timeout_s:
-                self._fence(server, f"it is not up within inference.startup_timeout_s = {timeout_s:g} s: {reason}")
-        elif ask_again and self._ask_restart is not None:
-            self._ask_restart(server.index, reason)
+        timeout_s = self._inference.startup_timeout_s
+        if server.state is ServerState.STARTING and time.monotonic() - server.since > timeout_s:
+            self._fence(server, f"it is not up within inference.startup_timeout_s = {timeout_s:g} s: {reason}")
 
     def restarted(self, server: Server, info: ServerInfo) -> None:
         """The server answers as a new instance."""

@@ -110,11 +110,6 @@ def test_a_command_that_reads_a_run_works_on_one(line: str, golden_run: GoldenRu
     assert read.exit_code == 0, read.output
 
 
-def test_eval_stands_on_the_pages_as_it_is_tested() -> None:
-    """tests/e2e/test_evaluation.py runs it."""
-    assert _that_run("eval") == ["grpo-async eval configs/quickstart.yaml --checkpoint latest"]
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_commands_of_the_tutorial_lead_from_init_to_a_model(quickstart_files: None, tmp_path: Path) -> None:

@@ -30,17 +30,6 @@ async def by_place_and_slow_by_length(completions: list[Any], completion_ids: li
     return by_place(completions)
 
 
-def always_raises(completions: list[Any], **_: Any) -> list[float]:
-    raise RuntimeError("this reward never works")
-
-
-async def blocks_the_event_loop(completions: list[Any], **_: Any) -> list[float]:
-    """A wait that is none of asyncio's, from the 30th call on: nothing goes on in the rollout thread."""
-    if _count_call() > 30:
-        time.sleep(3600.0)  # noqa: ASYNC251 - it is the fault that is injected
-    return [float(len(str(completion))) for completion in completions]
-
-
 async def never_answers(completions: list[Any], **_: Any) -> list[float]:
     """From the 30th call on; asyncio goes on."""
     if _count_call() > 30:

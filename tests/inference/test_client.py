@@ -68,20 +68,6 @@ def _generate(
     return _run(run())
 
 
-def test_chunks_are_joined_and_each_token_keeps_its_version() -> None:
-    seen: list[tuple[int, int]] = []
-    with local_server(
-        _scripted([line([5, 6], version=3, finish=None), line([7], version=4, finish=None), line([])])
-    ) as server:
-        generation = _generate(server.url, on_tokens=lambda count, version: seen.append((count, version)))
-    assert list(generation.token_ids) == [5, 6, 7]
-    assert list(generation.logprobs) == [-0.5, -0.5, -0.5]
-    assert list(generation.policy_versions) == [3, 3, 4]
-    assert generation.finish_reason is FinishReason.STOP
-    assert seen == [(2, 3), (1, 4)]
-    assert set(server.requests[0]) == set(GenerateRequest.model_fields)  # so that no server default leaks in
-
-
 def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     """What a resume brings: 2 of 8 tokens are there."""
     partial = Generation(
@@ -97,6 +83,7 @@ def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     assert list(generation.logprobs) == pytest.approx([-0.1, -0.2, -0.5])
     assert seen == [(1, 4)]
     assert (server.requests[0]["token_ids"], server.requests[0]["max_tokens"]) == ([1, 2, 5, 6], 6)
+    assert set(server.requests[0]) == set(GenerateRequest.model_fields)  # so that no server default leaks in
 
 
 def test_a_structured_output_that_is_interrupted_starts_over_and_its_attempts_are_bounded() -> None:
@@ -142,18 +129,6 @@ def test_a_stream_is_never_as_silent_as_a_limit_of_silence(
     with local_server() as server:
         _generate(server.url, timeout_s=request_timeout_s, progress_timeout_s=progress_timeout_s)
     assert server.requests[0]["flush_interval_s"] == expected_s
-
-
-@pytest.mark.parametrize("end", [BreakOff(), line([], finish="abort")], ids=["broken", "aborted"])
-def test_what_ends_in_the_middle_goes_on_from_the_tokens_received(end: bytes | Exception) -> None:
-    """Nothing that was sampled is lost or sampled twice, and the interrupted completion does not count as complete."""
-    with local_server(_scripted([line([5, 6], version=1, finish=None), end], [line([7], version=2)])) as server:
-        generation = _generate(server.url)
-    assert list(generation.token_ids) == [5, 6, 7]
-    assert list(generation.policy_versions) == [1, 1, 2]
-    assert generation.finish_reason is FinishReason.STOP
-    assert server.requests[1]["token_ids"] == [1, 2, 5, 6]
-    assert server.requests[1]["max_tokens"] == 6  # 8 - 2
 
 
 def test_the_likeliest_tokens_stay_those_of_their_positions_through_an_interruption() -> None:

@@ -230,19 +230,6 @@ def _stops_with_nothing_to_learn(setup: _Setup, message: str) -> None:
     setup.run(steps)
 
 
-def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path)
-    groups = setup.taken(2)
-    assert [group.group.group_id for group in groups] == [0, 1]
-    # rewards 1, 0, 1, 0: mean 0.5, sample std sqrt(4 x 0.25 / 3) = 0.57735
-    advantages = [sample.advantage for sample in groups[0].samples]
-    assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
-    sample = groups[0].samples[0]
-    assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([1, 1, 1, 2], [0, 0, 1, 1])
-    assert sample.sampler_logprobs.tolist() == pytest.approx([0.0, 0.0, -0.1, -0.2])
-    assert setup.groups()["started"] == 4  # (0 + 1 + 1) x 2 groups are admitted
-
-
 def test_groups_have_the_size_of_their_source(tmp_path: Path) -> None:
     """Two sources in turn: four completions, the run's number, and two. Those of all four groups at hand become stale."""
     pairs = SourceRows(rows=Rows([{"prompt": "xy"}], locations=["xy"]), label="pairs", group_size=2)

@@ -66,20 +66,11 @@ def _state_when(setup: _Setup, condition: Any) -> ResumeState:
     return kept[0]
 
 
-def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -> ResumeState:
-    """Groups 0 to 3 were admitted at version 0; `held` are in progress, the others are queued, `trained` of them were trained.
+def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,)) -> ResumeState:
+    """Groups 0 to 3 were admitted at version 0; `held` are in progress, the others are queued.
     What comes back has gone through JSON."""
     setup = _Slow(folder, held)
-    kept: list[ResumeState] = []
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await until(lambda: len(setup.table.queued()) == 4 - len(held) and len(setup.begun) == 16)
-        for group in await setup.take(trained) if trained else []:
-            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
-        kept.append(setup.worker.resume_state())
-
-    setup.run(steps)
-    (state,) = kept
+    state = _state_when(setup, lambda: len(setup.table.queued()) == 4 - len(held) and len(setup.begun) == 16)
     return read_resume_state(json.loads(json.dumps(state.small())), list(state.lines()), setup.stream.prompt)
 
 
@@ -145,15 +136,6 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
     setup.run(steps)
     assert setup.table.ledger()["groups"]["stale"] == 1
     assert setup.client.names == []
-
-
-def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
-    """Room for 2 steps of 2 groups; all four are queued, so no prompt is issued before the trainer moves on."""
-    state = _of_a_run(tmp_path / "a", held=())
-    setup = _Slow(tmp_path / "b", resume=state)
-    assert setup.table.capacity == 0
-    assert len(setup.table.queued()) == 4
-    assert _Slow(tmp_path / "c", resume=_of_a_run(tmp_path / "d", held=(1, 2))).table.capacity == 2
 
 
 def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run(tmp_path: Path) -> None:
@@ -260,21 +242,6 @@ def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_pa
     assert all(isinstance(each, RolloutCompletion) for each in group.rollouts.values())
     resumed, _ = _resumed(tmp_path / "b", state, 4)
     assert sorted(name for name in resumed.client.names if name.startswith("g2")) == ["g2-r1", "g2-r3"]
-
-
-def test_closed_groups_are_not_issued_again(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path / "a")
-    kept: list[ResumeState] = []
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await setup.queue_up()
-        for group in await setup.take(2):
-            setup.worker.close_group(group.group, GroupStatus.STALE, scored=group)
-        kept.append(setup.worker.resume_state())
-
-    setup.run(steps)
-    assert kept[0].outstanding == [2, 3]
-    assert kept[0].ledger["groups"]["stale"] == 2
 
 
 def test_a_checkpoint_that_is_written_after_generation_has_failed_has_the_prompts_of_its_groups(tmp_path: Path) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.names import VLLM_ARGUMENTS
 from grpo_async.errors import ConfigError
-from grpo_async.inference.router import FixedServers, Router
 from grpo_async.servers.vllm import command
 from grpo_async.servers.vllm.command import Platform, ServerCommand, serve_vllm, vllm_command
 from grpo_async.utils.processes import START_VARIABLE
@@ -209,31 +204,3 @@ def test_every_start_of_a_server_has_a_seed_of_its_own_which_run_seed_decides() 
     assert len(set(seeds)) == len(seeds)
     assert seeds == [_seed_of_start(start, seed) for start in starts for seed in (0, 1)]
     assert len({_seed_of_start(None) for _ in range(4)}) == 4  # started by hand, perhaps on two machines
-
-
-def test_of_1000_rollouts_on_eight_servers_no_two_of_a_group_draw_the_same_noise() -> None:
-    """vLLM draws the noise of a request from a stream that `--seed` starts, in the order in which requests arrive."""
-    streams = [np.random.RandomState(_seed_of_start(f"attempt_1/server_{index}.log")) for index in range(8)]
-    noise: dict[int, list[int]] = defaultdict(list)
-    order = random.Random(0)
-
-    async def roll_out(router: Router, rollout: int) -> None:
-        async with router.lease(f"g{rollout // 16}/r{rollout % 16}") as server:
-            noise[rollout // 16].append(int(streams[server.index].randint(1 << 62)))
-            for _ in range(order.randrange(50)):
-                await asyncio.sleep(0)
-
-    async def run() -> None:
-        router = Router(FixedServers([f"http://replica-{index}" for index in range(8)]), wait_timeout_s=1.0)
-        slots = asyncio.Semaphore(256)
-
-        async def in_slot(rollout: int) -> None:
-            async with slots:
-                await roll_out(router, rollout)
-
-        await asyncio.gather(*map(in_slot, range(1000)))
-
-    asyncio.run(run())
-    twins = {group: len(drawn) - len(set(drawn)) for group, drawn in noise.items()}
-    assert sum(map(len, noise.values())) == 1000
-    assert not any(twins.values()), twins

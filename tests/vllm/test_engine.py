@@ -235,19 +235,3 @@ def test_a_healthy_model_of_200_million_parameters_is_within_the_limit_and_a_wro
         found[name] = difference.mean / limit
         print(f"{dtype}, head {head or dtype}, {name}: mean {difference.mean:.2g}, limit {limit:.2g}")
     assert found["right"] < 1.0 < found["wrong"]
-
-
-@pytest.mark.nightly
-def test_two_servers_of_one_config_sample_different_completions(
-    needs_vllm: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    config = experiment(str(tiny_model))
-    request = make_request(PROMPT, max_tokens=32, temperature=1.0)
-    completions = []
-    folders = [tmp_path / "one", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
-    with running_server(config, folders[0]) as one, running_server(config, folders[1]) as other:
-        for server in (one, other):
-            completions += [tuple(server.generate(request).token_ids) for _ in range(3)]
-    assert len(set(completions)) == 6
