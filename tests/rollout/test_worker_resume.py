@@ -244,6 +244,21 @@ def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_pa
     assert sorted(name for name in resumed.client.names if name.startswith("g2")) == ["g2-r1", "g2-r3"]
 
 
+def test_closed_groups_are_not_issued_again(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path / "a")
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
+        for group in await setup.take(2):
+            setup.worker.close_group(group.group, GroupStatus.STALE, scored=group)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert kept[0].outstanding == [2, 3]
+    assert kept[0].ledger["groups"]["stale"] == 2
+
+
 def test_a_checkpoint_that_is_written_after_generation_has_failed_has_the_prompts_of_its_groups(tmp_path: Path) -> None:
     setup = _Slow(tmp_path, (2,))
     kept: list[ResumeState] = []
