@@ -22,7 +22,8 @@ from tests.servers.embedded_support import (
     prompt,
     worst_error,
 )
-from tests.support.weight_push import WeightPusher, announcement
+from tests.support.tiny_model import build_tiny_model
+from tests.support.weight_push import WeightPusher, announcement, push_state_dict
 
 __all__ = ["model_b"]  # a fixture
 
@@ -150,6 +151,16 @@ def test_a_wrong_pause_is_refused_and_pauses_nothing(server: Live) -> None:
 
 
 # ---- weights ----
+
+
+def test_a_model_with_its_own_lm_head_is_updated_too(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path, tie_word_embeddings=False)
+    with live(load(folder)) as server:
+        other = load(build_tiny_model(tmp_path / "other", seed=1, tie_word_embeddings=False))
+        weights = weights_of(other)
+        assert "lm_head.weight" in weights
+        push_state_dict(server.url, None, weights, 1)
+        serves(server, other, version=1)
 
 
 def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:

@@ -271,6 +271,22 @@ def test_a_worker_is_handed_only_the_experts_that_it_has(tmp_path: Path, monkeyp
         assert unfilled == []
 
 
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_vllm")
+def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_packed_copy(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    models = _models(tmp_path, LlamaForCausalLM, LlamaConfig, tie_word_embeddings=True, pad_token_id=0)
+    request = make_request([20 + position % 200 for position in range(40)])
+    with _served(experiment(str(tmp_path / "0")), tmp_path) as (server, pusher):
+        for version in range(3):
+            if version > 0:
+                pusher.push(weights_of(models[version % 2]), version)
+            assert_exact(models[version % 2], request, server.generate(request), version, server.tolerance)
+
+
 # A plugin of vLLM's: heads compute with the packed copy that they have from the start, and the parameter that a file names is left
 # out of an update, without an error.
 _FAULTS = """
