@@ -1,19 +1,29 @@
-"""What the comparison with TRL (test_equality_with_trl) does not show: numbers by hand, and rewards without a signal."""
+"""What the comparison with TRL (test_equality_with_trl) does not show: numbers by hand, rewards without a signal, and what the
+config makes of groups and of whole steps."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from grpo_async.config.sections import AdvantageSection
 from grpo_async.errors import RunError
+from grpo_async.records import RolloutGroup, ScoredGroup
+from grpo_async.rewards import RewardFunction
 from grpo_async.scoring.advantages import (
     group_advantages,
     has_zero_variance,
     maxrl_advantages,
     whitened_advantages,
 )
+from grpo_async.scoring.scorer import Scorer
+from tests.support.records import make_completion, make_prompt
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
@@ -60,3 +70,76 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step() -> None:
     assert whitened_advantages([[1.0, 0.0], [3.0, 3.0]], [[1, 1], [1, 1]])[0] == pytest.approx(
         [1.22474, -1.22474], rel=1e-5
     )
+
+
+# ---- by what the config says ----
+
+
+Columns = Mapping[str, Sequence[float | None]]
+
+
+class _Step:
+    """Groups scored by functions that return the numbers of a table: {name: [of each completion]} for each group."""
+
+    def __init__(
+        self, groups: Sequence[Columns], weights: Mapping[str, float], advantage: dict[str, Any], **settings: Any
+    ) -> None:
+        self._tables = groups
+        rewards = [RewardFunction(self._function(name), name=name, weight=weight) for name, weight in weights.items()]
+        self.scorer = Scorer(
+            rewards, **{"advantage": AdvantageSection(**advantage), "train_zero_variance": False, **settings}
+        )
+        self.scored = [asyncio.run(self._score(number)) for number in range(len(groups))]
+
+    def _function(self, name: str) -> Any:
+        def reward(completions: list[Any], number: list[int], **_: Any) -> list[float | None]:
+            return list(self._tables[number[0]][name])
+
+        return reward
+
+    async def _score(self, number: int) -> ScoredGroup:
+        count = len(next(iter(self._tables[number].values())))
+        group = RolloutGroup(
+            prompt=make_prompt(number, number=number),
+            completions=[make_completion(f"g{number}-r{index}") for index in range(count)],
+        )
+        return await self.scorer.score(group)
+
+    def final(self) -> list[list[float]]:
+        """Advantages of the samples of each group, as the trainer gets them."""
+        groups = self.scorer.advantages.over_step(self.scored)
+        return [[sample.advantage for sample in group.samples] for group in groups]
+
+
+def test_batch_divides_by_the_std_of_all_rewards_of_the_step_those_that_are_not_trained_too() -> None:
+    # 1, 0, 3, 3: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5; 0.5 / 1.5001 = 0.3333111
+    step = _Step([{"a": [1.0, 0.0]}, {"a": [3.0, 3.0]}], {"a": 1.0}, {"type": "batch"})
+    assert step.final()[0] == pytest.approx([0.3333111, -0.3333111])
+    assert step.final()[1] == []  # no signal of its own
+
+
+TWO = {"a": [1.0, 0.0, 1.0, 0.0], "b": [10.0, 10.0, 30.0, 30.0]}
+
+
+def test_normalize_each_has_a_signal_where_the_sum_has_none_and_none_where_weights_are_zero() -> None:
+    crossed = {"a": [1.0, 0.0, 0.5], "b": [0.0, 1.0, 0.5]}
+    step = _Step([crossed], {"a": 2.0, "b": 1.0}, {"rewards": "normalize_each"})
+    assert [len(group) for group in step.final()] == [3]
+    assert _Step([crossed], {"a": 1.0, "b": 1.0}, {}).final() == [[]]  # 1, 1, 1
+    constant = {"a": [1.0, 1.0], "b": [0.0, 1.0]}
+    assert _Step([constant], {"a": 1.0, "b": 0.0}, {"rewards": "normalize_each"}).final() == [[]]
+
+
+def test_advantages_of_a_step_may_be_taken_again() -> None:
+    step = _Step([TWO, {"a": [0.0, 1.0], "b": [3.0, 1.0]}], {"a": 1.0, "b": 0.5}, {"rewards": "normalize_each"})
+    once = step.scorer.advantages.over_step(step.scored)
+    again = step.scorer.advantages.over_step(once)
+    assert [[s.advantage for s in group.samples] for group in again] == [
+        [s.advantage for s in group.samples] for group in once
+    ]
+
+
+@pytest.mark.parametrize("kind", ["batch", "none", "rloo"])
+def test_normalize_each_goes_with_group_only(kind: Any) -> None:
+    with pytest.raises(ValidationError, match="set type: group"):
+        AdvantageSection(type=kind, rewards="normalize_each")
