@@ -46,17 +46,6 @@ def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_t
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in two.env
 
 
-def test_a_head_in_float32_is_asked_of_vllm_itself() -> None:
-    raw = experiment("some/model")
-    raw["model"]["head_dtype"] = "float32"
-    config = ExperimentConfig.model_validate(raw)
-    assert (
-        _value(vllm_command(config, 1, platform="gpu", environment={}).argv, "--hf-overrides")
-        == '{"head_dtype": "float32"}'
-    )
-    assert "--hf-overrides" not in _made().argv
-
-
 def test_the_gpu_command_uses_the_gpu_options() -> None:
     made = _made("gpu", vllm={"gpu_memory_utilization": 0.4, "tensor_parallel_size": 4})
     assert _value(made.argv, "--gpu-memory-utilization") == "0.4"
@@ -85,14 +74,16 @@ def test_a_server_in_float32_multiplies_in_float32_where_triton_would_take_tf32(
 
 
 def test_model_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when_trusted(tmp_path: Path) -> None:
-    assert "--trust-remote-code" not in _made().argv
+    assert not {"--trust-remote-code", "--hf-overrides"} & set(_made().argv)
     raw = experiment(str(tmp_path))
     raw["model"] |= {"trust_remote_code": True, "chat_template": "template.jinja", "revision": "v1"}
+    raw["model"]["head_dtype"] = "float32"
     raw["inference"]["vllm"]["extra_args"] = ["--max-num-seqs", "3"]
     made = vllm_command(ExperimentConfig.model_validate(raw), 1, platform="cpu", environment={})
     assert "--trust-remote-code" in made.argv
     assert made.env["HF_HUB_OFFLINE"] == "1"
     assert _value(made.argv, "--chat-template") == "template.jinja"
+    assert _value(made.argv, "--hf-overrides") == '{"head_dtype": "float32"}'
     assert _value(made.argv, "--revision") == _value(made.argv, "--tokenizer-revision") == "v1"
     assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
 
