@@ -56,34 +56,27 @@ def status(
 
 
 def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="Names of runs in runs/, or run directories; several are compared."),
-    ],
+    run: RunArgument,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Where to write. Default: report.html in the run directory; for several runs, report-A-B.html beside the first.",
-        ),
+        typer.Option("--out", metavar="FILE", help="Where to write. Default: report.html in the run directory."),
     ] = None,
 ) -> None:
     """Write a report: the inspector's page of a run in one HTML file: does it learn and if not, why, curves, rollouts.
 
-    The file is self-contained and works offline. It has a sample of the rollouts, token by token: the best, the worst, those of the
-    prompts that changed most. It omits logs and what may be secret: arguments of your code, addresses, accounts.
+    The file is self-contained and works offline. It has a sample of the rollouts, token by token: the best and the worst. It omits
+    logs and what may be secret: arguments of your code, addresses, accounts.
     `train` writes one at the end of every run (record.report). This also works for a run that is active, failed or was killed.
 
     \b
     Examples:
       grpo-async report quickstart
-      grpo-async report quickstart higher-lr --out comparison.html
+      grpo-async report quickstart --out /tmp/quickstart.html
     """
     from grpo_async.viewer.runs import find_run
     from grpo_async.viewer.web.report import write_report
 
-    typer.echo(str(write_report(list(map(find_run, runs)), out)))
+    typer.echo(str(write_report(find_run(run), out)))
 
 
 def trace(

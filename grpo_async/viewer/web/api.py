@@ -28,7 +28,7 @@ from grpo_async.viewer.web.guard import Guard
 from grpo_async.viewer.web.overview import study_table
 from grpo_async.viewer.web.report import STATIC, render_report
 from grpo_async.viewer.web.sources import NotFoundError, RunRegistry
-from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json, together
+from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json
 
 DEADLINE_S = 30.0  # of one request
 HOME = {"view": "home", "query": "", "sort": None}
@@ -91,9 +91,8 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
         return Json({"runs": found, "folder": folder, "study": study, "opening": opening, "names": names})
 
     def report(parameters: RequestParameters) -> Response:
-        """The report of one run or several, as `grpo-async report` would write it now: a file, which is never opened here."""
-        sources = together(registry.source(parameters.run), parameters)
-        page = render_report([source.run for source in sources])
+        """The report of a run, as `grpo-async report` would write it now: a file, which is never opened here."""
+        page = render_report(registry.source(parameters.run))
         return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
 
     def trace(parameters: RequestParameters) -> Response:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from grpo_async.config.diff import differences, flat
 from grpo_async.errors import RunError
-from grpo_async.findings import MetricRow, RunHistory, Severity, find
+from grpo_async.findings import RunHistory, Severity, find
 from grpo_async.findings.study import Study
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import describe
@@ -41,12 +40,6 @@ _LOG_LINES = 1500
 _LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.NOTE: "info"}
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
-
-AXES: Mapping[str, tuple[str, str]] = {
-    "time": ("step_time", "seconds of training"),
-    "tokens": ("num_tokens", "trained tokens"),
-}
-"""Beside the step: the metric that is added up, and the name of the axis."""
 
 
 # -- a run
@@ -219,13 +212,9 @@ def _outcome(run: RunHistory, wall_s: float) -> str:
 # -- curves
 
 
-def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
-    """All plots, chapter by chapter, and one of each metric that none of them shows.
-
-    Args:
-        axis: step, time or tokens.
-    """
-    runs = {source.name: on_axis(source.run_and_verdict()[0], axis) for source in sources}
+def curves(sources: Sequence[Source]) -> dict[str, Any]:
+    """All plots, chapter by chapter, and one of each metric that none of them shows."""
+    runs = {source.name: source.run_and_verdict()[0] for source in sources}
     chapters: list[dict[str, Any]] = [
         {"title": title, "plots": draw_all(plots, runs)} for title, plots in CHAPTERS.items()
     ]
@@ -233,7 +222,6 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
     names = {name for run in runs.values() for name in run.names("")} - drawn - {"step"}
     others = draw_all(map(_plain, sorted(names)), runs)
     return {
-        "axis": AXES[axis][1] if axis in AXES else "step",
         "metrics": len(runs[sources[0].name].metrics),
         "chapters": [chapter for chapter in chapters if chapter["plots"]],
         "others": others,
@@ -245,25 +233,6 @@ def _plain(name: str) -> Plot:
     unit = f"{info.help} ({info.unit})" if info.unit and info.unit not in _FORMATS else info.help
     form = _FORMATS.get(info.unit, "number")
     return Plot(name, name, unit, (Line(name, name),), format=form, include=())
-
-
-def on_axis(run: RunHistory, axis: str) -> RunHistory:
-    """The run with seconds or tokens instead of steps.
-
-    step_time 2, 3, 2 -> the points of steps 1, 2, 3 stand at 2, 5 and 7 seconds, and the evaluation of step 0 at 0.
-    """
-    if axis not in AXES:
-        return run
-    name = AXES[axis][0]
-    steps, xs = [0.0], [0.0]
-    rows: list[MetricRow] = []
-    for row in run.metrics:
-        steps.append(row["step"])
-        xs.append(xs[-1] + row.get(name, 0.0))
-        rows.append({**row, "step": xs[-1]})
-    # an evaluation of a step without a row has the x of the step before
-    evaluations = [replace(each, step=round(xs[bisect(steps, each.step) - 1])) for each in run.evaluations]
-    return replace(run, metrics=rows, evaluations=evaluations)
 
 
 # -- files

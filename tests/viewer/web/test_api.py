@@ -182,6 +182,8 @@ def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_p
     with RolloutStore(RunDir(small).evaluation(5)) as store:
         append_steps(store, [1], word="evaluated", groups_a_step=1)
     other = write_stored_run(tmp_path / "a@b,c" / "run", num_steps=2)
+    for run, rate in ((small, 0.1), (other, 0.2)):
+        RunDir(run).config.write_text(f"optimizer: {{lr: {rate}}}\n", encoding="utf-8")
     for step, word in ((0, "before"), (2, "after")):
         with RolloutStore(RunDir(other).evaluation(step)) as store:
             append_steps(store, [1], word=word, groups_a_step=1)
@@ -196,7 +198,8 @@ def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_p
         assert rows[0]["completion_preview"] == "after 1 0"
         one, other = f"{tmp_path.name}/run", "a@b%2Cc/run"
         compared = inspector.json("api/config", run=one, compare_with=f"{one},{other},{other}")
-        assert (compared["runs"], compared["different"]) == ([one, "a@b,c/run"], []), "the heads of the values"
+        assert compared["runs"] == [one, "a@b,c/run"], "the heads of the values"
+        assert compared["different"] == [["optimizer.lr", "0.1", "0.2"]]
 
 
 def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ HOSTILE = "</script><!--<script>alert(1)</script><img src=x onerror=alert(2)>\x1
 
 
 def _answers(run: RunDir) -> dict[str, Any]:
-    return answers_by_view(write_report([run]))
+    return answers_by_view(write_report(run))
 
 
 # -- what it has
@@ -69,19 +69,6 @@ def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tm
     assert top["verdict"]["text"].startswith("It does not learn: all rewards are 0.")
     commands = [each["command"] for each in top["findings"]]
     assert f"grpo-async inspect-rollouts {run.root} group_std=0 --sort step" in commands
-
-
-def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
-    slow = write_run(tmp_path, "slow", metrics=steps(20))
-    config = {"run": {"name": "x"}, "optimizer": {"lr": 1e-3}, "training": {"max_steps": 20}}
-    fast = write_run(tmp_path, "fast,er", metrics=steps(12), state="stopped", config=config)
-    out = write_report([slow, fast])
-    assert out == tmp_path / "runs" / "report-slow-fast,er.html"
-    together = {view: answer for view, asked, answer, _ in answers_of(out) if "compare_with" in asked}
-    (reward,) = (plot for plot in together["curves"]["chapters"][0]["plots"] if plot["name"] == "reward")
-    assert [series["label"] for series in reward["options"]["series"]] == ["slow", "fast,er"]
-    assert together["config"]["runs"] == ["slow", "fast,er"]
-    assert together["config"]["different"] == [["optimizer.lr", "1e-06", "0.001"]]
 
 
 def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> None:
@@ -154,7 +141,7 @@ def test_the_file_has_no_secrets_names_no_other_address_and_stays_small(tmp_path
     run = write_run(tmp_path, metrics=steps(10_000), config=config, groups=[long] * 4)
     (run.logs / "attempt_1").mkdir(parents=True)
     (run.logs / "attempt_1" / "trainer.log").write_text("listening on 10.9.8.7\n")
-    page = write_report([run]).read_text(encoding="utf-8")
+    page = write_report(run).read_text(encoding="utf-8")
     for secret in ("sk-secret", "hidden-project", "10.9.8.7"):
         assert secret not in page
     assert not re.findall(r"<(?:link|img|iframe|object|embed|base|form)\b", page[: page.index('id="report"')])
@@ -170,15 +157,11 @@ def test_the_file_has_no_secrets_names_no_other_address_and_stays_small(tmp_path
     assert reward_plot["options"]["x"][-1] == 10_000
 
 
-def test_wrong_runs_and_places_are_refused(tmp_path: Path) -> None:
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(3))
-    with pytest.raises(ConfigError, match="named twice"):
-        write_report([run, RunDir(run.root / ".." / "run")])
-    with pytest.raises(ConfigError, match="9 runs are too many"):
-        write_report([RunDir(tmp_path / str(number)) for number in range(9)])
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--out .*file/x.html: "):
-        write_report([run], tmp_path / "file" / "x.html")
+        write_report(run, tmp_path / "file" / "x.html")
 
 
 def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
@@ -219,7 +202,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
     )
     write_hostile_run(run.root)
-    return write_report([run])
+    return write_report(run)
 
 
 @contextmanager
@@ -258,7 +241,7 @@ def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(brows
     )
     for name in ("metrics.jsonl", "evaluations.jsonl", "status.json", "config.yaml"):
         (tmp_path / "other" / "runs" / "good" / name).rename(run.root / name)
-    with _opened(browser, write_report([run])) as watched:
+    with _opened(browser, write_report(run)) as watched:
         page = watched.page
         assert page.get_attribute(".verdict", "data-verdict") == "learns"
         assert page.locator(".overview .chart-plot canvas").first.evaluate(_HAS_COLOR, LIGHT_BLUE)
@@ -330,20 +313,3 @@ def test_a_script_that_somebody_puts_into_the_file_does_not_run(browser: Browser
         assert sum("Content Security Policy" in error for error in watched.errors) == 3
         for notes in (watched.errors, watched.outside):
             notes.clear()
-
-
-def test_a_report_of_several_runs_begins_with_all_and_lays_them_over_each_other(
-    browser: Browser, tmp_path: Path
-) -> None:
-    names = ("slow", "50%,x")
-    runs = [write_run(tmp_path, name, metrics=steps(8), config={"run": {"name": "x"}}) for name in names]
-    with _opened(browser, write_report(runs)) as watched:
-        page = watched.page
-        assert page.locator("article .verdict").count() == 2
-        page.click("text=Curves of 2 runs")
-        page.wait_for_selector(".curves .chart-legend:has-text('slow'):has-text('50%,x')")
-        page.select_option("#run", "50%,x")
-        page.wait_for_selector("h1:has-text('50%,x')")
-        page.click("#bar >> text=Runs")
-        page.click("text=Settings that differ")
-        page.wait_for_selector("h2:has-text('Settings that differ')")

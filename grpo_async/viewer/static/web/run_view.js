@@ -29,7 +29,7 @@ export async function runView({ app, main, parameters, signal }) {
   ]);
   const tables = part((all) => all.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
   const relatives = part(() => family(app.runs, run));
-  const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folders.join(", ")}.`);
+  const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folder}.`);
   let found = null;
   let state = null; // of the last poll
 
