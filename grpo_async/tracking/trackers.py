@@ -49,10 +49,6 @@ class Trackers:
             table = [{name: row.get(name) for name in names} for row in rows]
             self._call(step, lambda tracker: tracker.log_completions(step, table))
 
-    def log_diagnosis(self, step: int, text: str) -> None:
-        """Whether the run learns, by what is known at this step (findings.Diagnosis)."""
-        self._call(step, lambda tracker: tracker.log_diagnosis(step, text))
-
     def _call(self, step: int, function: Callable[[Tracker], None]) -> None:
         for caller in self._callers:
             caller.call(step, function)
