@@ -1,4 +1,4 @@
-"""Twelve rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
+"""Eleven rules: what keeps a run from learning, what may spoil its updates, what wastes its time.
 
 Each is a pure function of a run's history that names a setting or a command that would help.
 """
@@ -64,7 +64,6 @@ _SMALL_ENTROPY, _EXPLODED = 0.1, 2.0  # nats, and of the beginning; times the be
 _IDLE = 0.15  # from this fraction of a step on, idleness is worth mentioning
 _MUCH = 0.4  # of a group's time for its rewards, of a rollout's time for its tools
 _MANY_STALE = 0.1
-_RECOMPUTED = 0.05  # of the tokens that servers compute
 _MAX_STALENESS = 4  # further behind, importance weights get so uneven that learning suffers
 _RATIO = "sampling/importance_sampling_ratio"
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
@@ -350,22 +349,9 @@ def waiting(history: RunHistory) -> Finding | None:
     return Finding(key=key, severity=WARNING, title=title, fix=fix, plot=plot)
 
 
-def recomputed(history: RunHistory) -> Finding | None:
-    ratio = history.recent("sync/recomputed_ratio") or 0.0
-    if ratio <= _RECOMPUTED:
-        return None
-    return Finding(
-        key="recomputed",
-        severity=NOTE,
-        title=f"{percent(ratio)} of the tokens that servers compute are those of requests in flight, again after a push",
-        fix="Set weights.mode: keep_kv: requests in flight then go on with the keys and values that the old weights computed.",
-        plot="idle",
-    )
-
-
 Rule = Callable[[RunHistory], Finding | None]
 CAUSES: Sequence[Rule] = (failures, truncated, no_update, delivery, collapsed, tools, zero_variance)
-SPEED: Sequence[Rule] = (slow_code, waiting, recomputed)
+SPEED: Sequence[Rule] = (slow_code, waiting)
 RULES: Sequence[Rule] = (*CAUSES, off_policy, entropy, *SPEED)
 
 

@@ -38,7 +38,7 @@ from grpo_async.store.files import (
     torn_bytes,
     write_metadata,
 )
-from grpo_async.store.lines import Entry, check_stats, line_of
+from grpo_async.store.lines import Entry, line_of
 from grpo_async.utils.files import Outage, Writer, append_whole
 from grpo_async.utils.text import count
 
@@ -109,10 +109,8 @@ class RolloutStore(Writer):
 
         Raises:
             RunError: an earlier group could not be written (disk full, no permission), and is lost; this one is tried all the same.
-            ValueError: stats that do not fit their rollout.
         """
         stats = (stats or {}) if self._settings.token_stats else {}
-        check_stats(group, stats)
         with self._lock:
             if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")

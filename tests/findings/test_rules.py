@@ -93,8 +93,6 @@ FOUND: list[tuple[str, Severity | None, str, Sequence[Mapping[str, float]], Mapp
     ("off-policy", ERROR, "", _flat(**{f"{RATIO}__mean": 0.5}), {}),
     ("off-policy", None, "", CUT_OFF, TOP_P),  # the first step shows what top_p cuts off
     ("off-policy", ERROR, "differ by 0.5 nats", LATER, TOP_P),
-    ("recomputed", NOTE, "6% of the tokens", _flat(sync__recomputed_ratio=0.06), {}),
-    ("recomputed", None, "", _flat(sync__recomputed_ratio=0.04), {}),
     ("entropy", WARNING, "The entropy collapsed", _flat(from_step=9, entropy=0.01), {}),
     ("entropy", WARNING, "The entropy exploded", _flat(from_step=11, entropy=4.0), {}),
     ("entropy", None, "", [{**row, "entropy": 0.01} if row["step"] > 8 else row for row in steps(20)], {}),

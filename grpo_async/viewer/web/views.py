@@ -72,7 +72,7 @@ def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
         "until": table.newest_seq,
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
-        "metrics": len(source.metrics.rows()),
+        "metrics": len(source.metrics()),
         "num_evaluations": len(source.run.evaluation_steps()),
         "status": {
             **{name: status.get(name) for name in ("phase", "step", "max_steps", "eta_s")},
