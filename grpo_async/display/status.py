@@ -58,11 +58,7 @@ class RunStatus:
 
 
 def newest_run(runs: Path) -> RunDir:
-    """Return the run directory below `runs` that was updated last.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the run directory below `runs` that was updated last."""
     written = [run for run in runs_below(runs) if run.status.exists()]
     if not written:
         raise ConfigError(
@@ -72,12 +68,7 @@ def newest_run(runs: Path) -> RunDir:
 
 
 def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
-    """Read status.json.
-
-    Raises:
-        ConfigError: there is none.
-        RunError: it is something else.
-    """
+    """Read status.json."""
     if not run_dir.status.exists():
         raise ConfigError(
             f"{run_dir.root} has no status.json: no run was started there, or an older version of grpo-async wrote it"
@@ -120,11 +111,7 @@ def _launcher(status: RunStatus) -> str:
 
 def watch(run_dir: RunDir, console: Console) -> RunStatus:
     """Show the run until it has ended (or Ctrl-C); return its last status. Without a terminal: a
-    line for each phase and step that is seen.
-
-    Raises:
-        ConfigError, RunError: there is no status to be read.
-    """
+    line for each phase and step that is seen."""
     pause, shown = threading.Event(), ""
     has_screen = console.is_terminal and not console.is_dumb_terminal
     live = Live(console=console, screen=True, auto_refresh=False, transient=True) if has_screen else None

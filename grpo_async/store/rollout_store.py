@@ -63,11 +63,7 @@ _SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
 
 
 class RolloutStore(Writer):
-    """Appends groups; safe to call from several threads. One writer at a time per folder.
-
-    Args:
-        folder: the run's rollouts folder; made when it does not exist.
-    """
+    """Appends groups; safe to call from several threads. One writer at a time per folder."""
 
     def __init__(self, folder: Path, *, settings: RolloutRecordSection | None = None) -> None:
         self._folder = folder
@@ -134,11 +130,7 @@ class RolloutStore(Writer):
         self._raise_error()
 
     def flush(self) -> None:
-        """Wait until everything that was appended before can be read.
-
-        Raises:
-            RunError: a group could not be written, or the disk hangs.
-        """
+        """Wait until everything that was appended before can be read."""
         with self._queue.all_tasks_done:
             is_done = self._queue.all_tasks_done.wait_for(
                 lambda: not self._queue.unfinished_tasks, timeout=_FLUSH_TIMEOUT_S
@@ -157,11 +149,7 @@ class RolloutStore(Writer):
 
     def supersede_from(self, seq: int, *, step: int) -> None:
         """A run resumes from the checkpoint of `step`: what was written from its position on is not part of the run anymore.
-        Nothing is removed: `store.json` tells readers. Call it before the first `append`.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        Nothing is removed: `store.json` tells readers. Call it before the first `append`."""
         with self._lock:
             until = self._next_seq = max(self._open(), seq)
             self._metadata.superseded.append({"step": step, "from_seq": seq, "until_seq": until})
@@ -172,11 +160,7 @@ class RolloutStore(Writer):
 
     def close(self, *, seal_wait_s: float | None = None) -> None:
         """Write what is queued, close the last block, and wait `seal_wait_s` seconds (None: `SEAL_TIMEOUT_S`) for it to be sealed;
-        sealing continues in the background after that. Allowed more than once.
-
-        Raises:
-            RunError: a group could not be written, or the disk hangs.
-        """
+        sealing continues in the background after that. Allowed more than once."""
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
             if self._thread is None:

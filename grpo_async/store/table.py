@@ -182,11 +182,7 @@ class RolloutTable:
     # -- the files
 
     def refresh(self) -> bool:
-        """Read what was written since; whether anything changed.
-
-        Raises:
-            RunError: the folder cannot be read, or is of a version with another format.
-        """
+        """Read what was written since; whether anything changed."""
         import duckdb
 
         with self._lock:

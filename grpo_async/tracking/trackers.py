@@ -25,11 +25,7 @@ _CLOSE_TIMEOUT_S = 10.0  # with the store's end it has to fit into launch.stop_t
 
 
 class Trackers:
-    """All trackers of a run, by the name of their type.
-
-    Args:
-        close_s: seconds that all of them together have to end at `close`.
-    """
+    """All trackers of a run, by the name of their type."""
 
     def __init__(self, trackers: Sequence[tuple[str, Tracker]], *, close_s: float = _CLOSE_TIMEOUT_S) -> None:
         self.shown_by = [f"{name}: {tracker.shown_by}" for name, tracker in trackers]

@@ -53,11 +53,7 @@ def read_json(text: str) -> Any:
 
 
 def arguments_of(given: Any) -> Mapping[str, Any]:
-    """Arguments of a tool call, given as an object, as the JSON text of one, or not at all (None or blank text: {}).
-
-    Raises:
-        UnreadableError: they are something else.
-    """
+    """Arguments of a tool call, given as an object, as the JSON text of one, or not at all (None or blank text: {})."""
     if isinstance(given, str):
         given = read_json(given) if given.strip() else None
     if given is None:

@@ -33,11 +33,7 @@ class EvaluationDir(RunDir):
 
 
 def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
-    """The evaluation of a step of `run`; "latest": the newest.
-
-    Raises:
-        ConfigError: there is none; the message lists those that there are.
-    """
+    """The evaluation of a step of `run`; "latest": the newest."""
     steps = run.evaluation_steps()
     wanted = steps[-1] if step == "latest" and steps else int(step) if step.isdecimal() else None
     if wanted not in steps or wanted is None:
@@ -47,11 +43,7 @@ def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
 
 
 def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
-    """The run directory `runs_folder`/`name`, also one in which nothing was written yet, or the run directory `name`.
-
-    Raises:
-        ConfigError: there is neither; the message lists the nearest names.
-    """
+    """The run directory `runs_folder`/`name`, also one in which nothing was written yet, or the run directory `name`."""
     if name.strip("/."):
         for candidate in (runs_folder / name, Path(name)):
             is_new = candidate.parent == runs_folder and _is_folder(candidate)

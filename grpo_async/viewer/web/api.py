@@ -64,13 +64,7 @@ def error_answer(request: Request, error: Exception) -> Json:
 
 
 def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[str, Any] = HOME) -> Guard:
-    """The page, its files and the API, behind the guard.
-
-    Args:
-        token: secret of this start, without which no data is given.
-        host: the address that is listened on; see `Guard`.
-        opening: what the page opens with.
-    """
+    """The page, its files and the API, behind the guard."""
 
     def endpoint(answer: Callable[[RequestParameters], Response]) -> Callable[[Request], Response]:
         """Called in a thread, where the response is also rendered: rows with tokens take long to encode."""

@@ -251,11 +251,7 @@ def settings(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def logs(run: RunDir, attempt: str, file: str) -> dict[str, Any]:
-    """The end of a log. `attempt`, `file`: "" is the newest attempt, and its trainer.log.
-
-    Raises:
-        NotFoundError: there is no such attempt or file.
-    """
+    """The end of a log. `attempt`, `file`: "" is the newest attempt, and its trainer.log."""
     attempts = [run.attempt(number).name for number in reversed(run.attempts())]
     if not attempts:
         return {"attempts": [], "files": [], "lines": []}

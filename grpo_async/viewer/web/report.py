@@ -39,11 +39,7 @@ Answer = tuple[str, dict[str, Any], Any, str]
 
 
 def write_report(run_dir: RunDir, out: Path | None = None) -> Path:
-    """Write the report of a run, to `out` or to its report.html, and return where it is.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the report of a run, to `out` or to its report.html, and return where it is."""
     registry, out = RunRegistry([run_dir]), out or run_dir.report
     try:
         page = render_report(registry.source(""))
