@@ -365,16 +365,6 @@ class RolloutTable:
             raise RunError(f"there is no {what} in {self.folder}")
         return group, found
 
-    # -- of the whole store
-
-    def map_names(self) -> dict[str, list[str]]:
-        """Names of the entries of `rewards` and of `columns`, those of the newest groups."""
-        rows = self.fetch(
-            "SELECT map_keys(rewards) AS rewards, json_keys(columns) AS columns FROM stored "
-            f"WHERE seq > {self.newest_seq - 8}"
-        )
-        return {part: sorted({name for row in rows for name in row[part] or ()}) for part in ("rewards", "columns")}
-
     # -- below
 
     def _read(self, columns: str, seqs: Sequence[int], rest: str) -> list[Row]:

@@ -34,7 +34,7 @@ def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(golden_run: G
         (run,) = inspector.json("api/runs")["runs"]
         evaluation = run["evaluations"][-1]
         assert evaluation["step"] == 6
-        assert inspector.json("api/summary", run=evaluation["name"])["counts"]["groups"] == 16
+        assert inspector.json("api/status", run=evaluation["name"])["counts"]["groups"] == 16
 
 
 def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:

@@ -7,8 +7,6 @@ Errors: 400 the query or a parameter is wrong | 404 no such run, group or rollou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,7 +21,6 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.store.database import time_limit
 from grpo_async.store.names import HELP, NAMES
 from grpo_async.utils.validation import problems_of
-from grpo_async.viewer.trace import write_trace
 from grpo_async.viewer.web.guard import Guard
 from grpo_async.viewer.web.overview import study_table
 from grpo_async.viewer.web.report import STATIC, render_report
@@ -80,7 +77,7 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
 
         found = [run_entry(registry.source(name)) for name in registry.names]
         folder = None if registry.folder is None else str(registry.folder)
-        names = [{"name": each.name, "help": each.help, "values": each.values} for each in NAMES]
+        names = [{"name": each.name, "help": each.help} for each in NAMES]
         study = None if registry.folder is None else study_table(registry.folder)
         return Json({"runs": found, "folder": folder, "study": study, "opening": opening, "names": names})
 
@@ -88,14 +85,6 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
         """The report of a run, as `grpo-async report` would write it now: a file, which is never opened here."""
         page = render_report(registry.source(parameters.run))
         return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
-
-    def trace(parameters: RequestParameters) -> Response:
-        """The timeline of a run, as `grpo-async trace` would write it now."""
-        run = registry.source(parameters.run).run
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json.gz"
-            write_trace(run.events, path, title=run.root.name)
-            return Response(path.read_bytes(), media_type="application/gzip")
 
     def view(name: str) -> Callable[[RequestParameters], Json]:
         return lambda parameters: Json(VIEWS[name](registry.source(parameters.run), parameters))
@@ -106,7 +95,6 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
     answers: dict[str, Callable[[RequestParameters], Response]] = {
         "/api/runs": runs,
         "/api/report": report,
-        "/api/trace": trace,
         "/api/help": lambda _: Json({"sections": HELP}),
         **{f"/api/{name}": view(name) for name in VIEWS},
     }

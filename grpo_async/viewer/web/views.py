@@ -53,16 +53,6 @@ class RequestParameters(BaseModel):
 # -- views
 
 
-def _summary(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    """Everything of a run that does not depend on what is looked for."""
-    table = source.table()
-    return {
-        "counts": table.count(EVERYTHING),
-        "notes": table.notes,
-        "map_names": table.map_names(),
-    }
-
-
 def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
@@ -156,7 +146,6 @@ def _together(source: Source, parameters: RequestParameters) -> list[Source]:
 
 
 VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
-    "summary": _summary,
     "status": _status,
     "groups": lambda source, given: _page(source, given, of_groups=True),
     "rollouts": lambda source, given: _page(source, given, of_groups=False),

@@ -113,11 +113,6 @@ export function reportAddress(run) {
   return `api/report${queryString({ run })}`;
 }
 
-/** The address of the timeline of a run, for Perfetto. */
-export function traceAddress(run) {
-  return `api/trace${queryString({ run })}`;
-}
-
 /** What was chosen last, also in other runs and after the next start. */
 export const memory = {
   get: (name) => stored(() => localStorage.getItem(`grpo-async ${name}`)) ?? "",
