@@ -1,7 +1,7 @@
 """A run in words: rows of names and texts, and one line for each event. Pure.
 
-Rows are made of the content of status.json, so the dashboard, `status` and `status --watch` show
-the same. Texts of others are made safe for a terminal here.
+Rows are made of the content of status.json, so the dashboard and `status` show the same. Texts of
+others are made safe for a terminal here.
 """
 
 from __future__ import annotations
