@@ -106,7 +106,6 @@ class RolloutStore(Writer):
         Raises:
             RunError: an earlier group could not be written (disk full, no permission), and is lost; this one is tried all the same.
         """
-        stats = (stats or {}) if self._settings.token_stats else {}
         with self._lock:
             if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
@@ -117,7 +116,7 @@ class RolloutStore(Writer):
                 step=step,
                 written_at=time.time(),
                 scored=scored,
-                stats=stats,
+                stats=stats or {},
             )
             if not self.stores(group.group_id, status):
                 self._metadata.sample_rate = min(self._metadata.sample_rate, self._settings.sample_rate)

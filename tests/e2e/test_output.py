@@ -48,17 +48,13 @@ def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(golden_run:
     assert [peak > 100 << 20 for peak in memory["peaks"]] == [True]
 
 
-def test_trackers_get_what_held_out_prompts_got_and_the_verdict(golden_run: GoldenRun) -> None:
+def test_trackers_get_what_held_out_prompts_got(golden_run: GoldenRun) -> None:
     folder = golden_run.run.folder / "trackers" / "tensorboard"
     assert f"tensorboard: tensorboard --logdir {folder}" in golden_run.json_logs
     written = b"".join(file.read_bytes() for file in folder.iterdir())
     assert all(f"### step {step}, reward ".encode() in written for step in (0, 3, 4, 6))
     assert b"**prompt**" in written
     assert b"**completion**" in written
-    assert (
-        " ".join(filter(None, (golden_run.run.summary()["learning"][part] for part in ("text", "fix")))).encode()
-        in written
-    )
 
 
 def test_a_quiet_run_prints_its_summary_only(golden_run: GoldenRun) -> None:
