@@ -126,10 +126,6 @@ class RolloutTable:
         blocks: those that can be read.
         damage: blocks and lines that cannot be read, so that their rows are missing, a sentence each.
         newest_seq: the highest seq of all groups, superseded or not; -1: there is none.
-
-    Raises:
-        RunError: the store is of another version, or cannot be read at all. A damaged block only
-            costs its own rows.
     """
 
     def __init__(self, folder: Path, *, writable: Path | None = None) -> None:
@@ -304,9 +300,6 @@ class RolloutTable:
         Args:
             sort: names of columns with commas between, "-" before one for the highest first.
                 Missing values come last either way, equal ones newest first.
-
-        Raises:
-            QueryError: no such column.
         """
         keys = self.fetch(
             f"SELECT seq, rollout_index FROM {where(query)} AND rollout_index IS NOT NULL "
@@ -324,9 +317,6 @@ class RolloutTable:
 
         Args:
             sort: as `page`, of the group's values: seq, step, reward, std, length, matching, ...
-
-        Raises:
-            QueryError: groups have no such value.
         """
         keys = self.fetch(
             f"SELECT seq, count(rollout_index) FILTER ({query.sql}) AS num_matching FROM rollouts "

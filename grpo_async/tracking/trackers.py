@@ -109,11 +109,7 @@ class _Caller:
 
 
 def open_trackers(config: ExperimentConfig, run_dir: RunDir) -> Trackers:
-    """Set up what `tracking` names.
-
-    Raises:
-        ConfigError: a library is missing or a tracker refuses (no login, no network, a taken port).
-    """
+    """Set up what `tracking` names."""
     trackers: list[tuple[str, Tracker]] = []
     for number, section in enumerate(config.tracking):
         try:

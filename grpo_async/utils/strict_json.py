@@ -23,11 +23,7 @@ class UnreadableError(Exception):
 
 
 def scan_json(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start` (whitespace may come first), and the position after it: ' {"a": 1} x' -> 9.
-
-    Raises:
-        UnreadableError: there is none.
-    """
+    """The JSON value that begins at `start` (whitespace may come first), and the position after it: ' {"a": 1} x' -> 9."""
     while start < len(text) and text[start].isspace():
         start += 1
     try:

@@ -214,6 +214,15 @@ def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Pat
     assert all(block.is_sealed for block in find_blocks(tmp_path / "rollouts"))
 
 
+def test_a_block_that_cannot_be_sealed_stays_and_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(tmp_path) as store:
+        append_simple(store, 0)
+        in_the_way = tmp_path / "block-000000000000.jsonl.sealing"
+        in_the_way.mkdir()  # root may write anywhere: a folder in the way does the same
+    assert "block-000000000000.jsonl stays as JSON lines" in capfd.readouterr().err
+    assert [row.group_id for row in read_groups(tmp_path)] == [0]
+
+
 # -- room
 
 

@@ -1,4 +1,4 @@
-"""What the page shows of whole runs: a line in the list of runs, a run's own page, its curves, settings and logs."""
+"""What the page shows of whole runs: a line in the list of runs, a run's own page, its curves and settings."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ from grpo_async.utils.run_state import (
     STOPPED,
     UNFINISHED,
 )
-from grpo_async.utils.safe_text import tail
 from grpo_async.utils.text import count, duration, format_number
 from grpo_async.viewer.facts import facts_of, trained_s
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.plots import CHAPTERS, Line, Plot, curve, draw, draw_all
-from grpo_async.viewer.web.sources import NotFoundError, Source
+from grpo_async.viewer.web.sources import Source
 
 _CARD_POINTS = 80  # of the small curve
 _MAIN_PLOTS = ("held-out", "reward", "lengths", "entropy", "zero-variance", "ratio")
 _MAX_MAIN_PLOTS = 4  # the first of them that there are
-_LOG_LINES = 1500
 _LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.NOTE: "info"}
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
@@ -235,7 +233,7 @@ def _plain(name: str) -> Plot:
     return Plot(name, name, unit, (Line(name, name),), format=form, include=())
 
 
-# -- files
+# -- settings
 
 
 def settings(sources: Sequence[Source]) -> dict[str, Any]:
@@ -248,22 +246,3 @@ def settings(sources: Sequence[Source]) -> dict[str, Any]:
         "different": [[each.path, *each.values] for each in different],
         "path": str(sources[0].run.config),
     }
-
-
-def logs(run: RunDir, attempt: str, file: str) -> dict[str, Any]:
-    """The end of a log. `attempt`, `file`: "" is the newest attempt, and its trainer.log."""
-    attempts = [run.attempt(number).name for number in reversed(run.attempts())]
-    if not attempts:
-        return {"attempts": [], "files": [], "lines": []}
-    attempt = attempt or attempts[0]
-    files = _log_files(run.logs / attempt) if attempt in attempts else []
-    file = file or next((name for name in ("trainer.log", *files) if name in files), "")
-    if attempt not in attempts or (file and file not in files):
-        raise NotFoundError(f"there is no log {attempt}/{file}"[:200])
-    path = run.logs / attempt / file
-    lines = tail(path, _LOG_LINES) if file else []
-    return {"attempts": attempts, "attempt": attempt, "files": files, "file": file, "lines": lines, "path": str(path)}
-
-
-def _log_files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.log") if path.is_file() and not path.is_symlink())

@@ -43,11 +43,7 @@ class Source:
         self._refreshed_at = 0.0
 
     def table(self) -> RolloutTable:
-        """The table, with what was written until half a second ago at least.
-
-        Raises:
-            RunError: the store cannot be read.
-        """
+        """The table, with what was written until half a second ago at least."""
         with self._lock:
             if self._table is None:
                 self._table = RolloutTable(self.run.rollouts)
@@ -121,11 +117,7 @@ class RunRegistry:
         return list(runs)
 
     def source(self, name: str) -> Source:
-        """The run of that name, or the evaluation `RUN@STEP` of one; "": the first.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """The run of that name, or the evaluation `RUN@STEP` of one; "": the first."""
         if name not in self._sources:
             names = self.names  # with those that are new
             name = name or next(iter(names), "")

@@ -46,8 +46,6 @@ class RequestParameters(BaseModel):
     id: str = ""  # of a group or rollout; `seq` of the group finds one of two with the same id
     seq: int = Field(-1, ge=-1, le=2**53)
     compare_with: str = Field("", max_length=4000)  # names of further runs, with commas between; %2C within
-    attempt: str = Field("", max_length=100)
-    file: str = Field("", max_length=100)  # of an attempt's logs
 
 
 # -- views
@@ -155,7 +153,6 @@ VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "run": lambda source, _: overview.page(source),
     "curves": lambda source, given: overview.curves(_together(source, given)),
     "config": lambda source, given: overview.settings(_together(source, given)),
-    "logs": lambda source, given: overview.logs(source.run, given.attempt, given.file),
 }
 
 

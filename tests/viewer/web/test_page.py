@@ -98,6 +98,16 @@ def test_a_mistake_is_said_below_the_query(browser: Browser, inspected: Inspecto
         assert [error for error in watched.errors if "400" not in error] == []
 
 
+def test_a_long_table_is_fetched_by_pages_in_its_order(show: Show) -> None:
+    page = show("#/rollouts?run=long&sort=seq,index")
+    assert len(rows(page)) == 100
+    while page.locator("button:has-text('Show more')").is_visible():
+        before = page.locator(".rows tbody tr").count()
+        page.click("button:has-text('Show more')")
+        page.wait_for_function(f"() => document.querySelectorAll('.rows tbody tr').length > {before}")
+    assert rows(page) == [f"g{group}-r{index}" for group in range(150) for index in range(4)]
+
+
 def test_keys_move_open_and_go_back(show: Show) -> None:
     page = show("#/groups?run=one&q=step%3D2")
     page.keyboard.press("4")  # the tabs keep the filter
@@ -221,10 +231,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
     folder = tmp_path_factory.mktemp("learned")
     evaluations = [evaluation(0, 0.1), evaluation(20, 0.9)]
     groups = [{"rewards": [0.0, 1.0], "step": 1}]
-    good = write_run(folder, "good", metrics=steps(20), evaluations=evaluations, groups=groups)
+    write_run(folder, "good", metrics=steps(20), evaluations=evaluations, groups=groups)
     write_run(folder, "flat", metrics=steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0))
-    (good.logs / "attempt_1").mkdir()
-    (good.logs / "attempt_1" / "trainer.log").write_text("INFO begins\nERROR <b>broke</b>\n", encoding="utf-8")
     with serving(folder=folder / "runs") as running:
         yield running
 
@@ -271,8 +279,6 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
         page.check("[aria-label='compare flat']")
         page.click("text=Curves of 2 runs")
         page.wait_for_selector(".curves .chart-legend:has-text('good'):has-text('flat')")
-        go(page, "#/logs?run=good")
-        assert page.inner_text(".log .bad").strip() == "ERROR <b>broke</b>"
         go(page, "#/config?run=good&with=flat")
         page.fill("[aria-label='Find a setting']", "max_steps")
         assert "20" in page.inner_text("tbody tr:has-text('training.max_steps')")
@@ -285,19 +291,12 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
 
 def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path, "live", metrics=steps(7), state="stopped")
-    log = run.logs / "attempt_1" / "trainer.log"
-    log.parent.mkdir()
-    log.write_text("waiting\n", encoding="utf-8")
     with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/run?run=live") as watched:
         page = watched.page
         page.wait_for_selector("text=The run was stopped after 7 of 7 steps")
         write_metrics(run.root, 0.9, 0.95, first=8)
         look_for_news(page)
         page.wait_for_selector("text=The run was stopped after 9 of 7 steps")
-        go(page, "#/logs?run=live")
-        log.write_text("waiting\nwaiting\n", encoding="utf-8")
-        look_for_news(page)
-        page.wait_for_selector(".log .level >> nth=1")
         go(page, "#/home")
         write_run(tmp_path, "later", metrics=steps(8))
         page.wait_for_selector("article[aria-label=later] .verdict")

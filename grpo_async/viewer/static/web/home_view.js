@@ -101,7 +101,6 @@ function drawCard(element, found, box, age) {
     link(address("run", { run }), "Overview"),
     link(address("curves", { run }), "Curves"),
     link(address("groups", { run }), "Rollouts"),
-    link(address("logs", { run }), "Logs"),
   ];
   return [
     h("header", { class: "row" }, box, h("h2", {}, link(address("run", { run }), oneLine(run, 80))), badge(found.status, found.level), spacer(), age),

@@ -3,9 +3,9 @@
 import { ApiError, DEFAULT_VIEW, address, current, get, go, isKnown, memory, report } from "./api.js";
 import { announce, button, empty, fill, h, link, oneLine, select, spacer } from "./dom.js";
 import { StatusPoll } from "./status.js";
+import { configView } from "./config_view.js";
 import { curvesView } from "./curves_view.js";
 import { explorerView } from "./explorer_view.js";
-import { configView, logsView } from "./files_view.js";
 import { groupView } from "./group_view.js";
 import { helpView } from "./help_view.js";
 import { homeView } from "./home_view.js";
@@ -20,7 +20,6 @@ const VIEWS = {
   group: groupView,
   rollout: rolloutView,
   curves: curvesView,
-  logs: logsView,
   config: configView,
   help: helpView,
 };
@@ -29,7 +28,6 @@ const ALL_TABS = {
   curves: "Curves",
   groups: "Groups",
   rollouts: "Rollouts",
-  logs: "Logs",
   config: "Settings",
 };
 const REPORTED = ["run", "curves", "rollouts", "config"]; // views that every report has
