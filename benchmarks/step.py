@@ -3,7 +3,6 @@
     python -m benchmarks step [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --shape 1.7b --micro-batch-tokens 32768 --completion-tokens 4096
                               --chunk 4096
-    python -m benchmarks step --score-centering 20
 
 A random Qwen3 trains on ragged random samples, with GRPO's clipped loss and AdamW. Three trainers take turns in one process, with
 equally many tokens in a micro-batch, padding included: one with `training.pack: true`, one that does the same but computes the
@@ -13,7 +12,6 @@ micro-batch.
 Tokens are trained tokens (of completions). "needed / computed" is above 1 where prefixes are shared. On a GPU that is listed in
 _models.py the MFU is that of the side without sharing: tokens/s x ModelSize.training_flops / peak. The exit code is 1 when the
 packed step is not as fast as the others.
-With --score-centering K a fourth trainer is the packed one with `loss.score_centering: K`.
 Host syncs of an update are counted in tests/training/test_step.py; a run's timeline (`events.jsonl`) says
 where the time of a step goes.
 """
@@ -26,7 +24,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +54,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--threads", type=int, default=usable_cpus(), help="threads of torch")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--score-centering", type=int, default=0, help="the likeliest tokens of each position; 0: none")
     options = parser.parse_args(arguments)
     return _measure(options)
 
@@ -73,17 +69,12 @@ def _measure(options: argparse.Namespace) -> int:
     shape = SHAPES[options.shape]
     report = Report("step", options)
     with process_group(device):
-        names = (*SIDES, "centered") if options.score_centering else SIDES
-        sides = {name: _trainer(samples, options, device, side=name) for name in names}
+        sides = {name: _trainer(samples, options, device, side=name) for name in SIDES}
         # the first step allocates memory, threads and optimizer states
         first = {name: side() for name, side in sides.items()}
         for name, (found, _) in first.items():
             for value, right in zip(found, first["packed"][0], strict=True):
-                if (
-                    options.dtype == "float32"
-                    and name != "centered"
-                    and abs(value - right) > SAME * max(abs(right), 0.01)
-                ):
+                if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
                     raise SystemExit(f"loss and norm are not the same: {found} {name}, {first['packed'][0]} packed")
         seconds = time_in_turns(sides, options.rounds)
     for name, values in seconds.items():
@@ -91,9 +82,6 @@ def _measure(options: argparse.Namespace) -> int:
     speedups = {name: ratios(seconds, name, "packed") for name in SIDES[1:]}
     for name, values in speedups.items():
         report.row(f"packed over {name}", values, "ratio")
-    if options.score_centering:
-        report.row("centered / packed: time", ratios(seconds, "centered", "packed"), "ratio")
-        report.row("likeliest tokens", [8.0 * options.score_centering], "bytes per trained token")
     for name, (_, tokens) in first.items():
         report.row(f"{name}: needed / computed tokens", [sum(lengths) / tokens], "fraction")
     if device.type == "cuda":
@@ -122,7 +110,6 @@ def _trainer(
     from grpo_async.batching.plan import plan_batch
     from grpo_async.batching.prefixes import prefix_order
     from grpo_async.config.sections import ClippedLoss, OptimizerSection
-    from grpo_async.records import TOP
     from grpo_async.training.attention import choose_attention
     from grpo_async.training.loss import Objective
     from grpo_async.training.model import Policy, make_mesh, shard_policy
@@ -138,14 +125,7 @@ def _trainer(
     policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention)
     shard_policy(policy, make_mesh(device.type, world_size=1), compute_dtype=dtype)
     optimizer = make_optimizer(policy, section)
-    num_top = options.score_centering if side == "centered" else None
-    objective = Objective(ClippedLoss(type="dapo", score_centering=num_top), num_updates=1)
-    if num_top:
-        draw, vocab = np.random.default_rng(options.seed), SHAPES[options.shape].vocab
-        tops = [np.empty((sample.num_trained_tokens, num_top), TOP) for sample in samples]
-        for top in tops:
-            top["id"], top["logprob"] = draw.integers(vocab, size=top.shape), -math.log(vocab)
-        samples = [replace(sample, top=top) for sample, top in zip(samples, tops, strict=True)]
+    objective = Objective(ClippedLoss(type="dapo"), num_updates=1)
 
     def step() -> tuple[tuple[float, float], int]:
         plan = plan_batch(
@@ -153,7 +133,7 @@ def _trainer(
             world_size=1,
             micro_batch_tokens=options.micro_batch_tokens,
             pack=side != "padded",
-            prefixes=prefix_order([sample.token_ids for sample in samples]) if side in ("packed", "centered") else None,
+            prefixes=prefix_order([sample.token_ids for sample in samples]) if side == "packed" else None,
         )
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
         (part,) = split_by_rank(samples, weights, plan, trainer_version=0)
