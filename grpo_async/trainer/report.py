@@ -97,7 +97,8 @@ class Reporter:
         is_first = step == self.start + 1
         if (is_first or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
             self.control.send("example", step=step, **example)
-        self.trackers.log_completions(step, self.evaluations.take_completions())
+        if "eval/step" in metrics and config.tracking:
+            self.trackers.log_completions(step, self.evaluations.take_completions())
         if is_first and self.context.peaks:
             text = f"memory of a trainer rank after step {step}: {describe_peak(**self._memory())}"
             logger.info(text)
