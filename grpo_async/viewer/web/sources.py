@@ -57,7 +57,10 @@ class Source:
     def metrics(self) -> list[MetricRow]:
         """The lines of metrics.jsonl, which is read again when it has changed."""
         with self._lock:
-            stamp = file_stamp(self.run.metrics)
+            try:
+                stamp = file_stamp(self.run.metrics)
+            except OSError:  # a network file system that fails for a while: reading says so
+                stamp = None
             if stamp is None or stamp != self._metrics_stamp:
                 self._metrics_problems.clear()
                 self._metrics = read_metrics(self.run, self._metrics_problems)
