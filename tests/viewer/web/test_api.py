@@ -196,16 +196,6 @@ def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_p
                 assert inspector.get(f"api/{view}", run=name).status_code == 404, (view, name)
 
 
-def test_settings_hide_what_may_be_secret(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(2))
-    secrets = "inference: {host: 10.9.8.7, replicas: 2}\nrewards: [{function: 'a:b', arguments: {key: sk-1}}]\n"
-    run.config.write_text(f"training: {{max_steps: 2}}\n{secrets}", encoding="utf-8")
-    with serving(run.root) as inspector:
-        settings = dict(inspector.json("api/config")["settings"])
-    assert (settings["training.max_steps"], settings["inference.replicas"]) == ("2", "2")
-    assert not {"10.9.8.7", "sk-1"} & set(settings.values())
-
-
 # -- threads
 
 
