@@ -116,7 +116,7 @@ class RolloutStore(Writer):
                 step=step,
                 written_at=time.time(),
                 scored=scored,
-                stats=stats or {},
+                stats=(stats or {}) if self._settings.token_stats else {},
             )
             if not self.stores(group.group_id, status):
                 self._metadata.sample_rate = min(self._metadata.sample_rate, self._settings.sample_rate)

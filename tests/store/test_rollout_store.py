@@ -25,6 +25,7 @@ from tests.store.builders import (
     append_simple,
     build_group,
     build_rollout,
+    build_stats,
     small_blocks,
     write_groups,
 )
@@ -63,6 +64,19 @@ def test_a_group_can_be_read_as_soon_as_it_is_flushed(tmp_path: Path, open_store
     assert (tmp_path / "rollouts").stat().st_mode & 0o777 == 0o700
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "rollouts").iterdir()}
     assert modes == dict.fromkeys((FIRST_BLOCK, "store.json", "writer.lock"), 0o600)
+
+
+def test_the_statistics_of_the_trainer_are_stored_unless_they_are_switched_off(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    group = build_group(1, [build_rollout("1-0")])
+    for is_on in (True, False):
+        store = open_store(tmp_path / str(is_on), settings=small_blocks(token_stats=is_on))
+        append(store, group, [], GroupStatus.TRAINED, 1, stats={"1-0": build_stats(3)})
+        store.flush()
+    (on,), (off,) = (read_groups(tmp_path / str(is_on))[0].rollouts for is_on in (True, False))
+    assert on.weights == [1.0, 2.0, 3.0]
+    assert off.weights is off.token_flags is None
 
 
 # -- torn and damaged lines
