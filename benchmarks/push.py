@@ -9,7 +9,7 @@ A server, started as in a run, serves a model with random weights. Every round h
 receives the same buckets into fresh memory) and a push as a run makes it. The load time is from the server's log, without its
 wait for what it loads. "stopped" is how long the server generates nothing. The trainer's weights are float32, so with --dtype
 bfloat16 gathering casts them, as in a run. The bare broadcast goes over NCCL if the push does, else over gloo from host memory.
-On one GPU the two ends of NCCL have two NCCL_HOSTIDs. "digests" is what proving the delivery costs at one end.
+On one GPU the two ends of NCCL have two NCCL_HOSTIDs.
 
 Target on the CPU with the shape 95m (calls bound smaller ones): the median of  push / (1.2 x bare broadcast + load)  is at most 1.
 """
@@ -115,13 +115,13 @@ def _parameters(folder: Path, model: Any, options: argparse.Namespace) -> Any:
 def _connected(
     url: str, parameters: Any, options: argparse.Namespace
 ) -> Iterator[tuple[Callable[[], dict[str, float]], list[int]]]:
-    """The trainer's end, as in `train`: a function that pushes version 1, 2, 3, ... and returns the metrics of the push (and
-    "digests", seconds that these tensors take again); and the sizes of its buckets in bytes."""
+    """The trainer's end, as in `train`: a function that pushes version 1, 2, 3, ... and returns the metrics of the push;
+    and the sizes of its buckets in bytes."""
     import torch
 
     from grpo_async.config.sections import InferenceSection, WeightsSection
     from grpo_async.inference.fleet import Fleet
-    from grpo_async.weights.buckets import choose_bucket_bytes, digests_of, samples_of
+    from grpo_async.weights.buckets import choose_bucket_bytes
     from grpo_async.weights.push import WeightTransport, push_weights
 
     torch.set_num_threads(1)  # as the ranks of a run
@@ -140,19 +140,10 @@ def _connected(
 
     def push() -> dict[str, float]:
         (server,) = fleet.servers_up()
-        metrics = push_weights(
+        return push_weights(
             parameters, version=next(versions), servers=[server.control], transport=transport, settings=settings,
             loading=fleet.loading_weights,
         )  # fmt: skip
-        digests_s, samples = 0.0, []
-        for tensors in parameters.buckets(transport.bucket_bytes):
-            began = time.perf_counter()
-            samples.append(samples_of(tensors))
-            digests_s += time.perf_counter() - began
-        began = time.perf_counter()
-        digests_of(samples).cpu()
-        digests_s += time.perf_counter() - began
-        return metrics | {"digests": digests_s}
 
     fleet.start()
     try:
@@ -260,7 +251,6 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
     report.row("push", [1e3 * push["sync/push_s"] for push in pushes], "ms")
     for phase in PHASES:
         report.row(f"  {phase}", [1e3 * push[f"sync/phase/{phase}_s"] for push in pushes], "ms")
-    report.row("  digests", [1e3 * push["digests"] for push in pushes], "ms")
     report.row("  stopped", [1e3 * push["sync/stopped_s"] for push in pushes], "ms")
     report.row("transfer", [push["sync/bytes_per_s"] / 1e6 for push in pushes], "MB/s")
     report.row("bare broadcast", [num_bytes / seconds / 1e6 for seconds in measured.bare_s], "MB/s")

@@ -57,8 +57,8 @@ _PUSH_S = 0.04
 """Seconds of the calls of a push, without the bytes: measured, pause 4 ms, start, resume and calls 18 ms, around the sends 10 ms
 (NOTES.md)."""
 _HOST_S = 0.3
-"""Seconds to pack a step of 8 million tokens and send it to 8 ranks, where that does not hide behind the step before: the bound
-that `step --before-forward` keeps (NOTES.md)."""
+"""Seconds to pack a step of 8 million tokens and send it to 8 ranks, where that does not hide behind the step before
+(NOTES.md)."""
 _OPTIMIZER_BYTES = 28
 """Bytes of a parameter that a step of the optimizer moves: it reads four values and writes three."""
 _RESERVED_BYTES = 4e9

@@ -1,12 +1,8 @@
-"""The trainer's step: each shared prefix once against packed without sharing and against padded, MFU, and what comes before the
-first forward.
+"""The trainer's step: each shared prefix once against packed without sharing and against padded, and MFU.
 
     python -m benchmarks step [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --shape 1.7b --micro-batch-tokens 32768 --completion-tokens 4096
                               --chunk 4096
-    python -m benchmarks step --score-centering 20
-    python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
-                              --micro-batch-tokens 32768
 
 A random Qwen3 trains on ragged random samples, with GRPO's clipped loss and AdamW. Three trainers take turns in one process, with
 equally many tokens in a micro-batch, padding included: one with `training.pack: true`, one that does the same but computes the
@@ -16,13 +12,8 @@ micro-batch.
 Tokens are trained tokens (of completions). "needed / computed" is above 1 where prefixes are shared. On a GPU that is listed in
 _models.py the MFU is that of the side without sharing: tokens/s x ModelSize.training_flops / peak. The exit code is 1 when the
 packed step is not as fast as the others.
-With --score-centering K a fourth trainer is the packed one with `loss.score_centering: K`.
 Host syncs of an update are counted in tests/training/test_step.py; a run's timeline (`events.jsonl`) says
 where the time of a step goes.
-
-With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs
-them, as in the trainer's loop. Every GPU waits for the sum on rank 0. From 8 million tokens on it has a target, in CPU time,
-because the ranks share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -31,19 +22,14 @@ import argparse
 import math
 import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from benchmarks._models import SHAPES
-from benchmarks.report import ROOT, Report, device_of, parser_of, ratios, time_in_turns
+from benchmarks.report import Report, device_of, parser_of, ratios, time_in_turns
 from grpo_async.utils.devices import listed_peaks
 from grpo_async.utils.processes import usable_cpus
 
@@ -66,26 +52,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--chunk", type=int, default=1024, help="training.logprob_chunk_tokens")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the forward pass")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of torchrun, with --before-forward")
     parser.add_argument("--threads", type=int, default=usable_cpus(), help="threads of torch")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--score-centering", type=int, default=0, help="the likeliest tokens of each position; 0: none")
-    parser.add_argument("--before-forward", action="store_true", help="time planning, sending and packing only")
     options = parser.parse_args(arguments)
-    if options.ranks > 1 and not options.before_forward:
-        parser.error("--ranks is for --before-forward")
-    if options.ranks > 1 and "RANK" not in os.environ:
-        return _under_torchrun(options.ranks, arguments)
-    return _measure_before_forward(options) if options.before_forward else _measure(options)
-
-
-def _under_torchrun(world_size: int, arguments: list[str]) -> int:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(world_size), "-m", "benchmarks", "step", *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, check=False).returncode
+    return _measure(options)
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -98,18 +68,13 @@ def _measure(options: argparse.Namespace) -> int:
     lengths = [len(sample.token_ids) for sample in samples]
     shape = SHAPES[options.shape]
     report = Report("step", options)
-    with process_group(1, device):
-        names = (*SIDES, "centered") if options.score_centering else SIDES
-        sides = {name: _trainer(samples, options, device, side=name) for name in names}
+    with process_group(device):
+        sides = {name: _trainer(samples, options, device, side=name) for name in SIDES}
         # the first step allocates memory, threads and optimizer states
         first = {name: side() for name, side in sides.items()}
         for name, (found, _) in first.items():
             for value, right in zip(found, first["packed"][0], strict=True):
-                if (
-                    options.dtype == "float32"
-                    and name != "centered"
-                    and abs(value - right) > SAME * max(abs(right), 0.01)
-                ):
+                if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
                     raise SystemExit(f"loss and norm are not the same: {found} {name}, {first['packed'][0]} packed")
         seconds = time_in_turns(sides, options.rounds)
     for name, values in seconds.items():
@@ -117,9 +82,6 @@ def _measure(options: argparse.Namespace) -> int:
     speedups = {name: ratios(seconds, name, "packed") for name in SIDES[1:]}
     for name, values in speedups.items():
         report.row(f"packed over {name}", values, "ratio")
-    if options.score_centering:
-        report.row("centered / packed: time", ratios(seconds, "centered", "packed"), "ratio")
-        report.row("likeliest tokens", [8.0 * options.score_centering], "bytes per trained token")
     for name, (_, tokens) in first.items():
         report.row(f"{name}: needed / computed tokens", [sum(lengths) / tokens], "fraction")
     if device.type == "cuda":
@@ -148,7 +110,6 @@ def _trainer(
     from grpo_async.batching.plan import plan_batch
     from grpo_async.batching.prefixes import prefix_order
     from grpo_async.config.sections import ClippedLoss, OptimizerSection
-    from grpo_async.records import TOP
     from grpo_async.training.attention import choose_attention
     from grpo_async.training.loss import Objective
     from grpo_async.training.model import Policy, make_mesh, shard_policy
@@ -164,14 +125,7 @@ def _trainer(
     policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention)
     shard_policy(policy, make_mesh(device.type, world_size=1), compute_dtype=dtype)
     optimizer = make_optimizer(policy, section)
-    num_top = options.score_centering if side == "centered" else None
-    objective = Objective(ClippedLoss(type="dapo", score_centering=num_top), num_updates=1)
-    if num_top:
-        draw, vocab = np.random.default_rng(options.seed), SHAPES[options.shape].vocab
-        tops = [np.empty((sample.num_trained_tokens, num_top), TOP) for sample in samples]
-        for top in tops:
-            top["id"], top["logprob"] = draw.integers(vocab, size=top.shape), -math.log(vocab)
-        samples = [replace(sample, top=top) for sample, top in zip(samples, tops, strict=True)]
+    objective = Objective(ClippedLoss(type="dapo"), num_updates=1)
 
     def step() -> tuple[tuple[float, float], int]:
         plan = plan_batch(
@@ -179,7 +133,7 @@ def _trainer(
             world_size=1,
             micro_batch_tokens=options.micro_batch_tokens,
             pack=side != "padded",
-            prefixes=prefix_order([sample.token_ids for sample in samples]) if side in ("packed", "centered") else None,
+            prefixes=prefix_order([sample.token_ids for sample in samples]) if side == "packed" else None,
         )
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
         (part,) = split_by_rank(samples, weights, plan, trainer_version=0)
@@ -230,80 +184,17 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
 
 
 @contextmanager
-def process_group(world_size: int, device: Any) -> Iterator[None]:
-    """A process group of torchrun's ranks, or of this process alone."""
+def process_group(device: Any) -> Iterator[None]:
+    """A process group of this process alone."""
     import torch
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=TIMEOUT_S)
-    alone = {} if world_size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timeout, **alone)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _measure_before_forward(options: argparse.Namespace) -> int:
-    import torch
-    import torch.distributed as dist
-
-    from grpo_async.batching.minibatch import token_weights
-    from grpo_async.batching.pack import split_by_rank
-    from grpo_async.batching.plan import plan_batch
-    from grpo_async.batching.prefixes import prefix_order
-    from grpo_async.training.ranks import CommandChannel, PackCommand
-
-    torch.set_num_threads(1)
-    report = Report("step", options)
-    rounds: list[list[tuple[float, float]]] = []  # (wall, CPU) at the beginning, and after each of PHASES
-
-    def lap() -> None:
-        rounds[-1].append((time.perf_counter(), time.process_time()))
-
-    with process_group(options.ranks, torch.device("cpu")):
-        is_leader = dist.get_rank() == 0
-        samples = make_samples(options) if is_leader else []
-        channel = CommandChannel(timeout_s=600.0)
-        for _ in range(options.rounds + 1):
-            dist.barrier()
-            rounds.append([])
-            lap()
-            if is_leader:
-                plan = plan_batch(
-                    [len(sample.token_ids) for sample in samples],
-                    world_size=options.ranks,
-                    micro_batch_tokens=options.micro_batch_tokens,
-                    pack=True,
-                    prefixes=prefix_order([sample.token_ids for sample in samples]),
-                )
-                weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=1)
-                lap()
-                parts = split_by_rank(samples, weights, plan, trainer_version=0)
-                lap()
-                commands = [PackCommand([part]) for part in parts]
-                channel.send(commands)
-                command = commands[0]
-            else:
-                received = channel.receive()
-                assert isinstance(received, PackCommand)
-                command = received
-            lap()
-            command.minibatches[0].pack()
-            lap()
-    if not is_leader:
-        return 0
-    for clock, suffix in enumerate(("", ", CPU")):
-        times = [[each[clock] for each in laps] for laps in rounds[1:]]  # the first round warms up
-        for number, name in enumerate(PHASES):
-            report.row(f"{name}{suffix}", [laps[number + 1] - laps[number] for laps in times], "s on rank 0")
-        whole = [laps[-1] - laps[0] for laps in times]
-        report.row(f"all{suffix}", whole, "s on rank 0")
-    num_tokens = sum(len(sample.token_ids) for sample in samples)
-    report.note(f"{len(samples)} samples, {num_tokens} tokens, {options.ranks} ranks")
-    if num_tokens >= 8_000_000:
-        report.target("CPU time of all, median", statistics.median(whole), at_most=0.3)
-    return report.finish()

@@ -54,7 +54,7 @@ class RunDir:
     report = _Entry("report.html")
     """Plots and tables in one offline page, written at the end."""
     trackers = _Entry("trackers")
-    """Files of TensorBoard, Weights & Biases, trackio."""
+    """Files of TensorBoard, Weights & Biases."""
     evaluation_log = _Entry("evaluations.jsonl")
     """One line per evaluation: its step, its numbers."""
     evaluation_result = _Entry("evaluation.json")

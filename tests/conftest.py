@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: more threa
 
 LONG = ("tests/vllm/", "tests/e2e/", "tests/training/")
 """Folders whose tests begin first, so that no long one is left alone at the end."""
-SHARED = {"vllm_server", "golden_run", "chromium"}
+SHARED = {"vllm_server", "golden_run", "browser"}
 """Fixtures that are too dear to make once for each process."""
 
 
@@ -83,22 +83,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the one headless Chromium of a test run."""
-    from tests.support.browser import chromium_process, require_chromium
-
-    require_chromium()
-    with chromium_process(tmp_path_factory.mktemp("chromium")) as address:
-        yield address
-
-
 @pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
     """Headless Chromium, from a module's first test with it to the last: tests of the same module cannot use asyncio.run."""
-    from tests.support.browser import connected
+    from tests.support.browser import launched
 
-    with connected(chromium) as opened:
+    with launched() as opened:
         yield opened
 
 

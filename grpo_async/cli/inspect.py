@@ -107,7 +107,7 @@ def inspect_rollouts(
     evaluation: EvaluationOption = None,
     group: Annotated[int | None, typer.Option("--group", metavar="ID", help="All rollouts of one group.")] = None,
     rollout: Annotated[
-        str | None, typer.Option("--rollout", metavar="ID", help="One rollout with all its tokens.")
+        str | None, typer.Option("--rollout", metavar="ID", help="One rollout: messages, rewards, turns.")
     ] = None,
     sort: Annotated[
         str | None,
@@ -127,9 +127,9 @@ def inspect_rollouts(
         typer.Option("--web", help="Alias of `grpo-async inspect`, with its arguments and options."),
     ] = False,
 ) -> None:
-    """Print the rollouts of a run: a table of groups, one group with its rollouts, or one rollout token by token.
+    """Print the rollouts of a run: a table of groups, one group with its rollouts, or one rollout.
 
-    `grpo-async inspect` shows the same in the browser.
+    `grpo-async inspect` shows the same in the browser, and every token with its log-probabilities; --json has them, too.
 
     \b
     Examples:
@@ -157,7 +157,6 @@ def inspect_rollouts(
     from grpo_async.utils.console import stdout_console
     from grpo_async.utils.safe_text import visible_line
     from grpo_async.viewer import printing
-    from grpo_async.viewer.token_text import load_token_texts
 
     (run,), query = runs_and_query(arguments, evaluation, several=False)
     order = sort_order(sort)
@@ -172,7 +171,7 @@ def inspect_rollouts(
             if as_json:
                 typer.echo(printing.rollout_json(found, path))
             else:
-                console.print(printing.rollout_page(found, path, load_token_texts(run)))
+                console.print(printing.rollout_page(found, path))
         elif group is not None:
             row = _named(table.group, group)
             if as_json:

@@ -19,10 +19,6 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object: the content of status.json, with the actual state.")
     ] = False,
-    watch: Annotated[
-        bool,
-        typer.Option("--watch", help="Keep showing it until the run ends: on a terminal, as the dashboard of `train`."),
-    ] = False,
 ) -> None:
     """Show the state of a run, while it is active or after it has ended. Starts and changes nothing.
 
@@ -34,20 +30,17 @@ def status(
     \b
     Examples:
       grpo-async status
-      grpo-async status quickstart --watch
+      watch grpo-async status quickstart
       grpo-async status quickstart --json | jq '{state, step, eta_s, reward}'
       until grpo-async status quickstart --json | jq -e '.state != "running"' > /dev/null; do sleep 60; done
     """
-    if as_json and watch:
-        raise typer.BadParameter("choose one of --json and --watch", param_hint="--watch")
-
     from grpo_async.display import status as reader
     from grpo_async.utils.console import stdout_console
     from grpo_async.viewer.runs import RUNS_FOLDER, find_run
 
     run_dir = reader.newest_run(RUNS_FOLDER) if run is None else find_run(run)
     console = stdout_console()
-    found = reader.watch(run_dir, console) if watch else reader.read_status(run_dir)
+    found = reader.read_status(run_dir)
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
@@ -56,34 +49,27 @@ def status(
 
 
 def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="Names of runs in runs/, or run directories; several are compared."),
-    ],
+    run: RunArgument,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Where to write. Default: report.html in the run directory; for several runs, report-A-B.html beside the first.",
-        ),
+        typer.Option("--out", metavar="FILE", help="Where to write. Default: report.html in the run directory."),
     ] = None,
 ) -> None:
     """Write a report: the inspector's page of a run in one HTML file: does it learn and if not, why, curves, rollouts.
 
-    The file is self-contained and works offline. It has a sample of the rollouts, token by token: the best, the worst, those of the
-    prompts that changed most. It omits logs and what may be secret: arguments of your code, addresses, accounts.
+    The file is self-contained and works offline. It has a sample of the rollouts, token by token: the best and the worst. It omits
+    logs and what may be secret: arguments of your code, addresses, accounts.
     `train` writes one at the end of every run (record.report). This also works for a run that is active, failed or was killed.
 
     \b
     Examples:
       grpo-async report quickstart
-      grpo-async report quickstart higher-lr --out comparison.html
+      grpo-async report quickstart --out /tmp/quickstart.html
     """
     from grpo_async.viewer.runs import find_run
     from grpo_async.viewer.web.report import write_report
 
-    typer.echo(str(write_report(list(map(find_run, runs)), out)))
+    typer.echo(str(write_report(find_run(run), out)))
 
 
 def trace(

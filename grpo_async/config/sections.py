@@ -1198,16 +1198,7 @@ class WandbTracker(StrictModel):
     """offline: written to the run directory, for `wandb sync` later."""
 
 
-class TrackioTracker(StrictModel):
-    type: Literal["trackio"]
-    """trackio (extra `trackio`): a local database, and a page by `trackio show`."""
-    project: str
-    """Name of the project."""
-    space_id: str | None = None
-    """A Hugging Face space to send to; null = this machine only."""
-
-
-TrackerSection = Annotated[TensorboardTracker | WandbTracker | TrackioTracker, Field(discriminator="type")]
+TrackerSection = Annotated[TensorboardTracker | WandbTracker, Field(discriminator="type")]
 
 
 # ---- processes ----

@@ -1,7 +1,7 @@
 """A run in words: rows of names and texts, and one line for each event. Pure.
 
-Rows are made of the content of status.json, so the dashboard, `status` and `status --watch` show
-the same. Texts of others are made safe for a terminal here.
+Rows are made of the content of status.json, so the dashboard and `status` show the same. Texts of
+others are made safe for a terminal here.
 """
 
 from __future__ import annotations
@@ -167,12 +167,7 @@ def step_line(
     change: float | None = None,
     left_s: float | None = None,
 ) -> str:
-    """`step 12/60  reward 0.530 (all groups, +0.020)  loss 0.0123  entropy 0.31  ...`.
-
-    Args:
-        change: of the reward against the mean of the steps before.
-        left_s: seconds until the last step.
-    """
+    """`step 12/60  reward 0.530 (all groups, +0.020)  loss 0.0123  entropy 0.31  ...`."""
     changed = "" if change is None else f", {change:+.3f}"
     restarts = (("servers/serving", "servers {:.0f}"), ("servers/restarts", "restarts {:.0f}"))
     parts = [
@@ -249,12 +244,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def screen(content: Mapping[str, Any], size: tuple[int, int], *, footer: str) -> RenderableType:
-    """Draw a picture of exactly `size`, width x height.
-
-    Args:
-        content: of status.json.
-        footer: a few words for the lower edge: where the logs are.
-    """
+    """Draw a picture of exactly `size`, width x height."""
     width, height = size
     run, phase = one_line(str(content.get("run"))), one_line(str(content.get("phase")))
     if height < 5 or width < 20:

@@ -1,10 +1,7 @@
-"""`grpo-async status`: what status.json says and whether the launcher still runs, once or until
-the run has ended."""
+"""`grpo-async status`: what status.json says and whether the launcher still runs."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from grpo_async.display import render
-from grpo_async.display.display import print_line
 from grpo_async.display.progress import STATUS_VERSION
 from grpo_async.display.summary import fact_rows
 from grpo_async.errors import ConfigError, RunError
@@ -31,7 +26,6 @@ from grpo_async.viewer.runs import runs_below
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
 """Exit codes of `grpo-async status`; 2 is a run that does not exist."""
 
-WATCH_INTERVAL_S = 1.0
 _COLORS = {"good": "green", "info": "green", "warning": "yellow", "bad": "bold red"}
 
 
@@ -58,11 +52,7 @@ class RunStatus:
 
 
 def newest_run(runs: Path) -> RunDir:
-    """Return the run directory below `runs` that was updated last.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the run directory below `runs` that was updated last."""
     written = [run for run in runs_below(runs) if run.status.exists()]
     if not written:
         raise ConfigError(
@@ -72,12 +62,7 @@ def newest_run(runs: Path) -> RunDir:
 
 
 def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
-    """Read status.json.
-
-    Raises:
-        ConfigError: there is none.
-        RunError: it is something else.
-    """
+    """Read status.json."""
     if not run_dir.status.exists():
         raise ConfigError(
             f"{run_dir.root} has no status.json: no run was started there, or an older version of grpo-async wrote it"
@@ -111,38 +96,5 @@ def _rows(status: RunStatus, now: float) -> Iterator[render.Row]:
     yield "precision", str(content.get("precision") or ""), ""
     yield "problem", "; ".join(content["problems"]), ""
     last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last update"
-    yield "launcher", f"{_launcher(status)}, {last} {render.ago(float(content.get('updated_at') or 0.0), now)}", ""
-
-
-def _launcher(status: RunStatus) -> str:
-    return f"pid {status.content.get('pid')} on {status.content.get('host')}"
-
-
-def watch(run_dir: RunDir, console: Console) -> RunStatus:
-    """Show the run until it has ended (or Ctrl-C); return its last status. Without a terminal: a
-    line for each phase and step that is seen.
-
-    Raises:
-        ConfigError, RunError: there is no status to be read.
-    """
-    pause, shown = threading.Event(), ""
-    has_screen = console.is_terminal and not console.is_dumb_terminal
-    live = Live(console=console, screen=True, auto_refresh=False, transient=True) if has_screen else None
-    status = read_status(run_dir)
-    with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
-        while True:  # until the run ends, or Ctrl-C
-            status = read_status(run_dir)
-            content = {"step": 0, "metrics": {}, **status.content, "state": status.state}
-            if live is not None:
-                footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
-                live.update(render.screen(content, console.size, footer=footer), refresh=True)
-            else:
-                step = render.step_line(content["step"], content.get("max_steps"), content["metrics"])
-                line = f"{str(content.get('phase')).partition(':')[0]}: {step}"
-                if line != shown:
-                    print_line(console, line)
-                shown = line
-            if status.state != RUNNING:
-                break
-            pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event
-    return status
+    told = f"{last} {render.ago(float(content.get('updated_at') or 0.0), now)}"
+    yield "launcher", f"pid {content.get('pid')} on {content.get('host')}, {told}", ""

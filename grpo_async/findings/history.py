@@ -6,20 +6,17 @@ read is left out, and named in `problems`.
 
 from __future__ import annotations
 
-import os
-import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from grpo_async.config.loader import read_values
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
-from grpo_async.utils.files import numbers, parse_object, read_object, read_objects
+from grpo_async.utils.files import numbers, read_object, read_objects
 from grpo_async.utils.run_state import FINISHED, state_of
 
 MetricRow = Mapping[str, float]
@@ -173,69 +170,17 @@ class RunHistory:
 
 
 def read_metrics(run_dir: RunDir, problems: list[str]) -> list[MetricRow]:
-    """Return the whole of metrics.jsonl, ascending by step."""
+    """Return the whole of metrics.jsonl, ascending by step.
+
+    A line replaces that of its own step and of all later ones: the run was resumed from an earlier checkpoint.
+    """
     rows: dict[int, MetricRow] = {}
     known: dict[tuple[str, ...], dict[str, int]] = {}
     for line in read_objects(run_dir.metrics, problems):
-        _add(rows, line, known)
+        row = numbers(line)
+        if "step" in row:
+            step = int(row["step"])
+            while rows and next(reversed(rows)) >= step:
+                rows.popitem()
+            rows[step] = PackedRow(row, known)
     return list(rows.values())
-
-
-def _add(rows: dict[int, MetricRow], line: object, known: dict[tuple[str, ...], dict[str, int]]) -> None:
-    """Add a line of metrics.jsonl. It replaces its own step and all later ones: the run was resumed
-    from an earlier checkpoint."""
-    row = numbers(line)
-    if "step" not in row:
-        return
-    step = int(row["step"])
-    while rows and next(reversed(rows)) >= step:
-        rows.popitem()
-    rows[step] = PackedRow(row, known)
-
-
-class MetricsReader:
-    """metrics.jsonl, also while it grows. Safe in several threads.
-
-    A last line without a line feed waits until it has one. A file that became shorter, that was put
-    in the place of another (as when a resume cuts it) or that is gone is another file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._rows: dict[int, MetricRow] = {}
-        self._known: dict[tuple[str, ...], dict[str, int]] = {}
-        self._identity: tuple[int, int] | None = None
-        self._read_until = 0
-        self.problem: str | None = None
-        """Why the last look failed; None: it did not."""
-
-    def rows(self) -> dict[int, MetricRow]:
-        """Return the finite numbers of each step, ascending by step. While the file cannot be read:
-        those that were read before."""
-        with self._lock:
-            self.problem = None
-            try:
-                with self._path.open("rb") as file:
-                    self._read_on(file)
-            except FileNotFoundError:
-                self._start_over(None)
-            except OSError as error:  # a network file system that fails for a while
-                self.problem = f"metrics.jsonl cannot be read: {error}"
-            return dict(self._rows)
-
-    def _read_on(self, file: BinaryIO) -> None:
-        status = os.fstat(file.fileno())
-        identity = (status.st_dev, status.st_ino)
-        if identity != self._identity or status.st_size < self._read_until:
-            self._start_over(identity)
-        file.seek(self._read_until)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            self._read_until += len(line)
-            _add(self._rows, parse_object(line), self._known)
-
-    def _start_over(self, identity: tuple[int, int] | None) -> None:
-        self._rows.clear()
-        self._identity, self._read_until = identity, 0

@@ -48,7 +48,7 @@ from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import count
 
-_FORWARDED = ("GRPO_ASYNC_TOKEN", "HF_", "WANDB_", "TRACKIO_")
+_FORWARDED = ("GRPO_ASYNC_TOKEN", "HF_", "WANDB_")
 """Variables of the command's environment that its actors get."""
 _POLL_S = 0.5
 

@@ -29,7 +29,6 @@ from grpo_async.display.output import Output
 from grpo_async.display.summary import print_summary
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
-from grpo_async.findings.history import MetricsReader
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launch.children import private_folder
 from grpo_async.launch.gpus import fill_in_for_devices, gpus_of_lead
@@ -210,7 +209,6 @@ class Advisor(View):
         self._every_steps = every_steps
         self._run_dir = run_dir
         self._last: Diagnosis | None = None
-        self._metrics = MetricsReader(run_dir.metrics)
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "evaluation" or (event == "step" and self._is_due(fields["step"])):
@@ -222,7 +220,7 @@ class Advisor(View):
         return step % self._every_steps == 0 or self._last is None or self._last.key in _EARLY
 
     def _tell(self) -> None:
-        diagnosis = diagnose(RunHistory.read(self._run_dir, list(self._metrics.rows().values())))
+        diagnosis = diagnose(RunHistory.read(self._run_dir))
         is_news = self._last is None or diagnosis.key not in _EARLY or diagnosis.key != self._last.key
         if is_news and diagnosis != self._last:
             self._display.show("learning", **diagnosis.as_dict())

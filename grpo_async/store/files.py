@@ -134,11 +134,7 @@ class Metadata:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a store; the default where it has none yet.
-
-    Raises:
-        RunError: the file is damaged, or the store is in the format of another version.
-    """
+    """The metadata of a store; the default where it has none yet."""
     path = folder / METADATA
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

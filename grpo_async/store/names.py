@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_async.records import FINAL_STATUSES, GroupStatus, RolloutStatus
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, TOKEN_COLUMNS
 
 _TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns branches extra"
@@ -21,14 +20,12 @@ SMALL = tuple(name for name in COLUMN_NAMES if name not in (*_TEXTS.split(), *TO
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A column of `rollouts`. `sql` computes it from `s`, a row of `stored`; `values` are all that
-    a text may be (empty: anything)."""
+    """A column of `rollouts`. `sql` computes it from `s`, a row of `stored`."""
 
     name: str
     sql: str
     help: str
     example: str = ""
-    values: Sequence[str] = ()
 
 
 def _flag(name: str, sql: str, text: str) -> Name:
@@ -65,12 +62,8 @@ _COMPUTED = (
     Name("extra", _MAP.format("extra"), "what reward functions noted with log_extra, as text",
          "extra['parsed'] IS NULL"),
 )  # fmt: skip
-_VALUES: dict[str, Sequence[str]] = {
-    "status": tuple(RolloutStatus),
-    "group_status": (*FINAL_STATUSES, GroupStatus.EVALUATED),
-}
 _STORED = tuple(
-    Name(each.short or each.name, f's."{each.name}"', each.description, values=_VALUES.get(each.name, ()))
+    Name(each.short or each.name, f's."{each.name}"', each.description)
     for each in COLUMNS
     if each.short or each.name in SMALL
 )

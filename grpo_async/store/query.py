@@ -49,11 +49,7 @@ EVERYTHING = Query("")
 
 
 def parse_query(text: str) -> Query:
-    """Parse a query; one of spaces matches everything.
-
-    Raises:
-        QueryError: it is not one condition over the columns of `rollouts`.
-    """
+    """Parse a query; one of spaces matches everything."""
     import duckdb
 
     text = text.strip()

@@ -38,7 +38,7 @@ from grpo_async.store.files import (
     torn_bytes,
     write_metadata,
 )
-from grpo_async.store.lines import Entry, check_stats, line_of
+from grpo_async.store.lines import Entry, line_of
 from grpo_async.utils.files import Outage, Writer, append_whole
 from grpo_async.utils.text import count
 
@@ -63,11 +63,7 @@ _SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
 
 
 class RolloutStore(Writer):
-    """Appends groups; safe to call from several threads. One writer at a time per folder.
-
-    Args:
-        folder: the run's rollouts folder; made when it does not exist.
-    """
+    """Appends groups; safe to call from several threads. One writer at a time per folder."""
 
     def __init__(self, folder: Path, *, settings: RolloutRecordSection | None = None) -> None:
         self._folder = folder
@@ -109,10 +105,7 @@ class RolloutStore(Writer):
 
         Raises:
             RunError: an earlier group could not be written (disk full, no permission), and is lost; this one is tried all the same.
-            ValueError: stats that do not fit their rollout.
         """
-        stats = (stats or {}) if self._settings.token_stats else {}
-        check_stats(group, stats)
         with self._lock:
             if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
@@ -123,7 +116,7 @@ class RolloutStore(Writer):
                 step=step,
                 written_at=time.time(),
                 scored=scored,
-                stats=stats,
+                stats=(stats or {}) if self._settings.token_stats else {},
             )
             if not self.stores(group.group_id, status):
                 self._metadata.sample_rate = min(self._metadata.sample_rate, self._settings.sample_rate)
@@ -136,11 +129,7 @@ class RolloutStore(Writer):
         self._raise_error()
 
     def flush(self) -> None:
-        """Wait until everything that was appended before can be read.
-
-        Raises:
-            RunError: a group could not be written, or the disk hangs.
-        """
+        """Wait until everything that was appended before can be read."""
         with self._queue.all_tasks_done:
             is_done = self._queue.all_tasks_done.wait_for(
                 lambda: not self._queue.unfinished_tasks, timeout=_FLUSH_TIMEOUT_S
@@ -159,11 +148,7 @@ class RolloutStore(Writer):
 
     def supersede_from(self, seq: int, *, step: int) -> None:
         """A run resumes from the checkpoint of `step`: what was written from its position on is not part of the run anymore.
-        Nothing is removed: `store.json` tells readers. Call it before the first `append`.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        Nothing is removed: `store.json` tells readers. Call it before the first `append`."""
         with self._lock:
             until = self._next_seq = max(self._open(), seq)
             self._metadata.superseded.append({"step": step, "from_seq": seq, "until_seq": until})
@@ -174,11 +159,7 @@ class RolloutStore(Writer):
 
     def close(self, *, seal_wait_s: float | None = None) -> None:
         """Write what is queued, close the last block, and wait `seal_wait_s` seconds (None: `SEAL_TIMEOUT_S`) for it to be sealed;
-        sealing continues in the background after that. Allowed more than once.
-
-        Raises:
-            RunError: a group could not be written, or the disk hangs.
-        """
+        sealing continues in the background after that. Allowed more than once."""
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
             if self._thread is None:

@@ -24,11 +24,7 @@ from grpo_async.utils.text import count
 
 
 def seal_block(path: Path) -> Path:
-    """Seal a block of whole lines. Returns the Parquet file, which replaces it.
-
-    Raises:
-        RunError: the lines cannot be read or the file not be written; the block stays as it is.
-    """
+    """Seal a block of whole lines. Returns the Parquet file, which replaces it."""
     import duckdb
 
     folder, temporary = path.parent, path.with_name(path.name + TEMPORARY_SUFFIX)

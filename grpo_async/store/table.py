@@ -126,10 +126,6 @@ class RolloutTable:
         blocks: those that can be read.
         damage: blocks and lines that cannot be read, so that their rows are missing, a sentence each.
         newest_seq: the highest seq of all groups, superseded or not; -1: there is none.
-
-    Raises:
-        RunError: the store is of another version, or cannot be read at all. A damaged block only
-            costs its own rows.
     """
 
     def __init__(self, folder: Path, *, writable: Path | None = None) -> None:
@@ -182,11 +178,7 @@ class RolloutTable:
     # -- the files
 
     def refresh(self) -> bool:
-        """Read what was written since; whether anything changed.
-
-        Raises:
-            RunError: the folder cannot be read, or is of a version with another format.
-        """
+        """Read what was written since; whether anything changed."""
         import duckdb
 
         with self._lock:
@@ -308,9 +300,6 @@ class RolloutTable:
         Args:
             sort: names of columns with commas between, "-" before one for the highest first.
                 Missing values come last either way, equal ones newest first.
-
-        Raises:
-            QueryError: no such column.
         """
         keys = self.fetch(
             f"SELECT seq, rollout_index FROM {where(query)} AND rollout_index IS NOT NULL "
@@ -328,9 +317,6 @@ class RolloutTable:
 
         Args:
             sort: as `page`, of the group's values: seq, step, reward, std, length, matching, ...
-
-        Raises:
-            QueryError: groups have no such value.
         """
         keys = self.fetch(
             f"SELECT seq, count(rollout_index) FILTER ({query.sql}) AS num_matching FROM rollouts "
@@ -368,16 +354,6 @@ class RolloutTable:
         if found is None:
             raise RunError(f"there is no {what} in {self.folder}")
         return group, found
-
-    # -- of the whole store
-
-    def map_names(self) -> dict[str, list[str]]:
-        """Names of the entries of `rewards` and of `columns`, those of the newest groups."""
-        rows = self.fetch(
-            "SELECT map_keys(rewards) AS rewards, json_keys(columns) AS columns FROM stored "
-            f"WHERE seq > {self.newest_seq - 8}"
-        )
-        return {part: sorted({name for row in rows for name in row[part] or ()}) for part in ("rewards", "columns")}
 
     # -- below
 

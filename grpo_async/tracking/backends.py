@@ -6,7 +6,6 @@ The libraries are optional extras and are imported when one of their trackers is
 from __future__ import annotations
 
 import importlib
-import os
 import shlex
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ from grpo_async.config.public import public_config
 from grpo_async.config.sections import (
     TensorboardTracker,
     TrackerSection,
-    TrackioTracker,
     WandbTracker,
 )
 from grpo_async.errors import ConfigError
@@ -50,9 +48,6 @@ class Tracker:
     def log_completions(self, step: int, rows: TableRows) -> None:
         """What held-out prompts got in the evaluations that have ended since the last time; one row at least."""
 
-    def log_diagnosis(self, step: int, text: str) -> None:
-        """Whether the run learns, in sentences."""
-
     def close(self, *, failed: bool) -> None:
         """End the tracker's run. `failed`: the run ended with an error."""
 
@@ -71,13 +66,7 @@ class Tensorboard(Tracker):
         self._writer.flush()
 
     def log_completions(self, step: int, rows: TableRows) -> None:
-        self._log_text(step, _COMPLETIONS, "\n\n".join(map(_block, rows)))
-
-    def log_diagnosis(self, step: int, text: str) -> None:
-        self._log_text(step, "diagnosis", text)
-
-    def _log_text(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, text, global_step=step)
+        self._writer.add_text(_COMPLETIONS, "\n\n".join(map(_block, rows)), global_step=step)
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
@@ -128,49 +117,8 @@ class Wandb(Tracker):
         table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({_COMPLETIONS: table}, step=step)
 
-    def log_diagnosis(self, step: int, text: str) -> None:
-        self._run.summary["diagnosis"] = text
-
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-
-
-class Trackio(Tracker):
-    """trackio; its database lies in the run directory, so several runs of one project are seen together only where TRACKIO_DIR
-    names a folder for them."""
-
-    def __init__(self, section: TrackioTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
-        # read when the library is imported
-        folder = os.environ.setdefault("TRACKIO_DIR", str((run_dir.trackers / "trackio").resolve()))
-        trackio = _library("trackio")
-        self._table = trackio.Table
-        self._run = trackio.init(
-            project=section.project,
-            name=config.run.name,
-            space_id=section.space_id,
-            config=public_config(config),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        local = f"TRACKIO_DIR={shlex.quote(folder)} trackio show --project {shlex.quote(section.project)}"
-        self.shown_by = f"https://huggingface.co/spaces/{section.space_id}" if section.space_id else local
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_completions(self, step: int, rows: TableRows) -> None:
-        self._log_table(step, _COMPLETIONS, rows)
-
-    def log_diagnosis(self, step: int, text: str) -> None:
-        self._log_table(step, "diagnosis", [{"step": step, "diagnosis": text}])
-
-    def _log_table(self, step: int, name: str, rows: TableRows) -> None:
-        self._run.log({name: self._table(data=[dict(row) for row in rows])}, step=step)
-
-    def close(self, *, failed: bool) -> None:
-        self._run.finish()
 
 
 def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: RunDir) -> Tracker:
@@ -180,8 +128,6 @@ def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: Run
             return Tensorboard(run_dir)
         case WandbTracker():
             return Wandb(section, config, run_dir)
-        case TrackioTracker():
-            return Trackio(section, config, run_dir)
 
 
 def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:

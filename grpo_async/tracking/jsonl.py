@@ -38,19 +38,11 @@ class MetricsWriter(Writer):
         self._write_waiting()
 
     def sync(self) -> None:
-        """Write what waits, and flush the file to the disk.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Write what waits, and flush the file to the disk."""
         self._write_waiting(flushes=True)
 
     def close(self) -> None:
-        """Write what waits.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Write what waits."""
         try:
             if self._waiting:
                 self._write_waiting(flushes=True)

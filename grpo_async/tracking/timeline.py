@@ -83,11 +83,7 @@ def older(path: Path) -> Path:
 
 
 def read_spans(path: Path) -> Iterator[Span]:
-    """All spans of a run in the order of their ends; what is torn or is no span is left out.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """All spans of a run in the order of their ends; what is torn or is no span is left out."""
     for each in (older(path), path):
         if each != path and not each.exists():
             continue

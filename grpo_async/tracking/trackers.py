@@ -25,11 +25,7 @@ _CLOSE_TIMEOUT_S = 10.0  # with the store's end it has to fit into launch.stop_t
 
 
 class Trackers:
-    """All trackers of a run, by the name of their type.
-
-    Args:
-        close_s: seconds that all of them together have to end at `close`.
-    """
+    """All trackers of a run, by the name of their type."""
 
     def __init__(self, trackers: Sequence[tuple[str, Tracker]], *, close_s: float = _CLOSE_TIMEOUT_S) -> None:
         self.shown_by = [f"{name}: {tracker.shown_by}" for name, tracker in trackers]
@@ -48,10 +44,6 @@ class Trackers:
         if rows:
             table = [{name: row.get(name) for name in names} for row in rows]
             self._call(step, lambda tracker: tracker.log_completions(step, table))
-
-    def log_diagnosis(self, step: int, text: str) -> None:
-        """Whether the run learns, by what is known at this step (findings.Diagnosis)."""
-        self._call(step, lambda tracker: tracker.log_diagnosis(step, text))
 
     def _call(self, step: int, function: Callable[[Tracker], None]) -> None:
         for caller in self._callers:
@@ -117,11 +109,7 @@ class _Caller:
 
 
 def open_trackers(config: ExperimentConfig, run_dir: RunDir) -> Trackers:
-    """Set up what `tracking` names.
-
-    Raises:
-        ConfigError: a library is missing or a tracker refuses (no login, no network, a taken port).
-    """
+    """Set up what `tracking` names."""
     trackers: list[tuple[str, Tracker]] = []
     for number, section in enumerate(config.tracking):
         try:

@@ -18,7 +18,7 @@ import numpy as np
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.checks.memory import describe_peak
 from grpo_async.evaluation.evaluations import RunEvaluations
-from grpo_async.findings import Diagnosis, RunHistory, diagnose
+from grpo_async.findings import RunHistory, diagnose
 from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.control import ControlClient
 from grpo_async.records import ScoredGroup
@@ -98,7 +98,7 @@ class Reporter:
         if (is_first or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
             self.control.send("example", step=step, **example)
         if "eval/step" in metrics and config.tracking:
-            self._track_evaluation(step)
+            self.trackers.log_completions(step, self.evaluations.take_completions())
         if is_first and self.context.peaks:
             text = f"memory of a trainer rank after step {step}: {describe_peak(**self._memory())}"
             logger.info(text)
@@ -118,6 +118,7 @@ class Reporter:
     def write_summary(self, steps: int, *, is_complete: bool, engine: str) -> None:
         """Write summary.json of a run that ends after `steps` finished steps. `is_complete`: it has trained and exported all."""
         run_dir, memory, ledger = self.context.run_dir, self._memory(), self.source.ledger_snapshot()
+        self.trackers.log_completions(steps, self.evaluations.take_completions())
         summary = {
             "status": FINISHED if is_complete and not self.evaluations.is_final_missing else STOPPED,
             "steps": steps,
@@ -130,7 +131,7 @@ class Reporter:
                 for failure in self.fleet.failures
             ],
             **self.meter.summary(),
-            "learning": self._track_evaluation(steps).as_dict(),
+            "learning": diagnose(RunHistory.read(run_dir)).as_dict(),
             "evaluation": self.evaluations.summary(),
             "ledger": ledger,
             "ledger_closed": is_balanced(ledger),
@@ -138,13 +139,6 @@ class Reporter:
         }
         write_atomically(run_dir.summary, json.dumps(summary, indent=2))
         self.control.send("summary", summary=summary)
-
-    def _track_evaluation(self, step: int) -> Diagnosis:
-        """Give trackers the completions of evaluations that have ended. Return how the run stands by now."""
-        diagnosis = diagnose(RunHistory.read(self.context.run_dir))
-        self.trackers.log_completions(step, self.evaluations.take_completions())
-        self.trackers.log_diagnosis(step, " ".join(diagnosis.lines))
-        return diagnosis
 
     def _memory(self) -> dict[str, Any]:
         return {"peaks": list(self.context.peaks or ()), "on_gpu": self.context.device.type == "cuda"}

@@ -13,7 +13,6 @@ EXTRAS = {
     "pyarrow": "parquet",
     "ray": "ray",
     "tensorboardX": "tensorboard",
-    "trackio": "trackio",
     "verifiers": "verifiers",
     "wandb": "wandb",
 }

@@ -56,11 +56,7 @@ def temporary_of(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or the entries of a folder.
-
-    Raises:
-        OSError: the disk cannot take it.
-    """
+    """fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,14 +75,7 @@ def file_stamp(path: Path) -> tuple[Path, int, int] | None:
 
 def put_in_place(made: Path, folder: Path, *, aside: Path) -> None:
     """Rename `made` to `folder`. What stands there is renamed to `aside` first, and removed when the new one is in place: whenever
-    this ends, the old one or the new one is whole.
-
-    Args:
-        aside: next to `folder`; what an earlier call left there goes.
-
-    Raises:
-        OSError: one of them cannot be renamed.
-    """
+    this ends, the old one or the new one is whole."""
     if folder.is_dir():
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(folder, aside)

@@ -37,12 +37,7 @@ def result_within(future: Future[Result], *, timeout_s: float, what: str, settin
 
 
 class LoopThread:
-    """A loop that runs until `stop`; then it cancels its tasks, and closes when they have ended.
-
-    Args:
-        name: the thread's name.
-        loop: a new event loop.
-    """
+    """A loop that runs until `stop`; then it cancels its tasks, and closes when they have ended."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

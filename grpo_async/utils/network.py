@@ -27,11 +27,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address_towards(address: str, port: int) -> str:
-    """The address of this machine that the machine with `address` can reach. Sends nothing.
-
-    Raises:
-        OSError: no route leads there.
-    """
+    """The address of this machine that the machine with `address` can reach. Sends nothing."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # a datagram socket only notes the address
         return str(probe.getsockname()[0])
@@ -75,15 +71,7 @@ def binding_error(address: str, port: int = 0) -> OSError | None:
 
 
 def listening_store(address: str, port: int, world_size: int, timeout: timedelta, **options: bool) -> TCPStore:
-    """The server of a torch TCP store that listens on `address` alone (a plain TCPStore listens on every interface).
-
-    Args:
-        port: 0: any free one.
-        options: further ones of TCPStore.
-
-    Raises:
-        OSError: the address is none of this machine, or the port is taken.
-    """
+    """The server of a torch TCP store that listens on `address` alone (a plain TCPStore listens on every interface)."""
     from torch.distributed import TCPStore
 
     with socket.socket(family_of(address), socket.SOCK_STREAM) as listener:

@@ -70,12 +70,6 @@ def visible_line(text: str, limit: int) -> str:
     return clipped(" ".join(visible(text).split()), limit)
 
 
-def quoted(text: str) -> str:
-    """A token's text with its spaces and line ends visible: ' two\\n'."""
-    escaped = visible(text.replace("\\", "\\\\")).replace("\n", "\\n").replace("\t", "\\t")
-    return f"'{escaped}'"
-
-
 def _picture(code: int) -> str:
     if code < 0x20:
         return chr(0x2400 + code)

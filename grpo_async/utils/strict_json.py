@@ -23,11 +23,7 @@ class UnreadableError(Exception):
 
 
 def scan_json(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start` (whitespace may come first), and the position after it: ' {"a": 1} x' -> 9.
-
-    Raises:
-        UnreadableError: there is none.
-    """
+    """The JSON value that begins at `start` (whitespace may come first), and the position after it: ' {"a": 1} x' -> 9."""
     while start < len(text) and text[start].isspace():
         start += 1
     try:
@@ -53,11 +49,7 @@ def read_json(text: str) -> Any:
 
 
 def arguments_of(given: Any) -> Mapping[str, Any]:
-    """Arguments of a tool call, given as an object, as the JSON text of one, or not at all (None or blank text: {}).
-
-    Raises:
-        UnreadableError: they are something else.
-    """
+    """Arguments of a tool call, given as an object, as the JSON text of one, or not at all (None or blank text: {})."""
     if isinstance(given, str):
         given = read_json(given) if given.strip() else None
     if given is None:

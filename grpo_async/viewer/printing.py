@@ -1,12 +1,8 @@
-"""What `inspect-rollouts` prints: a table of groups, a page about one group or one rollout, or JSON lines.
-
-Tokens are colored by their probability at the sampler: plain from 0.5 up, yellow from 0.1, red below; dim where the mask is 0
-(tool and environment tokens, not trained on)."""
+"""What `inspect-rollouts` prints: a table of groups, a page about one group or one rollout, or JSON lines."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,10 +15,9 @@ from grpo_async.records import GroupStatus, Origin, RolloutStatus
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.store.export import printable
 from grpo_async.store.table import Row
-from grpo_async.utils.safe_text import quoted, visible, visible_line
+from grpo_async.utils.safe_text import visible, visible_line
 from grpo_async.utils.text import duration, percent
-from grpo_async.viewer.format import call_text, call_tree, flag_names, message_text, number, or_dash, prompt_of
-from grpo_async.viewer.token_text import TokenTexts
+from grpo_async.viewer.format import call_text, call_tree, message_text, number, or_dash, prompt_of
 
 _PROMPT_WIDTH = 60
 _COMPLETION_WIDTH = 400
@@ -155,9 +150,9 @@ def _rollout_table(rollouts: Sequence[RolloutRow]) -> Table:
     return table
 
 
-def rollout_page(group: GroupRow, rollout: RolloutRow, texts: TokenTexts | str) -> RenderableType:
-    """`texts`: the token texts, or the sentence that says why there are none."""
-    return Group(*_rollout_parts(group, rollout), *_token_parts(rollout, texts))
+def rollout_page(group: GroupRow, rollout: RolloutRow) -> RenderableType:
+    """One rollout: its messages, rewards, turns and tool calls, and the calls of its branches."""
+    return Group(*_rollout_parts(group, rollout))
 
 
 def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableType]:
@@ -202,40 +197,3 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
         yield Text("\ncalls in all branches (--rollout takes the name of a branch, too)", style="bold")
         for line in call_tree(group, rollout):
             yield Text("  " * (line.depth + 1) + line.text, style="cyan" if line.is_path else "")
-    yield Text()
-
-
-def _token_parts(rollout: RolloutRow, texts: TokenTexts | str) -> Iterator[RenderableType]:
-    if isinstance(texts, str):
-        yield Text(texts, style="dim")
-    table = _table("index", "id", caption=f"after a prompt of {len(rollout.prompt_ids)} tokens")
-    if isinstance(texts, TokenTexts):
-        table.add_column("text", no_wrap=True, overflow="ellipsis")
-    trainer = {
-        "trainer": rollout.trainer_logprobs,
-        "proximal": rollout.proximal_logprobs,
-        "weight": rollout.weights,
-        "entropy": rollout.entropies,
-    }
-    known = {name: values for name, values in trainer.items() if values is not None}  # empty: no trainer has seen it
-    _add_numbers(table, "mask", "logprob", "version", *known)
-    if rollout.token_flags is not None:
-        table.add_column("flags", no_wrap=True, overflow="ellipsis")
-    columns = (rollout.completion_ids, rollout.mask, rollout.logprobs, rollout.versions)
-    for index, (token_id, mask, logprob, version) in enumerate(zip(*columns, strict=True)):
-        text = [Text(quoted(texts.of(token_id)))] if isinstance(texts, TokenTexts) else []
-        sampled = (number(logprob, 4), str(version)) if mask else ("-", "-")
-        found = [number(values[index], 4) for values in known.values()]
-        flags = [] if rollout.token_flags is None else [", ".join(flag_names(rollout.token_flags[index]))]
-        style = _token_style(logprob, mask)
-        table.add_row(str(index), str(token_id), *text, str(mask), *sampled, *found, *flags, style=style)
-    yield table
-
-
-def _token_style(logprob: float | None, mask: int) -> str:
-    """ln 0.5 = -0.693 and ln 0.1 = -2.303 are the bounds."""
-    if not mask:
-        return "dim"
-    if logprob is None or logprob >= math.log(0.5):
-        return ""
-    return "yellow" if logprob >= math.log(0.1) else "red"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,11 +32,7 @@ class EvaluationDir(RunDir):
 
 
 def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
-    """The evaluation of a step of `run`; "latest": the newest.
-
-    Raises:
-        ConfigError: there is none; the message lists those that there are.
-    """
+    """The evaluation of a step of `run`; "latest": the newest."""
     steps = run.evaluation_steps()
     wanted = steps[-1] if step == "latest" and steps else int(step) if step.isdecimal() else None
     if wanted not in steps or wanted is None:
@@ -47,14 +42,10 @@ def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
 
 
 def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
-    """The run directory `runs_folder`/`name`, also one in which nothing was written yet, or the run directory `name`.
-
-    Raises:
-        ConfigError: there is neither; the message lists the nearest names.
-    """
+    """The run directory `runs_folder`/`name`, also one in which nothing was written yet, or the run directory `name`."""
     if name.strip("/."):
         for candidate in (runs_folder / name, Path(name)):
-            is_new = candidate.parent == runs_folder and _is_folder(candidate)
+            is_new = candidate.parent == runs_folder and os.path.isdir(candidate)
             if is_new or is_run(candidate):
                 return RunDir(candidate)
     elif name and is_run(Path(name)):  # "." in a run directory
@@ -74,19 +65,9 @@ def find_folder(name: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a launcher began a run there."""
+    """Whether a launcher began a run there. No folder has a name as long as a query may be (`Path.is_dir` raises then)."""
     run = RunDir(folder)
-    return _is_folder(folder) and any(path.exists() for path in (run.config, run.status, run.metrics, run.rollouts))
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether it is a folder; a text that is too long for the name of one, as a query may be, is none."""
-    try:
-        return path.is_dir()
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        return False
+    return os.path.isdir(folder) and any(path.exists() for path in (run.config, run.status, run.metrics, run.rollouts))
 
 
 def runs_below(folder: Path) -> list[RunDir]:

@@ -34,9 +34,6 @@ def load_token_texts(run: RunDir) -> TokenTexts | str:
 
     Looks for tokenizer.json in the model that RUN/config.yaml names, a folder or a download from the hub, then in the run's own
     exported model.
-
-    Raises:
-        RunError: a tokenizer.json is there and cannot be read.
     """
     tried = []
     for path in (_of_model(run), run.model / _FILE):

@@ -22,11 +22,7 @@ _PROCESS = {"pid": 1}
 
 
 def write_trace(events: Path, path: Path, *, title: str) -> int:
-    """Write the spans of events.jsonl to `path`, compressed where it ends in ".gz". Returns the number of spans.
-
-    Raises:
-        ConfigError: there is no timeline, or the trace cannot be written there.
-    """
+    """Write the spans of events.jsonl to `path`, compressed where it ends in ".gz". Returns the number of spans."""
     try:
         spans = list(read_spans(events))
     except OSError as error:

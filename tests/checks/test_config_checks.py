@@ -113,7 +113,7 @@ _REFERENCE = {"type": "dapo", "beta": 0.1}
         ({"launch": {"device": "cuda"}}, "launch.device: cuda, but"),
         ({"inference": {"embedded": {"device": "cuda"}}}, "inference.embedded.device: cuda, but"),
         ({"model": {"lora": {}}}, "model.lora: needs the package"),
-        ({"tracking": [{"type": "trackio", "project": "x"}]}, "tracking.0.type: trackio: needs the package"),
+        ({"tracking": [{"type": "wandb", "project": "x"}]}, "tracking.0.type: wandb: needs the package"),
         ({"data": {"train": {"type": "hub", "name": "a/b"}}}, "data.train.type: hub: needs the package"),
         ({"loss": {**_REFERENCE, "reference": "{folder}/none"}}, "loss.reference: {folder}/none does not exist"),
         ({"loss": {**_REFERENCE, "reference": "{folder}/other"}}, "has a vocab_size of 9, model.path one of 7"),

@@ -106,7 +106,6 @@ def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
     assert failed.exit_code == 1
     assert "the trainer died" in failed.stdout
     assert _invoke("status", "y").exit_code == 2
-    assert _invoke("status", "x", "--json", "--watch").exit_code == 2
 
 
 def test_train_hands_everything_to_the_launcher(config: str, runs: list[dict[str, Any]]) -> None:

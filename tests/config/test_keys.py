@@ -106,7 +106,7 @@ def test_values_of_arguments_are_hidden_and_servers_launch_and_trackers_left_out
     [
         ("inference.tls.key=k.pem", "reverse proxy"),
         ("launch.slurm.time=1:00", "howto/slurm.md"),
-        ("tracking=[{type: mlflow, experiment: e}]", "metrics.jsonl"),
+        ("tracking=[{type: trackio, project: p}]", "metrics.jsonl"),
         ("data.train={type: reasoning_gym, size: 9}", "howto/reward.md"),
     ],
 )

@@ -98,7 +98,7 @@ def test_state_cause_and_remedy_come_first_on_every_surface(tmp_path: Path, name
     pages = {
         "home": overview.card(source),
         "page": overview.page(source),
-        "report": answers_by_view(write_report([run_dir]))["run"],
+        "report": answers_by_view(write_report(run_dir))["run"],
     }
     for surface, page in pages.items():
         assert page["verdict"]["text"] == "\n".join(filter(None, [text, fix])), surface

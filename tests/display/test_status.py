@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import platform
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from grpo_async.display import status as status_module
-from grpo_async.display.display import Display, LiveView, StatusFile
+from grpo_async.display.display import Display, StatusFile
 from grpo_async.display.progress import Progress
-from grpo_async.display.status import print_status, read_status, watch
+from grpo_async.display.status import print_status, read_status
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.concurrency import in_thread
 from tests.display.support import METRICS
 from tests.support.waiting import eventually
 
@@ -113,27 +109,6 @@ def test_the_end_is_said_and_an_exception_is_a_failure(run_dir: RunDir, state: s
     assert (_content(run_dir)["state"], _content(run_dir)["error"]) == ("failed", "ZeroDivisionError: no samples")
 
 
-def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reports holds the lock of the progress for a moment."""
-    progress, is_free = Progress(run_dir, run_name="x", max_steps=1), list[bool]()
-
-    def take() -> bool:
-        with contextlib.suppress(RuntimeError):  # not held by this thread
-            taken = progress._lock.acquire(blocking=False)
-            progress._lock.release()
-        return taken
-
-    def read(_: RunDir) -> list[int]:
-        is_free.append(in_thread(take, name="another").result(timeout=10.0))
-        return []
-
-    monkeypatch.setattr(RunDir, "checkpoint_steps", read)
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
-    with LiveView(console, progress):
-        eventually(lambda: len(is_free) > 1)
-    assert all(is_free)
-
-
 def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> None:
     run_dir.status.mkdir()  # os.replace fails on it, for root, too
     with _Run(run_dir) as status:
@@ -205,26 +180,3 @@ def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: Ru
     assert "servers idle 2%" in text
     assert "1:15" not in text
     assert "serving" not in text
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
-    monkeypatch.setattr(status_module, "WATCH_INTERVAL_S", 0.02)  # what is watched is a file
-    text = io.StringIO()
-    console = Console(file=text, width=100, height=30, force_terminal=is_terminal, _environ={})
-    status = _Run(run_dir)
-
-    def shows(words: str) -> bool:
-        return eventually(lambda: words in text.getvalue(), 20.0)
-
-    with status:
-        watching = threading.Thread(target=lambda: watch(run_dir, console))
-        watching.start()
-        status.phase("training")
-        assert shows("training")
-        for step in (1, 2):
-            status.show("step", step=step, max_steps=10, metrics=STEP)
-            assert shows(f"{step}/10")
-    status.file.end("finished", exit_code=0, error=None)
-    watching.join(20.0)
-    assert not watching.is_alive()

@@ -174,22 +174,13 @@ def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_pro
     rows = {row.group_id: row for row in read_groups(tmp_path / "rows")}
     assert len(rows) == 20
     assert rows[7].status == "failed"
+    assert {row.step for row in rows.values()} == {5}
+    assert [(each.rollout_id, each.reward, each.sampled_versions) for each in rows[2].rollouts] == [
+        ("eval-v5-2-r0", 1.0, {4})
+    ]
     assert _run(_evaluator(_Producer(broken=ValueError("x")), 20)).metrics["num_failed"] == 1.0
     error = FatalRolloutError("no logprobs")
     error.__cause__ = cause = KeyError("logprobs")  # of the user's function, with its line
     with pytest.raises(FatalRolloutError) as caught:
         _run(_evaluator(_Producer(broken=error), 20))
     assert caught.value.__cause__ is cause
-
-
-def test_rows_are_stored_with_step_rewards_and_versions(tmp_path: Path) -> None:
-    with LineStore(tmp_path / "rows") as store:
-        evaluator = _evaluator(_Producer(), samples_per_prompt=2)
-        _run(evaluator, store=store)
-    rows = {row.group_id: row for row in read_groups(tmp_path / "rows")}
-    assert sorted(rows) == [0, 1, 2, 3]
-    assert {row.step for row in rows.values()} == {5}
-    assert [rollout.reward for rollout in rows[1].rollouts] == [3.0, 3.0]
-    assert [rollout.rollout_id for rollout in rows[2].rollouts] == ["eval-v5-2-r0", "eval-v5-2-r1"]
-    assert rows[2].rollouts[0].sampled_versions == {4}
-    assert evaluator.num_tokens == 3 * 2 * 2  # prompt 3 samples none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import random
 from pathlib import Path
@@ -159,6 +160,13 @@ def test_what_of_a_run_cannot_be_read_is_said_beside_what_follows_from_the_rest(
     assert problem in console.file.getvalue()  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="metrics.jsonl"):
         assert api.Run(run_dir.root).diagnosis().key == "learns"
+
+
+def test_the_lines_of_a_step_that_ran_again_replace_those_of_the_attempt_before(tmp_path: Path) -> None:
+    lines = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2, "kl": 1}, {"step": 3}, {"step": 2, "reward": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "rew')
+    rows = RunHistory.read(RunDir(tmp_path)).metrics
+    assert [dict(row) for row in rows] == [{"step": 1.0, "reward": 0.1}, {"step": 2.0, "reward": 0.5}]
 
 
 def test_during_training_it_is_told_after_evaluations_and_every_so_many_steps(tmp_path: Path) -> None:

@@ -92,33 +92,22 @@ def _mistake(text: str) -> QueryError:
         ("not reward < 1", {"a0", "e1"}),  # ... nor not below it
         ("reward is null", {"b1", "d0"}),
         ("reward<0.2 and truncated or id='d0'", {"a1", "d0"}),
-        ("status in ('truncated', 'failed')", {"a1", "b1", "d0"}),
-        ("trained or stale", {"a0", "a1", "c0", "e0", "e1"}),
         ("failed", {"b0", "b1", "d0"}),  # b0: a call of its tool failed
-        ("not failed", EVERY - {"b0", "b1", "d0"}),
         ("clipped", {"a0"}),
         ("done", {"b0"}),
         ("'add' in tools", {"b0"}),
         ("rewards['odd name'] > 1", {"b0"}),
         ("columns['answer'] = '9'", {"a0", "a1"}),
-        ("columns['level'] = '007'", {"a0", "a1"}),
         ("columns['no such'] is null", EVERY),
         ("extra['parsed'] = 'x'", {"b0"}),
         ("text ilike '%PARIS%'", {"a0"}),
         ("prompt ilike '%äpfel%'", {"c0"}),
-        ("completion like '%three%' and group_size = 2", {"b0"}),
         ("contains(calls, 'failed')", {"b0"}),
-        ("not contains(lower(text), 'what is')", {"c0"}),
         ("step = last_step()", {"e0", "e1"}),
         ("step=last", {"e0", "e1"}),
         ("try_cast(columns['answer'] as double) between 9.5 and 11", {"e0", "e1"}),  # others have no such number, or a text
-        ("length between 3 and 9 and rewards['exact'] = 0.5", {"b0"}),
         ("step<last", {"a0", "a1", "b0", "b1", "c0"}),
         ("num_tokens = length and rollout_id = 'e0'", {"e0"}),  # the store's own names
-        ("list_contains(tools, 'add') and len(tools) = 1", {"b0"}),
-        ("greatest(abs(round(reward)), 0) % 2 = 1 and case when length > 5 then true else false end", {"e0", "e1"}),
-        ("id like '_0' escape '!' and regexp_matches(id, '^[ab]')", {"a0", "b0"}),
-        ("not (id in ('(((', ']]]') or trim(upper(id)) <> 'A0')", {"a0"}),
     ],
 )  # fmt: skip
 def test_what_a_query_finds(table: RolloutTable, text: str, expected: set[str]) -> None:
@@ -237,9 +226,7 @@ def test_a_query_that_takes_too_long_is_interrupted(table: RolloutTable) -> None
     ("text", "problem"),
     [
         ("id::INTEGER = 3", "to INT32"),
-        ("length // index > 1", "Division by zero"),
         ("text::INTEGER = 3", "be brief"),  # of the blocks
-        ("regexp_matches(id, text || '(')", "missing"),
     ],
 )
 def test_what_the_values_of_a_store_do_not_allow_is_an_error_of_the_query(

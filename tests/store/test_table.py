@@ -21,7 +21,7 @@ from tests.store.builders import (
     build_group,
     build_tool_rollout,
 )
-from tests.support.stored import LineStore, read_groups
+from tests.support.stored import LineStore
 
 REWARDS = {0: (0.0, 0.5), 1: (0.25, 0.25), 2: (0.0, 1.0), 3: (1.0, 1.0)}
 
@@ -123,24 +123,6 @@ def test_a_page_of_groups_counts_the_rollouts_that_match(table: RolloutTable) ->
     assert [group["group_id"] for group in table.group_page(sort="std", limit=2, offset=1)] == [1, 0]
     with pytest.raises(QueryError, match="nothing to sort by that is called 'advantage'"):
         table.group_page(sort="advantage")
-
-
-def test_a_group_and_a_rollout_have_all_their_tokens(table: RolloutTable) -> None:
-    stored = {row.group_id: row for row in read_groups(table.folder)}
-    for group_id, row in stored.items():
-        assert table.group(group_id) == row
-        assert table.group_at(row.seq) == row
-        for rollout in row.rollouts:
-            assert table.rollout(rollout.rollout_id) == (row, rollout)
-
-
-def test_what_is_not_there_is_said(table: RolloutTable) -> None:
-    with pytest.raises(RunError, match="there is no group 77"):
-        table.group(77)
-    with pytest.raises(RunError, match="there is no rollout 3-7"):
-        table.rollout("3-7")
-    with pytest.raises(RunError, match="no group with seq 77"):
-        table.group_at(77)
 
 
 def test_superseded_rows_are_left_out_unless_asked_for(open_store: OpenStore, tmp_path: Path) -> None:

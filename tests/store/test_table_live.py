@@ -50,7 +50,6 @@ def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> N
         assert not table.page()
         assert not table.group_page()
         assert table.count(parse_query("rewards['exact']<1 and text like 'x' and columns['a']='1'")).groups == 0
-        assert table.map_names() == {"rewards": [], "columns": []}
         (note,) = table.notes
         assert ("holds no rollouts yet" if made else "is not there") in note
         assert not table.refresh()

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -44,64 +41,25 @@ def find_chromium() -> str | None:
 
 
 @contextmanager
-def chromium_process(folder: Path) -> Iterator[str]:
-    """One browser without a window, a process of its own, until the end of the block; `folder` holds its profile.
-
-    Yields:
-        The address where `connected` finds it.
-    """
-    from playwright.sync_api import sync_playwright
-
-    named = find_chromium()
-    if named is None:
-        with sync_playwright() as playwright:
-            named = playwright.chromium.executable_path
-    command = [
-        named, "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={folder}", "--no-sandbox", "--no-first-run",
-        "--disable-dev-shm-usage", "--force-color-profile=srgb", "--hide-scrollbars", "--disable-background-networking",
-        "--disable-background-timer-throttling", "--disable-renderer-backgrounding", "about:blank",
-    ]  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+def launched() -> Iterator[Browser]:
+    """A browser without a window; without any the test is skipped, or fails. Until the end of the block an event loop runs in this
+    thread: asyncio.run would fail."""
     try:
-        port = folder / "DevToolsActivePort"  # written when it listens
-        limit = time.monotonic() + LIMIT_MS / 1000.0
-        while not (port.is_file() and port.read_text().count("\n")):
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < limit, (folder / "log").read_text()
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{port.read_text().splitlines()[0]}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@contextmanager
-def connected(address: str) -> Iterator[Browser]:
-    """The browser at that address. Until the end of the block an event loop runs in this thread: asyncio.run would fail."""
-    from playwright.sync_api import sync_playwright
-
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _give_up("playwright is not installed: pip install playwright")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.connect_over_cdp(address, timeout=LIMIT_MS)
+        executable = find_chromium() or playwright.chromium.executable_path
+        if not Path(executable).exists():
+            _give_up(_MISSING)
+        browser = playwright.chromium.launch(executable_path=executable)
         try:
             yield browser
         finally:
             browser.close()
 
 
-def require_chromium() -> None:
-    """Skip or fail the test where there is none."""
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _give_up("playwright is not installed: pip install playwright")
-    if find_chromium() is None:
-        with sync_playwright() as playwright:
-            if not Path(playwright.chromium.executable_path).exists():
-                _give_up(_MISSING)
-
-
-def _give_up(why: str) -> None:
+def _give_up(why: str) -> NoReturn:
     if "browser" in os.environ.get("GRPO_REQUIRE", ""):
         pytest.fail(f"GRPO_REQUIRE asks for a browser: {why}")
     pytest.skip(why)

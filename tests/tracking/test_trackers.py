@@ -26,7 +26,6 @@ ROWS: list[dict[str, str | float | None]] = [
     {"step": 4, "prompt": "1 + 1 =", "completion": "eleven", "reward": None},
 ]
 DATA = [list(ROWS[0].values()), [*ROWS[1].values(), None]]
-VERDICT = "Yes. The reward on held-out prompts rose."
 
 
 class _Recording(Tracker):
@@ -77,12 +76,11 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     trackers = open_trackers(_config({"type": "wandb", "project": "p", "mode": "offline"}), RunDir(tmp_path))
     trackers.log(1, {"reward": 0.5})
     trackers.log_completions(1, ROWS)
-    trackers.log_diagnosis(1, VERDICT)
     trackers.close()
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
     assert trackers.shown_by == [f"wandb: wandb sync {file.parent}"]
     # its own process writes the file, some time after finish() has returned
-    assert eventually(lambda: VERDICT.encode() in file.read_bytes(), 30.0), "the verdict to be written"
+    assert eventually(lambda: b"held_out/completions" in file.read_bytes(), 30.0), "the table to be written"
     (table,) = file.parent.glob("files/media/table/held_out/completions_*.table.json")
     content = json.loads(table.read_text())
     assert content["columns"] == list(ROWS[0])
@@ -109,31 +107,6 @@ def test_a_missing_library_stops_the_run_and_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"pip install 'grpo-async\[tensorboard\]'"):
         open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
-
-
-def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    import trackio.utils
-
-    # read at import: another test may have been first
-    monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
-    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=False)
-    from trackio.sqlite_storage import SQLiteStorage
-
-    for step in (1, 2):
-        trackers = open_trackers(_config({"type": "trackio", "project": "p"}), RunDir(tmp_path))
-        trackers.log(step, {"reward": 0.5 * step, "sampling/ess": 0.9})
-        trackers.close()
-    logs = SQLiteStorage.get_logs("p", "tracked")
-    assert [(row["step"], row["reward"]) for row in logs] == [(1, 0.5), (2, 1.0)]
-    assert trackers.shown_by == [f"trackio: TRACKIO_DIR={tmp_path}/trackio trackio show --project p"]
-    trackers = open_trackers(_config({"type": "trackio", "project": "p"}), RunDir(tmp_path))
-    trackers.log_completions(3, ROWS)
-    trackers.log_diagnosis(3, VERDICT)
-    trackers.close()
-    *_, table, verdict = SQLiteStorage.get_logs("p", "tracked")
-    assert table["held_out/completions"]["_value"] == [dict(zip(ROWS[0], row, strict=True)) for row in DATA]
-    assert verdict["diagnosis"]["_value"] == [{"step": 3, "diagnosis": VERDICT}]
 
 
 def test_a_tracker_that_cannot_be_set_up_stops_the_run_before_it_begins(

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.display.status import read_status
 from grpo_async.findings import RunHistory
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import LEVELS, SILENT_S, state_of
@@ -54,17 +53,6 @@ def test_a_launcher_of_another_machine_is_believed_for_a_while() -> None:
 @pytest.mark.parametrize("field", ["host", "pid", "pid_started_at", "updated_at", "state"])
 def test_nothing_that_a_file_holds_is_an_error(field: str, odd: object) -> None:
     assert state_of(_status(**{field: odd})).state in (*LEVELS, "?", "", "x")
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [({"pid": 2**22 + 1}, "killed"), ({"host": "far"}, "silent")],
-)
-def test_the_command_and_the_report_say_the_same(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.status.write_text(json.dumps(_status(**changes)))
-    assert read_status(run_dir).state == word
-    assert RunHistory.read(run_dir).status == word
 
 
 def test_without_a_status_the_summary_decides(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.utils.files import numbers, parse_object, read_object, read_objects
-from grpo_async.utils.text import duration, finite, format_number, percent, shortlist
+from grpo_async.utils.text import duration, finite, format_number, percent
 
 
 def test_numbers_and_durations_are_short() -> None:
@@ -19,11 +19,6 @@ def test_numbers_and_durations_are_short() -> None:
     assert " ".join(map(percent, (0.0, 0.0004, 0.99996))) == "0% <0.1% >99.9%"
     shown = {0.0: "0 s", 0.0042: "4.2 ms", 2.5: "2.5 s", 59.94: "59.9 s", 59.96: "1:00", 75: "1:15", 3725: "1:02:05"}
     assert {seconds: duration(seconds) for seconds in shown} == shown
-
-
-def test_a_list_names_its_first_and_counts_the_others() -> None:
-    assert shortlist(["a", "b"], limit=2) == "a; b"
-    assert shortlist({"a": 1, "b": 2, "c": 3}, ", ", limit=2) == "a, b and 1 more"
 
 
 def test_only_what_is_a_finite_number_counts_as_one() -> None:

@@ -6,15 +6,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.sections import RolloutRecordSection
-from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup
 from grpo_async.run_directory import RunDir
 from tests.launch.support import make_config
-from tests.support.records import make_completion, make_prompt
+from tests.store.builders import append_simple
 from tests.support.stored import LineStore
 
 NORMAL: dict[str, float] = {
@@ -80,31 +77,11 @@ def evaluation(step: int, reward: float, **more: float) -> dict[str, Any]:
     return {"step": step, "when": "before" if step == 0 else "during", "metrics": metrics, "by_group": {}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """One group of the store: rewards of its rollouts, None for one that was not scored."""
-
-    rewards: Sequence[float | None]
-    prompt: str = "1 + 1 ="
-    text: str = "two"
-    step: int | None = 1
-    status: GroupStatus = GroupStatus.TRAINED
-    is_failed: bool = False
-    columns: Mapping[str, object] = field(default_factory=dict)
-
-
-def write_store(folder: Path, groups: Sequence[Group]) -> None:
-    with LineStore(folder, settings=RolloutRecordSection()) as store:
+def write_store(folder: Path, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Groups 0, 1, ..., as `append_simple` takes them."""
+    with LineStore(folder) as store:
         for number, each in enumerate(groups):
-            completions = [
-                make_completion(f"g{number}-r{place}", text=each.text, failed=each.is_failed)
-                for place in range(len(each.rewards))
-            ]
-            prompt = make_prompt(number, each.prompt, **each.columns)
-            group = RolloutGroup(prompt=prompt, completions=completions)
-            parts = [{"exact": reward} for reward in each.rewards]
-            scored = ScoredGroup(group=group, samples=[], rewards=list(each.rewards), reward_parts=parts)
-            store.append(group, each.status, each.step, scored=None if each.is_failed else scored)
+            append_simple(store, number, **each)
 
 
 def write_run(
@@ -113,7 +90,7 @@ def write_run(
     *,
     metrics: Sequence[Mapping[str, float]] = (),
     evaluations: Sequence[Mapping[str, Any]] = (),
-    groups: Sequence[Group] = (),
+    groups: Sequence[Mapping[str, Any]] = (),
     state: str | None = "finished",
     error: str | None = None,
     summary: Mapping[str, Any] | None = None,

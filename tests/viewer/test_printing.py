@@ -1,4 +1,4 @@
-"""What is printed: tables, pages, token texts; and nothing that a terminal would obey."""
+"""What is printed: tables, pages; texts of tokens; and nothing that a terminal would obey."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample,
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow
 from grpo_async.store.table import RolloutTable, Row
-from grpo_async.utils.safe_text import quoted, visible, visible_line
+from grpo_async.utils.safe_text import visible, visible_line
 from grpo_async.viewer.printing import group_page, group_table, rollout_page
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from tests.store.builders import (
@@ -29,7 +29,6 @@ from tests.store.builders import (
     build_group,
     build_rollout,
     build_sample,
-    build_stats,
     build_tool_rollout,
 )
 from tests.support.stored import read_groups
@@ -70,9 +69,6 @@ def test_control_characters_are_shown_not_obeyed() -> None:
         assert visible(f"ab{mark}cd") == f"ab\\u{ord(mark):04x}cd"
     assert visible_line("  a\n\n b\tc  ", 10) == "a b c"
     assert visible_line("abcdef", 4) == "abc…"
-    assert quoted(" two\n\\") == "' two\\n\\\\'"
-    assert quoted("\u202e\x9b") == "'\\u202e\\x9b'"
-    assert quoted(r"\u202e") == r"'\\u202e'"
 
 
 def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store: OpenStore) -> None:
@@ -83,7 +79,7 @@ def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store:
     store.flush()
     rows = list(read_groups(tmp_path))
     pages = [group_table(_summaries(tmp_path), 2, 2), *(group_page(row) for row in rows)]
-    pages += [rollout_page(row, rollout, "no texts") for row in rows for rollout in row.rollouts]
+    pages += [rollout_page(row, rollout) for row in rows for rollout in row.rollouts]
     assert len(pages) == 6
     for page in pages:
         text = _render(page)
@@ -122,38 +118,6 @@ def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore
     assert any(line.startswith("7-1") and "broke" in line for line in text.splitlines())
 
 
-def test_the_rollout_page_shows_every_token_and_what_the_trainer_found_for_it(
-    tmp_path: Path, open_store: OpenStore
-) -> None:
-    rollout = build_tool_rollout("7-0")
-    group, samples = build_group(7, [rollout]), [build_sample(7, rollout, 0.5, 1.5)]
-    row = _stored(tmp_path / "seen", open_store, group, samples, GroupStatus.TRAINED)
-    text = _render(rollout_page(row, row.rollouts[0], "token texts are left out: why"))
-    for expected in (
-        "reward 0.500  advantage 1.500",
-        "exact 0.500",
-        'add({"a": 1, "b": "{2}"}) failed 0.125 s -> \\ud83d',
-        "token texts are left out: why",
-    ):
-        assert expected in text
-    assert [line.split() for line in text.splitlines()[-6:-1]] == [
-        ["0", "5", "1", "-0.5000", "2"],
-        ["1", "6", "1", "-1.5000", "3"],
-        ["2", "90", "0", "-", "-"],
-        ["3", "91", "0", "-", "-"],
-        ["4", "7", "1", "-3.5000", "3"],
-    ]
-    stats = {"7-0": build_stats(3)}
-    row = _stored(tmp_path / "trained", open_store, group, samples, GroupStatus.TRAINED, stats=stats)
-    tokenizer = _byte_tokenizer()
-    lines = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer))).splitlines()[-7:-1]
-    assert lines[0].split()[-5:] == ["trainer", "proximal", "weight", "entropy", "flags"]
-    values = ["1", "-0.5000", "2", "-1.0000", "-1.2500", "1.0000", "0.5000"]
-    assert lines[1].split()[2:] == [f"'{tokenizer.id_to_token(5)}'", *values]
-    assert lines[3].split()[4:] == ["-"] * 6  # a tool's
-    assert lines[5].split()[-2:] == ["clipped", "high"]
-
-
 def _byte_tokenizer() -> Tokenizer:
     """Ids are places in the sorted byte alphabet: no merges."""
     vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -185,11 +149,13 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
         group=group, samples=[], rewards=[1.0], reward_parts=[{"f": 1.0}], extra_columns={"extracted": ["42"]}
     )
     stored = _stored(tmp_path, open_store, group, scored=scored)
-    text = _render(rollout_page(stored, stored.rollouts[0], "no token texts"))
+    text = _render(rollout_page(stored, stored.rollouts[0]))
     assert "user (environment)\ncount to 3" in text
     assert "what is 1 + 1?" not in text  # the prompt before reset
     assert 'assistant (policy)\ncalls add({"a": 1})' in text
     for part in (
+        "reward 1.000  advantage -",
+        'add({"a": 1, "b": "{2}"}) failed 0.125 s -> \\ud83d',
         "tool add (tool)\n3",
         "extracted: 42",
         r"stop '\nQ:'",
@@ -202,7 +168,7 @@ def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: 
     row = _stored(tmp_path, open_store, build_group(7, [build_branched_rollout("g7-r0")]))
     with RolloutTable(tmp_path) as table:
         group, branch = table.rollout("g7-r0.b2")
-    page = _render(rollout_page(row, row.rollouts[0], "no tokenizer"))
+    page = _render(rollout_page(row, row.rollouts[0]))
     tree = page[page.index("calls in all branches") :].splitlines()[1:7]
     assert [line.rstrip() for line in tree] == [
         "  g7-r0 · 1 call · 3 tokens · reward -",
@@ -212,7 +178,7 @@ def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: 
         "      g7-r0.b2 · 1 call · 2 tokens · reward - · prompt: 3 tokens",
         "        +2.0 s · 0.5 s · 2 tokens · stop · user: ask b2 → nine",
     ]
-    own_page = _render(rollout_page(group, branch, "no tokenizer"))
+    own_page = _render(rollout_page(group, branch))
     assert "rollout g7-r0.b2" in own_page
     assert "ask b2" in own_page
     assert "calls in all branches" not in own_page

@@ -11,7 +11,7 @@
      x           ascending numbers; a series may have an own `x`
      series      {label, values, band: [low, high]?, x?, color?, dash?, points?}; values may be null; color is a number from 1
                  (--series-N); dash is a number from 0 (full)
-     title, unit, xLabel ("step"), height (px), log (true: logarithmic, where there is a positive value), include ([0]: values that
+     title, unit, height (px), log (true: logarithmic, where there is a positive value), include ([0]: values that
                  the y axis must show)
      format      "number", "percent", "seconds" or "bytes"
      group       charts of one page with the same group share their cursor and their zoom; null: on its own */
@@ -184,7 +184,6 @@ var Charts = (() => {
     constructor(element, options) {
       this.element = element;
       this.format = FORMATS[options.format || "number"];
-      this.xLabel = options.xLabel || "step";
       this.hidden = new Set(); // labels of series that were switched off
       this.plot = null;
       this.place = make("div", "chart-plot");
@@ -363,7 +362,7 @@ var Charts = (() => {
 
     showValues(index) {
       const isOver = isNumber(index);
-      this.at.textContent = isOver ? `${this.xLabel} ${number(this.xs[index])}` : "";
+      this.at.textContent = isOver ? `step ${number(this.xs[index])}` : "";
       this.at.hidden = !isOver;
       this.series.forEach((each, place) => {
         const value = isOver ? each.values[index] : each.values.findLast(isNumber);
@@ -385,7 +384,7 @@ var Charts = (() => {
         return `${each.label}: first ${first}, last ${last}, lowest ${low}, highest ${high}`;
       });
       const name = this.options.title || this.options.unit || "chart";
-      return `${name} by ${this.xLabel} ${number(this.xs[0])} to ${number(this.xs[this.xs.length - 1])}. ${parts.join(". ")}.`;
+      return `${name} by step ${number(this.xs[0])} to ${number(this.xs[this.xs.length - 1])}. ${parts.join(". ")}.`;
     }
   }
 

@@ -7,8 +7,6 @@ Errors: 400 the query or a parameter is wrong | 404 no such run, group or rollou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,12 +21,11 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.store.database import time_limit
 from grpo_async.store.names import HELP, NAMES
 from grpo_async.utils.validation import problems_of
-from grpo_async.viewer.trace import write_trace
 from grpo_async.viewer.web.guard import Guard
 from grpo_async.viewer.web.overview import study_table
 from grpo_async.viewer.web.report import STATIC, render_report
 from grpo_async.viewer.web.sources import NotFoundError, RunRegistry
-from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json, together
+from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json
 
 DEADLINE_S = 30.0  # of one request
 HOME = {"view": "home", "query": "", "sort": None}
@@ -64,13 +61,7 @@ def error_answer(request: Request, error: Exception) -> Json:
 
 
 def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[str, Any] = HOME) -> Guard:
-    """The page, its files and the API, behind the guard.
-
-    Args:
-        token: secret of this start, without which no data is given.
-        host: the address that is listened on; see `Guard`.
-        opening: what the page opens with.
-    """
+    """The page, its files and the API, behind the guard."""
 
     def endpoint(answer: Callable[[RequestParameters], Response]) -> Callable[[Request], Response]:
         """Called in a thread, where the response is also rendered: rows with tokens take long to encode."""
@@ -86,23 +77,14 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
 
         found = [run_entry(registry.source(name)) for name in registry.names]
         folder = None if registry.folder is None else str(registry.folder)
-        names = [{"name": each.name, "help": each.help, "values": each.values} for each in NAMES]
+        names = [{"name": each.name, "help": each.help} for each in NAMES]
         study = None if registry.folder is None else study_table(registry.folder)
         return Json({"runs": found, "folder": folder, "study": study, "opening": opening, "names": names})
 
     def report(parameters: RequestParameters) -> Response:
-        """The report of one run or several, as `grpo-async report` would write it now: a file, which is never opened here."""
-        sources = together(registry.source(parameters.run), parameters)
-        page = render_report([source.run for source in sources])
+        """The report of a run, as `grpo-async report` would write it now: a file, which is never opened here."""
+        page = render_report(registry.source(parameters.run))
         return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
-
-    def trace(parameters: RequestParameters) -> Response:
-        """The timeline of a run, as `grpo-async trace` would write it now."""
-        run = registry.source(parameters.run).run
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json.gz"
-            write_trace(run.events, path, title=run.root.name)
-            return Response(path.read_bytes(), media_type="application/gzip")
 
     def view(name: str) -> Callable[[RequestParameters], Json]:
         return lambda parameters: Json(VIEWS[name](registry.source(parameters.run), parameters))
@@ -113,7 +95,6 @@ def build_app(registry: RunRegistry, *, token: str, host: str, opening: Mapping[
     answers: dict[str, Callable[[RequestParameters], Response]] = {
         "/api/runs": runs,
         "/api/report": report,
-        "/api/trace": trace,
         "/api/help": lambda _: Json({"sections": HELP}),
         **{f"/api/{name}": view(name) for name in VIEWS},
     }

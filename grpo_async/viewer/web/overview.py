@@ -1,17 +1,16 @@
-"""What the page shows of whole runs: a line in the list of runs, a run's own page, its curves, settings and logs."""
+"""What the page shows of whole runs: a line in the list of runs, a run's own page, its curves and settings."""
 
 from __future__ import annotations
 
 import shlex
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from grpo_async.config.diff import differences, flat
 from grpo_async.errors import RunError
-from grpo_async.findings import MetricRow, RunHistory, Severity, find
+from grpo_async.findings import RunHistory, Severity, find
 from grpo_async.findings.study import Study
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import describe
@@ -27,26 +26,18 @@ from grpo_async.utils.run_state import (
     STOPPED,
     UNFINISHED,
 )
-from grpo_async.utils.safe_text import tail
 from grpo_async.utils.text import count, duration, format_number
 from grpo_async.viewer.facts import facts_of, trained_s
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.plots import CHAPTERS, Line, Plot, curve, draw, draw_all
-from grpo_async.viewer.web.sources import NotFoundError, Source
+from grpo_async.viewer.web.sources import Source
 
 _CARD_POINTS = 80  # of the small curve
 _MAIN_PLOTS = ("held-out", "reward", "lengths", "entropy", "zero-variance", "ratio")
 _MAX_MAIN_PLOTS = 4  # the first of them that there are
-_LOG_LINES = 1500
 _LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.NOTE: "info"}
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
-
-AXES: Mapping[str, tuple[str, str]] = {
-    "time": ("step_time", "seconds of training"),
-    "tokens": ("num_tokens", "trained tokens"),
-}
-"""Beside the step: the metric that is added up, and the name of the axis."""
 
 
 # -- a run
@@ -219,13 +210,9 @@ def _outcome(run: RunHistory, wall_s: float) -> str:
 # -- curves
 
 
-def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
-    """All plots, chapter by chapter, and one of each metric that none of them shows.
-
-    Args:
-        axis: step, time or tokens.
-    """
-    runs = {source.name: on_axis(source.run_and_verdict()[0], axis) for source in sources}
+def curves(sources: Sequence[Source]) -> dict[str, Any]:
+    """All plots, chapter by chapter, and one of each metric that none of them shows."""
+    runs = {source.name: source.run_and_verdict()[0] for source in sources}
     chapters: list[dict[str, Any]] = [
         {"title": title, "plots": draw_all(plots, runs)} for title, plots in CHAPTERS.items()
     ]
@@ -233,7 +220,6 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
     names = {name for run in runs.values() for name in run.names("")} - drawn - {"step"}
     others = draw_all(map(_plain, sorted(names)), runs)
     return {
-        "axis": AXES[axis][1] if axis in AXES else "step",
         "metrics": len(runs[sources[0].name].metrics),
         "chapters": [chapter for chapter in chapters if chapter["plots"]],
         "others": others,
@@ -247,26 +233,7 @@ def _plain(name: str) -> Plot:
     return Plot(name, name, unit, (Line(name, name),), format=form, include=())
 
 
-def on_axis(run: RunHistory, axis: str) -> RunHistory:
-    """The run with seconds or tokens instead of steps.
-
-    step_time 2, 3, 2 -> the points of steps 1, 2, 3 stand at 2, 5 and 7 seconds, and the evaluation of step 0 at 0.
-    """
-    if axis not in AXES:
-        return run
-    name = AXES[axis][0]
-    steps, xs = [0.0], [0.0]
-    rows: list[MetricRow] = []
-    for row in run.metrics:
-        steps.append(row["step"])
-        xs.append(xs[-1] + row.get(name, 0.0))
-        rows.append({**row, "step": xs[-1]})
-    # an evaluation of a step without a row has the x of the step before
-    evaluations = [replace(each, step=round(xs[bisect(steps, each.step) - 1])) for each in run.evaluations]
-    return replace(run, metrics=rows, evaluations=evaluations)
-
-
-# -- files
+# -- settings
 
 
 def settings(sources: Sequence[Source]) -> dict[str, Any]:
@@ -279,26 +246,3 @@ def settings(sources: Sequence[Source]) -> dict[str, Any]:
         "different": [[each.path, *each.values] for each in different],
         "path": str(sources[0].run.config),
     }
-
-
-def logs(run: RunDir, attempt: str, file: str) -> dict[str, Any]:
-    """The end of a log. `attempt`, `file`: "" is the newest attempt, and its trainer.log.
-
-    Raises:
-        NotFoundError: there is no such attempt or file.
-    """
-    attempts = [run.attempt(number).name for number in reversed(run.attempts())]
-    if not attempts:
-        return {"attempts": [], "files": [], "lines": []}
-    attempt = attempt or attempts[0]
-    files = _log_files(run.logs / attempt) if attempt in attempts else []
-    file = file or next((name for name in ("trainer.log", *files) if name in files), "")
-    if attempt not in attempts or (file and file not in files):
-        raise NotFoundError(f"there is no log {attempt}/{file}"[:200])
-    path = run.logs / attempt / file
-    lines = tail(path, _LOG_LINES) if file else []
-    return {"attempts": attempts, "attempt": attempt, "files": files, "file": file, "lines": lines, "path": str(path)}
-
-
-def _log_files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.log") if path.is_file() and not path.is_symlink())

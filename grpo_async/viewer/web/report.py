@@ -1,6 +1,6 @@
-"""The report: the page of a run, or of several, as one HTML file that needs neither a server nor the network.
+"""The report: the page of a run as one HTML file that needs neither a server nor the network.
 
-    run directories -> what the page asks for (`views`) -> index.html with its scripts, its styles and these answers inside
+    run directory -> what the page asks for (`views`) -> index.html with its scripts, its styles and these answers inside
 
 The answers are those of the run as a whole and of a sample of its rollouts. What the file lacks (tables of all rollouts, logs) the
 page does not offer; `grpo-async inspect` has it.
@@ -12,7 +12,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,12 @@ from grpo_async import __version__
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import write_atomically
-from grpo_async.viewer.runs import labels_of
-from grpo_async.viewer.web.plots import MAX_SERIES
-from grpo_async.viewer.web.sources import RunRegistry
+from grpo_async.viewer.web.sources import RunRegistry, Source
 from grpo_async.viewer.web.views import VIEWS, RequestParameters, run_entry, to_json
 
 STATIC = Path(__file__).parents[1] / "static"
 
-_MAX_SAMPLE_BYTES = 4_000_000  # of rollouts, groups and prompts, over all runs of a report
+_MAX_SAMPLE_BYTES = 4_000_000  # of rollouts, groups and prompts
 _NUM_SHOWN = 6  # of the best, and of the worst
 _POLICY = "default-src 'none'; form-action 'none'; base-uri 'none'; img-src data:; trusted-types 'none'; "
 _POLICY += "require-trusted-types-for 'script'"
@@ -40,17 +38,13 @@ Answer = tuple[str, dict[str, Any], Any, str]
 """A view, what it is asked with (as the page does), its answer, and where there is none, why."""
 
 
-def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
-    """Write the report of these runs and return where it is.
-
-    Args:
-        out: the file; None: `report.html` in the run's directory, for several runs `report-A-B.html` beside that of the first.
-
-    Raises:
-        ConfigError: a run is named twice, there are too many to tell apart, or the file cannot be written.
-    """
-    page = render_report(run_dirs)
-    out = out or _default_out(run_dirs)
+def write_report(run_dir: RunDir, out: Path | None = None) -> Path:
+    """Write the report of a run, to `out` or to its report.html, and return where it is."""
+    registry, out = RunRegistry([run_dir]), out or run_dir.report
+    try:
+        page = render_report(registry.source(""))
+    finally:
+        registry.close()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, page, mode=0o600)  # it quotes rollouts, which are as private
@@ -59,62 +53,38 @@ def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
     return out
 
 
-def render_report(run_dirs: Sequence[RunDir]) -> str:
-    """The page of that file. Raises ConfigError: a run is named twice, or there are too many."""
-    if len({run_dir.root.resolve() for run_dir in run_dirs}) < len(run_dirs):
-        raise ConfigError("a run is named twice; name each once")
-    if len(run_dirs) > MAX_SERIES:  # each has its color
-        raise ConfigError(f"{len(run_dirs)} runs are too many for one report, at most {MAX_SERIES} can be told apart")
-    registry = RunRegistry(run_dirs)
-    try:
-        answers = [(*each, orjson.Fragment(to_json(answer)), why) for *each, answer, why in _answers(registry)]
-    finally:
-        registry.close()
+def render_report(source: Source) -> str:
+    """The page of that file."""
+    answers = [(*each, orjson.Fragment(to_json(answer)), why) for *each, answer, why in _answers(source)]
     made = f"{time.strftime('%Y-%m-%d %H:%M %Z')} by grpo-async {__version__}"
-    return _page(to_json({"made": made, "folders": [str(each.root) for each in run_dirs], "answers": answers}).decode())
-
-
-def _default_out(run_dirs: Sequence[RunDir]) -> Path:
-    first = run_dirs[0]
-    if len(run_dirs) == 1:
-        return first.report
-    names = "-".join(label.replace("/", "-") for label in labels_of(run_dirs))
-    return first.root.parent / f"report-{names}.html"
+    return _page(to_json({"made": made, "folder": str(source.run.root), "answers": answers}).decode())
 
 
 # -- answers
 
 
-def _answers(registry: RunRegistry) -> Iterator[Answer]:
-    """All that the page of these runs asks for."""
-    names = registry.names
-    view = "run" if len(names) == 1 else "home"
-    runs = [run_entry(registry.source(name)) for name in names]
-    yield "runs", {}, {"runs": runs, "folder": None, "opening": {"view": view}, "names": []}, ""
-    for name in names:
-        for view in ("card", "run", "config"):
-            yield _answer(registry, view, {"run": name})
-        yield _answer(registry, "curves", {"run": name, "axis": "step"})
-        yield from _sampled(registry, name, _MAX_SAMPLE_BYTES // len(names))
-    if len(names) > 1:
-        others = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in names[1:])
-        yield _answer(registry, "curves", {"run": names[0], "compare_with": others, "axis": "step"})
-        yield _answer(registry, "config", {"run": names[0], "compare_with": others})
+def _answers(source: Source) -> Iterator[Answer]:
+    """All that the page of this run asks for."""
+    yield "runs", {}, {"runs": [run_entry(source)], "folder": None, "opening": {"view": "run"}, "names": []}, ""
+    for view in ("run", "config", "curves"):
+        yield _answer(source, view, {"run": source.name})
+    yield from _sampled(source)
 
 
-def _answer(registry: RunRegistry, view: str, asked: dict[str, Any]) -> Answer:
+def _answer(source: Source, view: str, asked: dict[str, Any]) -> Answer:
     """What cannot be read is said where it would stand, and breaks nothing else."""
     try:
-        return view, asked, VIEWS[view](registry.source(asked["run"]), RequestParameters.model_validate(asked)), ""
+        return view, asked, VIEWS[view](source, RequestParameters.model_validate(asked)), ""
     except (GrpoAsyncError, OSError, duckdb.Error) as error:
         return view, asked, None, str(error)
 
 
-def _sampled(registry: RunRegistry, run: str, max_bytes: int) -> Iterator[Answer]:
+def _sampled(source: Source) -> Iterator[Answer]:
     """The best and the worst rollouts, and what is opened from there, while there is room."""
+    run, max_bytes = source.name, _MAX_SAMPLE_BYTES
     asked = {"run": run, "q": "scored", "limit": _NUM_SHOWN}
-    best = _answer(registry, "rollouts", {**asked, "sort": "-reward", "count": True})
-    worst = _answer(registry, "rollouts", {**asked, "sort": "reward"})
+    best = _answer(source, "rollouts", {**asked, "sort": "-reward", "count": True})
+    worst = _answer(source, "rollouts", {**asked, "sort": "reward"})
     if best[2] is None or worst[2] is None:
         yield "rollouts", {"run": run}, None, best[3] or worst[3]
         return
@@ -128,7 +98,7 @@ def _sampled(registry: RunRegistry, run: str, max_bytes: int) -> Iterator[Answer
             groups.add(row["seq"])
             wanted.append(("group", str(row["group_id"])))
         for view, name in wanted:
-            found = _answer(registry, view, {"run": run, "id": name, "seq": row["seq"]})
+            found = _answer(source, view, {"run": run, "id": name, "seq": row["seq"]})
             size = len(to_json(found[2]))
             if not found[3] and size <= max_bytes:
                 max_bytes -= size

@@ -41,9 +41,6 @@ def serve(
         open_browser: show the page in the user's browser, too.
         query: the page opens with the groups that match it.
         sort: the order of these groups (checked, as `RolloutTable.group_page` takes it; None: newest first).
-
-    Raises:
-        ConfigError: the address cannot be listened on.
     """
     import uvicorn
 
@@ -84,11 +81,7 @@ def serve(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        ConfigError: the address is not this machine's, or the port is taken.
-    """
+    """A listening socket."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)

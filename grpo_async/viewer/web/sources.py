@@ -10,10 +10,11 @@ from pathlib import Path
 
 from grpo_async.config.public import shown_config
 from grpo_async.errors import ConfigError
-from grpo_async.findings import Diagnosis, RunHistory, diagnose
-from grpo_async.findings.history import MetricsReader
+from grpo_async.findings import Diagnosis, MetricRow, RunHistory, diagnose
+from grpo_async.findings.history import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.files import file_stamp
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.runs import EvaluationDir, labels_of, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
@@ -33,18 +34,16 @@ class Source:
         self.name = name
         self.run = run
         self.find = find
-        self.metrics = MetricsReader(run.metrics)
+        self._metrics: list[MetricRow] = []
+        self._metrics_stamp: object = None  # of the file, as it was read without problems
+        self._metrics_problems: list[str] = []
         self._lock = threading.Lock()
         self._table: RolloutTable | None = None
         self._texts: TokenTexts | None = None
         self._refreshed_at = 0.0
 
     def table(self) -> RolloutTable:
-        """The table, with what was written until half a second ago at least.
-
-        Raises:
-            RunError: the store cannot be read.
-        """
+        """The table, with what was written until half a second ago at least."""
         with self._lock:
             if self._table is None:
                 self._table = RolloutTable(self.run.rollouts)
@@ -54,6 +53,19 @@ class Source:
                 return self._table
             self._refreshed_at = time.monotonic()
             return self._table
+
+    def metrics(self) -> list[MetricRow]:
+        """The lines of metrics.jsonl, which is read again when it has changed."""
+        with self._lock:
+            try:
+                stamp = file_stamp(self.run.metrics)
+            except OSError:  # a network file system that fails for a while: reading says so
+                stamp = None
+            if stamp is None or stamp != self._metrics_stamp:
+                self._metrics_problems.clear()
+                self._metrics = read_metrics(self.run, self._metrics_problems)
+                self._metrics_stamp = None if self._metrics_problems else stamp
+            return self._metrics
 
     def texts(self) -> TokenTexts | str:
         """The texts of tokens, or the sentence that says why there are none yet."""
@@ -67,12 +79,10 @@ class Source:
 
     def run_and_verdict(self) -> tuple[RunHistory, Diagnosis]:
         """The run's files without its rollouts (of its configuration what may be shown), and whether it learns."""
-        run = RunHistory.read(self.run, list(self.metrics.rows().values()))
-        problems = [*run.problems]
+        run = RunHistory.read(self.run, self.metrics())
+        problems = [*run.problems, *self._metrics_problems]
         if not run.metrics and not run.evaluation_result:
             problems.append("There are no metrics: no optimizer step was finished.")
-        if self.metrics.problem is not None:
-            problems.append(self.metrics.problem)
         run = replace(run, config=shown_config(run.config), problems=problems)
         return run, diagnose(run)
 
@@ -110,11 +120,7 @@ class RunRegistry:
         return list(runs)
 
     def source(self, name: str) -> Source:
-        """The run of that name, or the evaluation `RUN@STEP` of one; "": the first.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """The run of that name, or the evaluation `RUN@STEP` of one; "": the first."""
         if name not in self._sources:
             names = self.names  # with those that are new
             name = name or next(iter(names), "")

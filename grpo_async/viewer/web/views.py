@@ -46,22 +46,9 @@ class RequestParameters(BaseModel):
     id: str = ""  # of a group or rollout; `seq` of the group finds one of two with the same id
     seq: int = Field(-1, ge=-1, le=2**53)
     compare_with: str = Field("", max_length=4000)  # names of further runs, with commas between; %2C within
-    axis: str = Field("step", max_length=10)  # of curves: step, time, tokens
-    attempt: str = Field("", max_length=100)
-    file: str = Field("", max_length=100)  # of an attempt's logs
 
 
 # -- views
-
-
-def _summary(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    """Everything of a run that does not depend on what is looked for."""
-    table = source.table()
-    return {
-        "counts": table.count(EVERYTHING),
-        "notes": table.notes,
-        "map_names": table.map_names(),
-    }
 
 
 def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
@@ -73,7 +60,7 @@ def _status(source: Source, parameters: RequestParameters) -> dict[str, Any]:
         "until": table.newest_seq,
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
-        "metrics": len(source.metrics.rows()),
+        "metrics": len(source.metrics()),
         "num_evaluations": len(source.run.evaluation_steps()),
         "status": {
             **{name: status.get(name) for name in ("phase", "step", "max_steps", "eta_s")},
@@ -150,14 +137,13 @@ def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     }
 
 
-def together(source: Source, parameters: RequestParameters) -> list[Source]:
-    """The run, and the runs that it is compared with."""
+def _together(source: Source, parameters: RequestParameters) -> list[Source]:
+    """The run, and the runs that it is compared with, as many as can be told apart."""
     names = dict.fromkeys(unquote(name) for name in parameters.compare_with.split(",") if name)
-    return [source, *(source.find(name) for name in names if name != source.name)]
+    return [source, *(source.find(name) for name in names if name != source.name)][:MAX_SERIES]
 
 
 VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
-    "summary": _summary,
     "status": _status,
     "groups": lambda source, given: _page(source, given, of_groups=True),
     "rollouts": lambda source, given: _page(source, given, of_groups=False),
@@ -165,9 +151,8 @@ VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "rollout": _rollout,
     "card": lambda source, _: overview.card(source),
     "run": lambda source, _: overview.page(source),
-    "curves": lambda source, given: overview.curves(together(source, given)[:MAX_SERIES], given.axis),
-    "config": lambda source, given: overview.settings(together(source, given)[:MAX_SERIES]),
-    "logs": lambda source, given: overview.logs(source.run, given.attempt, given.file),
+    "curves": lambda source, given: overview.curves(_together(source, given)),
+    "config": lambda source, given: overview.settings(_together(source, given)),
 }
 
 

@@ -19,7 +19,6 @@ VIEWS = (
     "#/home",
     "#/run?run=hostile",
     "#/change?run=hostile",
-    "#/logs?run=hostile",
     "#/config?run=hostile",
     "#/groups?run=hostile",
     "#/rollouts?run=hostile",

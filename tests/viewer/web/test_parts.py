@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from grpo_async.findings import RunHistory
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.viewer.runs import labels_of
-from grpo_async.viewer.web.overview import on_axis
 from grpo_async.viewer.web.plots import CHAPTERS, Curve, Plot, curve, draw_all
 from tests.viewer.support import steps
 
@@ -118,11 +116,3 @@ def test_the_vendored_library_is_what_its_note_says() -> None:
     script = Path(__file__).parents[3] / "scripts" / "update-uplot"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_evaluations_on_an_axis_of_seconds_keep_their_order_also_where_the_row_of_a_step_is_missing() -> None:
-    metrics = [{"step": float(step), "step_time": 2.0} for step in (1, 2, 4)]  # the line of step 3 was damaged
-    run = replace(RunHistory(metrics=metrics), evaluations=[EvaluationRecord(step=step) for step in (0, 2, 3, 4, 5)])
-    found = on_axis(run, "time")
-    assert [row["step"] for row in found.metrics] == [2.0, 4.0, 6.0]
-    assert [each.step for each in found.evaluations] == [0, 4, 4, 6, 6]

@@ -19,8 +19,8 @@ from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.viewer.web.report import write_report
-from tests.support.browser import SIZES, WatchedPage, watched_page
-from tests.viewer.support import Group, answers_by_view, answers_of, evaluation, steps, write_run
+from tests.support.browser import WatchedPage, watched_page
+from tests.viewer.support import answers_by_view, answers_of, evaluation, steps, write_run
 from tests.viewer.web.pages import go, ready
 from tests.viewer.web.serving import write_hostile_run, write_stored_run
 
@@ -31,7 +31,7 @@ HOSTILE = "</script><!--<script>alert(1)</script><img src=x onerror=alert(2)>\x1
 
 
 def _answers(run: RunDir) -> dict[str, Any]:
-    return answers_by_view(write_report([run]))
+    return answers_by_view(write_report(run))
 
 
 # -- what it has
@@ -43,8 +43,8 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
         metrics=steps(20),
         evaluations=[evaluation(0, 0.1), evaluation(20, 0.9, majority_baseline=0.2, mean_length=12345.6)],
         groups=[
-            Group(rewards=[0.0, 1.0], prompt="first prompt", text="an answer", step=1),
-            Group(rewards=[1.0, 1.0], prompt="first prompt", text="a better answer", step=9),
+            {"rewards": [0.0, 1.0], "text": "first prompt", "answer": "an answer", "step": 1},
+            {"rewards": [1.0, 1.0], "text": "first prompt", "answer": "a better answer", "step": 9},
         ],
         summary={"status": "finished", "wall_s": 125.0, "engine": "embedded"},
     )
@@ -64,34 +64,11 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
 
 def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tmp_path: Path) -> None:
     metrics = steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0)
-    run = write_run(tmp_path, metrics=metrics, groups=[Group(rewards=[0.0, 0.0])])
+    run = write_run(tmp_path, metrics=metrics, groups=[{"rewards": [0.0, 0.0]}])
     top = _answers(run)["run"]
     assert top["verdict"]["text"].startswith("It does not learn: all rewards are 0.")
     commands = [each["command"] for each in top["findings"]]
     assert f"grpo-async inspect-rollouts {run.root} group_std=0 --sort step" in commands
-
-
-def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
-    slow = write_run(tmp_path, "slow", metrics=steps(20))
-    config = {"run": {"name": "x"}, "optimizer": {"lr": 1e-3}, "training": {"max_steps": 20}}
-    fast = write_run(tmp_path, "fast,er", metrics=steps(12), state="stopped", config=config)
-    out = write_report([slow, fast])
-    assert out == tmp_path / "runs" / "report-slow-fast,er.html"
-    together = {view: answer for view, asked, answer, _ in answers_of(out) if "compare_with" in asked}
-    (reward,) = (plot for plot in together["curves"]["chapters"][0]["plots"] if plot["name"] == "reward")
-    assert [series["label"] for series in reward["options"]["series"]] == ["slow", "fast,er"]
-    assert together["config"]["runs"] == ["slow", "fast,er"]
-    assert together["config"]["different"] == [["optimizer.lr", "1e-06", "0.001"]]
-
-
-def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> None:
-    run = write_run(tmp_path, state="failed", error="the server of rank 0 ended: CUDA out of memory\n  see logs")
-    found = _answers(run)
-    top = found["run"]
-    assert top["outcome"] == "The run failed after 0 of 5 steps."
-    assert "CUDA out of memory" in top["error"]
-    assert "It did not train: no optimizer step was finished." in top["verdict"]["text"]
-    assert any("There are no metrics" in each for each in top["problems"])
 
 
 def test_replayed_steps_are_side_by_side_with_the_tokens_that_differ_most(tmp_path: Path) -> None:
@@ -112,7 +89,7 @@ def test_replayed_steps_are_side_by_side_with_the_tokens_that_differ_most(tmp_pa
 
 
 def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(8), groups=[Group(rewards=[0.0, 1.0])], state=None)
+    run = write_run(tmp_path, metrics=steps(8), groups=[{"rewards": [0.0, 1.0]}], state=None)
     status = {"version": 1, "state": "running", "host": platform.node(), "pid": 2**22 + 1, "pid_started_at": 1.0}
     run.status.write_text(json.dumps(status))
     with run.metrics.open("a") as file:
@@ -150,11 +127,11 @@ def test_files_that_hold_something_else_do_not_break_the_report(tmp_path: Path, 
 def test_the_file_has_no_secrets_names_no_other_address_and_stays_small(tmp_path: Path) -> None:
     reward = {"function": "grpo_async.rewards.text:exact_match", "arguments": {"api_key": "sk-secret"}}
     config = {"rewards": [reward], "tracking": [{"type": "wandb", "project": "hidden-project"}]}
-    long = Group(rewards=[0.0, 1.0], text="x" * 1_500_000)
+    long = {"rewards": [0.0, 1.0], "answer": "x" * 1_500_000}
     run = write_run(tmp_path, metrics=steps(10_000), config=config, groups=[long] * 4)
     (run.logs / "attempt_1").mkdir(parents=True)
     (run.logs / "attempt_1" / "trainer.log").write_text("listening on 10.9.8.7\n")
-    page = write_report([run]).read_text(encoding="utf-8")
+    page = write_report(run).read_text(encoding="utf-8")
     for secret in ("sk-secret", "hidden-project", "10.9.8.7"):
         assert secret not in page
     assert not re.findall(r"<(?:link|img|iframe|object|embed|base|form)\b", page[: page.index('id="report"')])
@@ -170,15 +147,11 @@ def test_the_file_has_no_secrets_names_no_other_address_and_stays_small(tmp_path
     assert reward_plot["options"]["x"][-1] == 10_000
 
 
-def test_wrong_runs_and_places_are_refused(tmp_path: Path) -> None:
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(3))
-    with pytest.raises(ConfigError, match="named twice"):
-        write_report([run, RunDir(run.root / ".." / "run")])
-    with pytest.raises(ConfigError, match="9 runs are too many"):
-        write_report([RunDir(tmp_path / str(number)) for number in range(9)])
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--out .*file/x.html: "):
-        write_report([run], tmp_path / "file" / "x.html")
+        write_report(run, tmp_path / "file" / "x.html")
 
 
 def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
@@ -191,7 +164,6 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
 
 # -- in the browser
 
-_OVER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 _HAS_COLOR = """(canvas, wanted) => {
     const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     for (let i = 0; i < data.length; i += 4)
@@ -219,7 +191,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
     )
     write_hostile_run(run.root)
-    return write_report([run])
+    return write_report(run)
 
 
 @contextmanager
@@ -227,12 +199,11 @@ def _opened(
     browser: Browser,
     file: Path,
     *,
-    size: tuple[int, int] = SIZES["wide"],
     left: list[str] | None = None,
 ) -> Iterator[WatchedPage]:
     """The file, with no way out: a request for anything else that would leave the browser is refused, and noted in `left`. At the
     end nothing may have gone wrong."""
-    with watched_page(browser, size=size) as watched:
+    with watched_page(browser) as watched:
 
         def only_this(route: Route) -> None:
             if route.request.url.partition("#")[0] == file.as_uri():
@@ -258,13 +229,13 @@ def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(brows
     )
     for name in ("metrics.jsonl", "evaluations.jsonl", "status.json", "config.yaml"):
         (tmp_path / "other" / "runs" / "good" / name).rename(run.root / name)
-    with _opened(browser, write_report([run])) as watched:
+    with _opened(browser, write_report(run)) as watched:
         page = watched.page
         assert page.get_attribute(".verdict", "data-verdict") == "learns"
         assert page.locator(".overview .chart-plot canvas").first.evaluate(_HAS_COLOR, LIGHT_BLUE)
         assert "Evaluations" in page.locator("h3").all_inner_texts()
         assert page.locator("#bar nav a").all_inner_texts() == ["Overview", "Curves", "Rollouts", "Settings"]
-        for gone in ("a.button:has-text('Report')", "a.button:has-text('Timeline')", "#run", ".run-status"):
+        for gone in ("button:has-text('Report')", "#run", ".run-status"):
             assert page.locator(gone).count() == 0, gone
         page.click(".findings li:has-text('Samples are off policy') >> text=See the plot")
         page.wait_for_selector(".curves .uplot")
@@ -291,9 +262,7 @@ def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(brows
         assert 0 < page.locator("article a[href]").count() < 4, "what the file lacks has no link"
 
 
-def test_text_of_models_data_and_settings_stays_text_and_every_view_fits_its_window(
-    browser: Browser, report: Path
-) -> None:
+def test_text_of_models_data_and_settings_stays_text_in_every_view(browser: Browser, report: Path) -> None:
     name = "%3Cimg+src%3Dx+onerror%3Dalert(3)%3E"
     page = report.read_text(encoding="utf-8")
     assert page.count("</script>") == 4  # uPlot, charts.js, our modules, the data
@@ -313,9 +282,6 @@ def test_text_of_models_data_and_settings_stays_text_and_every_view_fits_its_win
             for tag in ("main img", "main script", "[onerror]", "[onload]", "main iframe"):
                 assert watched.page.locator(tag).count() == 0, f"{view}: {tag}"
             assert not {"\u202e", "\x1b"} & set(watched.page.inner_text("main")), view
-            for width, height in SIZES.values():
-                watched.page.set_viewport_size({"width": width, "height": height})
-                assert watched.page.evaluate(_OVER) <= 0, f"{view} is too wide for {width}"
 
 
 def test_a_script_that_somebody_puts_into_the_file_does_not_run(browser: Browser, report: Path, tmp_path: Path) -> None:
@@ -330,20 +296,3 @@ def test_a_script_that_somebody_puts_into_the_file_does_not_run(browser: Browser
         assert sum("Content Security Policy" in error for error in watched.errors) == 3
         for notes in (watched.errors, watched.outside):
             notes.clear()
-
-
-def test_a_report_of_several_runs_begins_with_all_and_lays_them_over_each_other(
-    browser: Browser, tmp_path: Path
-) -> None:
-    names = ("slow", "50%,x")
-    runs = [write_run(tmp_path, name, metrics=steps(8), config={"run": {"name": "x"}}) for name in names]
-    with _opened(browser, write_report(runs)) as watched:
-        page = watched.page
-        assert page.locator("article .verdict").count() == 2
-        page.click("text=Curves of 2 runs")
-        page.wait_for_selector(".curves .chart-legend:has-text('slow'):has-text('50%,x')")
-        page.select_option("#run", "50%,x")
-        page.wait_for_selector("h1:has-text('50%,x')")
-        page.click("#bar >> text=Runs")
-        page.click("text=Settings that differ")
-        page.wait_for_selector("h2:has-text('Settings that differ')")

@@ -22,7 +22,7 @@ function queryString(parameters) {
 
 const written = document.getElementById("report");
 
-/** What a report has instead of a server: {made, folders, answers: [[view, parameters, answer, why not]]}; null: there is a server. A
+/** What a report has instead of a server: {made, folder, answers: [[view, parameters, answer, why not]]}; null: there is a server. A
     list has one answer, which is all that the report has of it. */
 export const report = written && JSON.parse(written.textContent);
 
@@ -108,14 +108,9 @@ export function split(names) {
   return names ? names.split(",").map(decodeURIComponent) : [];
 }
 
-/** The address of the report of a run, or of several. */
-export function reportAddress(run, others = null) {
-  return `api/report${queryString({ run, compare_with: others })}`;
-}
-
-/** The address of the timeline of a run, for Perfetto. */
-export function traceAddress(run) {
-  return `api/trace${queryString({ run })}`;
+/** The address of the report of a run. */
+export function reportAddress(run) {
+  return `api/report${queryString({ run })}`;
 }
 
 /** What was chosen last, also in other runs and after the next start. */

@@ -1,14 +1,17 @@
 /* The columns of the two tables, and from which width on (px) each is shown. */
 
 import { badge, number, oneLine, percent, range, signed } from "./dom.js";
-import { mapEntry } from "./query_box.js";
 
 const MAX_REWARDS = 4;
 const STALENESS = "optimizer steps between its oldest token and its use";
 
-export function columnsOf(kind, rewardNames) {
-  return kind === "groups" ? GROUPS : rolloutColumns(rewardNames);
+/** `rows`: the first ones, which say what the reward is made of. */
+export function columnsOf(kind, rows) {
+  return kind === "groups" ? GROUPS : rolloutColumns([...new Set(rows.flatMap((row) => Object.keys(row.rewards)))]);
 }
+
+/** What a query calls a part of the reward: rewards['format']. */
+const rewardPart = (name) => `rewards['${name.replaceAll("'", "''")}']`;
 
 const numeric = (sort, label, cell, more = {}) => ({ label, sort, numeric: true, cell, ...more });
 const status = { label: "status", from: 480, cell: (row) => badge(row.status) };
@@ -53,7 +56,7 @@ function rolloutColumns(rewardNames) {
       cell: (row) => (row.error ? `error: ${oneLine(row.error, 300)}` : oneLine(row.completion_preview, 300)),
     },
     numeric("reward", "reward", (row) => number(row.reward)),
-    ...parts.map((name) => numeric(mapEntry("rewards", name), oneLine(name, 20), (row) => number(row.rewards[name]), { from: 1300 })),
+    ...parts.map((name) => numeric(rewardPart(name), oneLine(name, 20), (row) => number(row.rewards[name]), { from: 1300 })),
     numeric("advantage", "advantage", (row) => signed(row.advantage, 2), { from: 640 }),
     numeric("length", "length", (row) => number(row.num_tokens), { title: "tokens that the policy sampled", from: 440 }),
     numeric("turns", "turns", (row) => String(row.num_turns), { from: 1320 }),

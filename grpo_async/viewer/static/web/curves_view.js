@@ -1,29 +1,19 @@
 /* The plots of one run, or of several laid over each other; all share the cursor. */
 
-import { get, joined, memory, note, report, split } from "./api.js";
+import { get, joined, note, split } from "./api.js";
 import { Plots } from "./plots.js";
-import { arrange, button, compared, empty, fill, h, hiddenHeading, select } from "./dom.js";
-
-const AXES = [["step", "by step"], ["time", "by time"], ["tokens", "by tokens"]];
+import { arrange, button, compared, empty, fill, h, hiddenHeading } from "./dom.js";
 
 export async function curvesView({ main, parameters, signal }) {
   const { run } = parameters;
   const title = "Curves";
   const others = split(parameters.with).filter((name) => name !== run);
-  let axis = report ? "" : (parameters.x ?? memory.get("x"));
-  const addressed = () => ({ run, with: joined(others), find: filter.value, x: axis });
+  const addressed = () => ({ run, with: joined(others), find: filter.value });
   const place = h("div", {});
   const plots = new Plots("curves");
   const folds = new Map(); // of chapters, by their titles
   let found = null;
 
-  const change = (x) => {
-    axis = x === "step" ? "" : x;
-    memory.set("x", axis);
-    note("curves", addressed());
-    plots.leave(); // a zoom of steps says nothing of seconds
-    read();
-  };
   const filter = h("input", {
     type: "search", "aria-label": "Find a plot", placeholder: "find a plot or a metric", autocomplete: "off", value: parameters.find || "",
     on: { input: () => (note("curves", addressed()), draw()) },
@@ -31,13 +21,7 @@ export async function curvesView({ main, parameters, signal }) {
   fill(
     main,
     hiddenHeading(title),
-    h(
-      "div",
-      { class: "row heading" },
-      filter,
-      report ? null : select({ "aria-label": "Horizontal axis" }, AXES, axis || "step", change),
-      compared(others.length + 1),
-    ),
+    h("div", { class: "row heading" }, filter, compared(others.length + 1)),
     place,
   );
 
@@ -68,12 +52,12 @@ export async function curvesView({ main, parameters, signal }) {
   function fillFold({ element, count, tiles, chapter }) {
     fill(count, chapter.isFolded ? ` (${chapter.plots.length})` : "");
     if (element.open) {
-      plots.show(tiles, chapter.plots, { xLabel: found.axis });
+      plots.show(tiles, chapter.plots);
     }
   }
 
   async function read() {
-    found = await get("curves", { run, compare_with: joined(others), axis: axis || "step" }, signal);
+    found = await get("curves", { run, compare_with: joined(others) }, signal);
     draw();
   }
 

@@ -3,7 +3,7 @@
 import { address, get, go, report } from "./api.js";
 import { columnsOf } from "./columns.js";
 import { button, empty, fill, h, hiddenHeading, number, part, plural, wrongQuery } from "./dom.js";
-import { QueryBox, mapEntry } from "./query_box.js";
+import { QueryBox } from "./query_box.js";
 
 const PAGE = 100;
 const QUICK = {
@@ -25,8 +25,7 @@ export function explorerView(kind) {
     const ask = (offset) =>
       get(kind, report ? { run } : { run, q, sort, until, offset, limit: PAGE, count: offset === 0 }, signal);
 
-    const names = report ? {} : (await get("summary", { run }, signal)).map_names;
-    const box = report ? null : new QueryBox({ app, names: named(names), value: q || "", onChange: (text) => leaveTo({ q: text }) });
+    const box = report ? null : new QueryBox({ value: q || "", onChange: (text) => leaveTo({ q: text }) });
     const over = h("div", { class: "row" }, counts, news);
     const filters = box && [box.element, quick(kind, app, q, leaveTo)];
     fill(main, hiddenHeading(title), notes.element, filters, over, place);
@@ -57,7 +56,7 @@ export function explorerView(kind) {
         fill(place, q ? empty("Nothing matches.", all) : empty("No rollouts yet.", soon));
         return;
       }
-      const columns = columnsOf(kind, names.rewards || []).filter(({ from }) => window.innerWidth >= (from || 0));
+      const columns = columnsOf(kind, first).filter(({ from }) => window.innerWidth >= (from || 0));
       const body = h("tbody", {}, first.map((row) => rowOf(row, columns)));
       const more = button("Show more", async () => {
         body.append(...(await ask(body.rows.length)).rows.map((row) => rowOf(row, columns)));
@@ -118,11 +117,6 @@ export function explorerView(kind) {
     };
   };
 }
-
-const named = ({ rewards, columns }) => [
-  ...rewards.map((name) => ({ name: mapEntry("rewards", name), help: "a part of the reward" })),
-  ...columns.map((name) => ({ name: mapEntry("columns", name), help: "a column of the data" })),
-];
 
 function quick(kind, app, q, leaveTo) {
   const chip = (term) => {

@@ -14,7 +14,7 @@ const KEYS = {
   c: "color the tokens by the next value",
   m: "tokens or trace",
   "← →": "on a token: previous, next",
-  "1 … 6": "overview, curves, groups, rollouts, logs, settings",
+  "1 … 5": "overview, curves, groups, rollouts, settings",
   "?": "this page",
 };
 

@@ -1,6 +1,6 @@
 /* All runs, the most recently updated first: which of them learn. Ticked runs can be compared. */
 
-import { address, download, get, joined, report, reportAddress } from "./api.js";
+import { address, get, joined } from "./api.js";
 import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, panel, part, plural, spacer, table } from "./dom.js";
 
 const EVERY_MS = 4000;
@@ -9,7 +9,7 @@ const PAGE = 30;
 
 export async function homeView({ app, main, signal }) {
   const cards = new Map(); // name -> {element, at: when the run was updated}
-  const ticked = new Set(report ? app.runs.map(({ name }) => name) : []); // those of a report are compared with each other
+  const ticked = new Set();
   const list = h("div", { class: "runs" });
   const together = h("span", { class: "row" });
   const count = hint();
@@ -22,7 +22,6 @@ export async function homeView({ app, main, signal }) {
     const links = [
       h("a", { class: "button", href: address("curves", { run, with: names }) }, `Curves of ${ticked.size} runs`),
       h("a", { class: "button", href: address("config", { run, with: names }) }, "Settings that differ"),
-      report ? null : button("Report", () => download(reportAddress(run, names), "report.html")),
     ];
     const isMany = ticked.size > Charts.COLORS;
     fill(together, isMany ? hint(`At most ${Charts.COLORS} runs can be compared.`) : ticked.size > 1 ? links : hint("Tick two or more to compare them."));
@@ -52,7 +51,7 @@ export async function homeView({ app, main, signal }) {
 
   function newCard(name) {
     const age = hint();
-    const box = checkbox("", ticked.has(name), (isOn) => tick(name, isOn), { "aria-label": `compare ${name}`, hidden: Boolean(report) });
+    const box = checkbox("", ticked.has(name), (isOn) => tick(name, isOn), { "aria-label": `compare ${name}` });
     return { age, ...part((found, element) => drawCard(element, found, box, age), h("article", { "aria-label": name })) };
   }
 
@@ -101,7 +100,7 @@ function drawCard(element, found, box, age) {
   const links = [
     link(address("run", { run }), "Overview"),
     link(address("curves", { run }), "Curves"),
-    report ? null : [link(address("groups", { run }), "Rollouts"), link(address("logs", { run }), "Logs")],
+    link(address("groups", { run }), "Rollouts"),
   ];
   return [
     h("header", { class: "row" }, box, h("h2", {}, link(address("run", { run }), oneLine(run, 80))), badge(found.status, found.level), spacer(), age),

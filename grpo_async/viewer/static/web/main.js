@@ -3,9 +3,9 @@
 import { ApiError, DEFAULT_VIEW, address, current, get, go, isKnown, memory, report } from "./api.js";
 import { announce, button, empty, fill, h, link, oneLine, select, spacer } from "./dom.js";
 import { StatusPoll } from "./status.js";
+import { configView } from "./config_view.js";
 import { curvesView } from "./curves_view.js";
 import { explorerView } from "./explorer_view.js";
-import { configView, logsView } from "./files_view.js";
 import { groupView } from "./group_view.js";
 import { helpView } from "./help_view.js";
 import { homeView } from "./home_view.js";
@@ -20,7 +20,6 @@ const VIEWS = {
   group: groupView,
   rollout: rolloutView,
   curves: curvesView,
-  logs: logsView,
   config: configView,
   help: helpView,
 };
@@ -29,7 +28,6 @@ const ALL_TABS = {
   curves: "Curves",
   groups: "Groups",
   rollouts: "Rollouts",
-  logs: "Logs",
   config: "Settings",
 };
 const REPORTED = ["run", "curves", "rollouts", "config"]; // views that every report has
@@ -137,12 +135,12 @@ async function show(event = null) {
 /** Whether the address leads to something. */
 function isThere(hash) {
   const { view: name, parameters } = current(hash);
-  return [...REPORTED, DEFAULT_VIEW].includes(name) || isKnown(name, parameters);
+  return REPORTED.includes(name) || isKnown(name, parameters);
 }
 
 /** All runs, or the one that a report is about. */
 function firstPage() {
-  return report && app.runs.length === 1 ? address("run", { run: app.runs[0].name }) : address(DEFAULT_VIEW);
+  return report ? address("run", { run: app.run }) : address(DEFAULT_VIEW);
 }
 
 /** The run whose evaluation it is, or the run itself. */
@@ -155,22 +153,21 @@ function tabAddress(tab) {
   const { view: from, parameters } = current();
   const keeps = ["groups", "rollouts"];
   const { q } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
-  return address(tab, { run: report || tab === "run" ? ownerOf(app.run) : app.run, q });
+  return address(tab, { run: tab === "run" ? ownerOf(app.run) : app.run, q });
 }
 
 function drawBar(name) {
   const active = TAB_OF[name] || name;
   const tab = ([each, label]) => h("a", { href: tabAddress(each), "aria-current": each === active ? "page" : null }, label);
-  const evaluations = (run) => (report ? [] : run.evaluations.map((each) => [each.name, `${run.name}, evaluation at step ${each.step}`]));
+  const evaluations = (run) => run.evaluations.map((each) => [each.name, `${run.name}, evaluation at step ${each.step}`]);
   const runs = app.runs.flatMap((run) => [[run.name, run.name], ...evaluations(run)]);
-  const choose = (run) => (report ? go("run", { run }) : name in TAB_OF ? go("groups", { run }) : go(name, { run, q: current().parameters.q }));
+  const choose = (run) => (name in TAB_OF ? go("groups", { run }) : go(name, { run, q: current().parameters.q }));
   const isHome = name === DEFAULT_VIEW;
-  const isAlone = report && app.runs.length === 1;
-  const chosen = isAlone ? h("strong", {}, oneLine(app.runs[0].name, 60)) : select({ id: "run", "aria-label": "Run" }, runs, report ? ownerOf(app.run) : app.run, choose);
+  const chosen = report ? h("strong", {}, oneLine(app.run, 60)) : select({ id: "run", "aria-label": "Run" }, runs, app.run, choose);
   const help = report ? null : h("a", { href: address("help", { run: app.run }), title: "Queries and keys (?)", "aria-current": name === "help" ? "page" : null }, "Help");
   fill(
     bar,
-    isAlone ? null : h("a", { class: "home", href: address(DEFAULT_VIEW), "aria-current": isHome ? "page" : null, title: "All runs (h)" }, "Runs"),
+    report ? null : h("a", { class: "home", href: address(DEFAULT_VIEW), "aria-current": isHome ? "page" : null, title: "All runs (h)" }, "Runs"),
     isHome ? spacer() : h("div", { class: "row" }, chosen, poll.element),
     isHome ? help : h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab), help),
   );

@@ -11,12 +11,12 @@ export class Plots {
     this.panels = new Map(); // name -> {element, chart}
   }
 
-  /** `plots` as the server gives them, in `place`; `changes` of their options. */
-  show(place, plots, changes = {}) {
+  /** `plots` as the server gives them, in `place`. */
+  show(place, plots) {
     const panels = plots.map((plot) => this.panel(plot));
     arrange(place, panels.map(({ element }) => element));
     plots.forEach(({ options }, at) => {
-      const all = { ...options, ...changes, height: HEIGHT, group: this.group };
+      const all = { ...options, height: HEIGHT, group: this.group };
       const { element, chart } = panels[at];
       if (chart) {
         chart.update(all);

@@ -1,6 +1,6 @@
 /* One run as a whole: whether it learns and why not, its main curves. It follows a running run. */
 
-import { address, download, get, joined, report, reportAddress, traceAddress } from "./api.js";
+import { address, download, get, joined, report, reportAddress } from "./api.js";
 import { arrange, badge, button, h, heading, hint, link, oneLine, panel, part, spacer, statistics, table } from "./dom.js";
 import { Plots } from "./plots.js";
 
@@ -13,10 +13,7 @@ export async function runView({ app, main, parameters, signal }) {
       badge(status, level),
       hint(outcome),
       spacer(),
-      report ? null : [
-        button("Report", () => download(reportAddress(run), `${run}.html`), { title: "This page as a file, with its data" }),
-        button("Timeline", () => download(traceAddress(run), `${run}.trace.json.gz`), { title: "Open the file at ui.perfetto.dev" }),
-      ],
+      report ? null : button("Report", () => download(reportAddress(run), `${run}.html`), { title: "This page as a file, with its data" }),
     ),
     h("p", { class: `verdict lined filled said ${verdict.level}`, "data-verdict": verdict.key }, verdict.text),
     error ? h("pre", { class: "lined filled bad said" }, error) : null,
@@ -29,7 +26,7 @@ export async function runView({ app, main, parameters, signal }) {
   ]);
   const tables = part((all) => all.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
   const relatives = part(() => family(app.runs, run));
-  const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folders.join(", ")}.`);
+  const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folder}.`);
   let found = null;
   let state = null; // of the last poll
 
