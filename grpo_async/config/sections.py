@@ -190,13 +190,6 @@ class JsonlSource(DataSource):
     """The file."""
 
 
-class CsvSource(DataSource):
-    type: Literal["csv"]
-    """Comma-separated values with a header line; every value is text."""
-    path: FilePath
-    """The file."""
-
-
 class ParquetSource(DataSource):
     type: Literal["parquet"]
     """Apache Parquet, read in batches (extra `parquet`: pip install 'grpo-async[parquet]')."""
@@ -240,7 +233,7 @@ class EnvironmentSource(DataSource):
 
 
 Source = Annotated[
-    JsonlSource | CsvSource | ParquetSource | HubSource | GeneratorSource | EnvironmentSource,
+    JsonlSource | ParquetSource | HubSource | GeneratorSource | EnvironmentSource,
     Field(discriminator="type"),
     default_type("jsonl"),
 ]
