@@ -21,8 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
 from grpo_async.tracking.catalog import describe
-from grpo_async.user_code.calls import NO_SIGNATURE, Parameters, UserCall, read_numbers
-from grpo_async.user_code.copies import own_copy
+from grpo_async.user_code.calls import NO_SIGNATURE, Parameters, UserCall, own_copy, read_numbers
 from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)

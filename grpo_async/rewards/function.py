@@ -24,9 +24,8 @@ from grpo_async.rewards.call import (
     read_parameters,
 )
 from grpo_async.user_code.calls import Caller, CallError, own_name, process_hint, unwrap_partial
-from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
-from grpo_async.user_code.threads import ThreadRunner
+from grpo_async.user_code.threads import ThreadRunner, UserLoop
 from grpo_async.user_code.workers import WorkerPool
 from grpo_async.utils.text import duplicates
 

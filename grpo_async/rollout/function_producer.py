@@ -36,10 +36,8 @@ from grpo_async.records import (
 )
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from grpo_async.tracking.timeline import span
-from grpo_async.user_code.calls import Caller, CallError, UserCall
-from grpo_async.user_code.copies import own_copy
-from grpo_async.user_code.loop import UserLoop
-from grpo_async.user_code.threads import ThreadRunner
+from grpo_async.user_code.calls import Caller, CallError, UserCall, own_copy
+from grpo_async.user_code.threads import ThreadRunner, UserLoop
 
 ASYNC_LOOP = UserLoop("async rollout function")
 """One loop for all calls, in training and in evaluation: an HTTP client that the calls share belongs to one loop."""

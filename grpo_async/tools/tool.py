@@ -16,11 +16,9 @@ from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools.results import ToolError, ToolResult, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
 from grpo_async.user_code.calls import NO_SIGNATURE, Caller, CallError, Raised, Result, UserCall, process_hint
-from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
-from grpo_async.user_code.remote import remote_function
-from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.user_code.workers import START_TIMEOUT_S, WorkerPool
+from grpo_async.user_code.threads import ThreadRunner, UserLoop
+from grpo_async.user_code.workers import START_TIMEOUT_S, WorkerPool, remote_function
 from grpo_async.utils.text import clipped, did_you_mean, duplicates
 from grpo_async.utils.warn_once import WarnOnce
 
