@@ -99,18 +99,14 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         pass_descriptors: Sequence[int] = (),
     ) -> SandboxResult:
-        """Run code as the main program of a fresh interpreter. Cancelling it kills the code first.
+        """Run code as the main program of a fresh interpreter. Cancelling it kills the code first. Anything that the code does is a
+        result; SandboxError: the sandbox itself failed.
 
         Example: await Sandbox().run("print(int(input()) + 1)", stdin="41") -> status OK, stdout "42\\n".
 
         Args:
-            code: Python source.
-            stdin: its whole standard input.
             files: content by path relative to the working directory, which is otherwise empty.
             pass_descriptors: further file descriptors that it inherits, under the same numbers.
-
-        Raises:
-            SandboxError: the sandbox failed; anything that the code does is a result.
         """
         contents = {
             _checked_path(name): content.encode("utf-8", "replace") if isinstance(content, str) else content

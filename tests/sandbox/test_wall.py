@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.sandbox import Sandbox, problem
+from grpo_async.sandbox import Sandbox, problem, startup_notes
 from grpo_async.sandbox.inside import seccomp
 from grpo_async.sandbox.sandbox import MECHANISMS, attack
 
@@ -20,16 +21,25 @@ def test_what_a_part_of_the_wall_does_not_hold_gets_through_without_it() -> None
     assert attack(frozenset(MECHANISMS)) == frozenset()
 
 
-def test_a_wall_that_cannot_be_set_up_is_refused_with_the_systems_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fresh() -> Iterator[None]:
     problem.cache_clear()
+    yield
+    problem.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_wall_that_cannot_be_set_up_is_refused_with_the_systems_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_async.sandbox.execution.BOOT", _WITHOUT_LANDLOCK)
-    try:
-        with pytest.raises(
-            ConfigError, match="lacks them: landlock: the sandbox cannot start: Function not implemented"
-        ):
-            Sandbox()
-    finally:
-        problem.cache_clear()
+    with pytest.raises(ConfigError, match="lacks them: landlock: the sandbox cannot start: Function not implemented"):
+        Sandbox()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_wall_that_a_trial_run_gets_through_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.sandbox.sandbox.attack", lambda mechanisms: frozenset({"seccomp"}))
+    with pytest.raises(ConfigError, match="lacks them: seccomp: it was set up, and a trial run got through it"):
+        startup_notes()
 
 
 _WITHOUT_LANDLOCK = """
