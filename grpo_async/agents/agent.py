@@ -21,19 +21,12 @@ class AgentError(GrpoAsyncError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """An agent's result of one rollout.
+    """An agent's result of one rollout."""
 
-    Attributes:
-        value: its unchanged return value or output; reward functions get it as `result`.
-        reward: its reward; None if reward functions give the reward.
-        columns: further columns for reward functions.
-        rewards: rewards of single branches, by the id of a response in them.
-    """
-
-    value: Any = None
-    reward: float | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    value: Any = None  # as it was returned or printed; reward functions get it as `result`
+    reward: float | None = None  # None: reward functions give it
+    columns: Mapping[str, Any] = field(default_factory=dict)  # further ones for reward functions
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of single branches, by the id of a response in them
 
 
 class Agent(ABC):

@@ -31,7 +31,7 @@ from grpo_async.agents.history import Answer
 from grpo_async.config.sections import SAMPLING
 from grpo_async.inference.sampling import listed_stop
 from grpo_async.utils.strict_json import arguments_text
-from grpo_async.utils.text import common_prefix_length, text_of_parts
+from grpo_async.utils.text import text_of_parts
 from grpo_async.utils.validation import problems_of
 
 Made = TypeVar("Made")
@@ -98,7 +98,6 @@ class _Body(BaseModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
-    logprobs: bool | None = None
     tool_choice: str | Mapping[str, Any] | None = None
     stream_options: Mapping[str, Any] | None = None
     thinking: Mapping[str, Any] | None = None
@@ -144,25 +143,15 @@ class Exchange(ABC):
             sampling=sampling,
             seed=fields.seed,
             response_format=fields.response_format or nested,
-            with_logprobs=bool(fields.logprobs),
             ignored=[path for path, neutral in _NEUTRAL.items() if _value_at(body, path) not in (None, neutral)],
         )
 
     def _read(self, name: str, read: Callable[[Mapping[str, Any], str], Made]) -> list[Made]:
-        """Apply `read` to each object of a list, with its name for errors; empty if the field is not set. The beginning that equals
-        that of the previous list is not read again, and its older objects replace the new ones, so only one copy is alive."""
+        """Apply `read` to each object of a list, with its name for errors; empty if the field is not set."""
         found = self._json.get(name) or []
-        if not isinstance(found, list):
+        if not isinstance(found, list) or not all(isinstance(item, Mapping) for item in found):
             raise bad_request(f"{name} is not a list of objects", param=name)
-        given, made = self._api_state.get((type(self), name), ([], []))
-        length = common_prefix_length(found, given)
-        for place, item in enumerate(found[length:], length):
-            if not isinstance(item, Mapping):
-                raise bad_request(f"{name}[{place}] is not an object", param=name)
-        found[:length] = given[:length]
-        made = [*made[:length], *(read(item, f"{name}[{place}]") for place, item in enumerate(found[length:], length))]
-        self._api_state[type(self), name] = found, made
-        return made
+        return [read(item, f"{name}[{place}]") for place, item in enumerate(found)]
 
     @abstractmethod
     def _messages(self) -> list[Mapping[str, Any]]:
@@ -201,7 +190,7 @@ class Exchange(ABC):
 
 
 class ChatCompletion(Exchange):
-    """OpenAI's Chat Completions. `logprobs` returns those of the sampled tokens."""
+    """OpenAI's Chat Completions."""
 
     stream_end = "data: [DONE]\n\n"
 
@@ -237,7 +226,7 @@ class ChatCompletion(Exchange):
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": self._logprobs(reply),
+            "logprobs": None,
             "finish_reason": reply.finish_reason,
             "stop_reason": reply.generation.stop_reason,
         }
@@ -264,15 +253,6 @@ class ChatCompletion(Exchange):
             yield None, head | {"choices": [each]}
         if (self._body.stream_options or {}).get("include_usage"):
             yield None, head | {"choices": [], "usage": answer["usage"]}
-
-    def _logprobs(self, reply: Answer) -> dict[str, Any] | None:
-        if not self.call.with_logprobs:
-            return None
-        content = [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(reply.tokens, reply.generation.logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
 
 
 class Responses(Exchange):

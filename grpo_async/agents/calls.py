@@ -23,7 +23,6 @@ class Call:
     """Sampling settings of the request, by the names of GenerateRequest: {"temperature": 0.2}."""
     seed: int | None = None
     response_format: Mapping[str, Any] | None = None
-    with_logprobs: bool = False
     ignored: Sequence[str] = ()
     """Further fields of the request that would change what is sampled but are ignored."""
 
@@ -36,15 +35,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 class ApiError(Exception):
-    """A call that is answered with an error in the format of its API.
-
-    Args:
-        status: HTTP status.
-        kind: OpenAI's `type`, such as "invalid_request_error".
-        message: what is wrong and what to do.
-        param: the field with the error.
-        code: OpenAI's `code`.
-    """
+    """A call that is answered with an error in the format of its API; `kind` and `code` are OpenAI's, `param` is the field."""
 
     def __init__(
         self, status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None

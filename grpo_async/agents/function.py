@@ -15,9 +15,8 @@ from grpo_async.agents.session import AgentSession
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import Caller, CallError, UserCall, is_async
-from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_and_check
-from grpo_async.user_code.threads import ThreadRunner
+from grpo_async.user_code.threads import ThreadRunner, UserLoop
 from grpo_async.utils.extras import needs
 
 SETTING = "rollout.agent.function"

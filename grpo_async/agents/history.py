@@ -93,7 +93,6 @@ class Answer:
     parse_error: str | None = None  # why tool calls, if any, are left in the text
     is_trained: bool = True  # False: context only; see TurnRecord
     finish_reason: str = "stop"  # or "length", "tool_calls"
-    tokens: Sequence[str] = ()  # the text of each token, where the call asked for logprobs
     reward: float | None = None  # the agent's reward for this answer
     has_children: bool = False
 
@@ -114,12 +113,11 @@ class Answer:
 
 
 class HistoryRenderer:
-    """Renders the agents' messages; one for all rollouts of a process, because it remembers what the template cannot render."""
+    """Renders the agents' messages; one for all rollouts of a process."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.chat = renderer
         self._ends = frozenset(renderer.end_of_turn_ids)
-        self._unrenderable: set[tuple[bool, bool, tuple[str, ...]]] = set()
 
     def prompt_ids(
         self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int
@@ -139,21 +137,8 @@ class HistoryRenderer:
         except TooLongError as error:
             raise bad_request(str(error), param="messages", code=TOO_LONG) from error
         is_ended = bool(answer.ids) and answer.ids[-1] in self._ends
-        shape = (bool(answer.calls), is_ended, tuple(message.role for message in messages))
-        if shape in self._unrenderable:
-            return None
-        found = self._suffix_ids(answer.calls, messages, is_ended)
-        if found is None:
-            plain = [replace(each, content="text") for each in messages]
-            if self._suffix_ids(answer.calls, plain, is_ended) is None:
-                self._unrenderable.add(shape)  # whatever their content
-        return found
-
-    def _suffix_ids(
-        self, calls: Sequence[ToolCall], messages: Sequence[TaggedMessage], is_ended: bool
-    ) -> list[int] | None:
         try:
-            return self.chat.suffix_ids(calls, messages, is_ended=is_ended)
+            return self.chat.suffix_ids(answer.calls, messages, is_ended=is_ended)
         except ChatError:
             return None
 

@@ -58,22 +58,14 @@ _NOT_TRAINED = (
 
 @dataclass(slots=True)
 class Sessions:
-    """The sessions of an endpoint, and what they share.
-
-    Attributes:
-        renderer: renders the agents' messages.
-        model: the model name in answers.
-        base_url: URL of OpenAI's API; ends in /v1.
-        by_key: the open sessions by both of their keys.
-        warn_once: warns of sampling settings that are ignored.
-    """
+    """The sessions of an endpoint, and what they share."""
 
     client: InferenceClient
     renderer: HistoryRenderer
-    model: str = "policy"
-    base_url: str = ""
-    by_key: dict[str, AgentSession] = field(default_factory=dict)
-    warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
+    model: str = "policy"  # its name in answers
+    base_url: str = ""  # of OpenAI's API; ends in /v1
+    by_key: dict[str, AgentSession] = field(default_factory=dict)  # the open ones, by both of their keys
+    warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))  # of settings that are ignored
 
 
 class AgentSession:
@@ -127,11 +119,7 @@ class AgentSession:
         return self.base_url.removesuffix("/v1")
 
     async def complete(self, call: Call, answer_id: str, *, is_trained: bool = True) -> Answer:
-        """Have the policy answer a call.
-
-        Args:
-            is_trained: False keeps the answer out of the completion.
-        """
+        """Have the policy answer a call; `is_trained` False keeps the answer out of the completion."""
         self._check(call, is_trained=is_trained)
         constraint = self._constraint(call)
         request = await self._prepare(call)
@@ -171,11 +159,8 @@ class AgentSession:
         return answer
 
     def set_reward(self, answer_id: str, reward: float) -> None:
-        """Set the agent's reward of one answer, which becomes that of the answer's branch. No effect for an answer without tokens.
-
-        Raises:
-            LookupError: there is no such answer.
-        """
+        """Set the agent's reward of one answer, which becomes that of its branch; LookupError if there is no such answer. No effect
+        for an answer without tokens."""
         bare_id = answer_id.rpartition("-")[2].rpartition("_")[2]  # without the prefix of an API: "chatcmpl-1f" -> "1f"
         if bare_id in self._empty_ids:
             return
@@ -192,13 +177,8 @@ class AgentSession:
         reward: float | None = None,
         reward_columns: Mapping[str, Any] | None = None,
     ) -> RolloutCompletion:
-        """The rollout's completion: its own turns are the path to the newest answer, all others are in branches.
-
-        Args:
-            status: how the agent ended; a finished rollout with an answer cut by a limit of the run counts as truncated.
-            reward: the agent's reward; None uses the one that it set on the path to the newest answer, if any.
-            reward_columns: further columns for reward functions.
-        """
+        """Return the rollout's completion: its own turns are the path to the newest answer, all others are in branches. A finished
+        rollout with an answer that a limit of the run cut counts as truncated; without `reward`, the one of that path counts."""
         paths = self._history.paths()
         own = paths[0] if paths else None
         if status is RolloutStatus.FINISHED and self.is_truncated:
@@ -340,7 +320,6 @@ class AgentSession:
             calls=calls,
             parse_error=parse_error,
             finish_reason="length" if is_truncated else "tool_calls" if calls else "stop",
-            tokens=[chat.token_text(token) for token in generation.token_ids] if call.with_logprobs else (),
         )
 
 

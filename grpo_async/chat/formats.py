@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls, one class each; all others are vLLM's business (`vllm_format`). They never raise,
+"""The formats in which models write tool calls, one class each; all others are vLLM's business (`VllmFormat`). They never raise,
 whatever the policy wrote: a call that cannot be read becomes a `ToolCall` whose `error` says what was wrong and how to write it.
 What vLLM reads as a call is the same call here, and what it does not read is none (docs/models.md has the differences).
 
@@ -13,9 +13,11 @@ or the calls alone, also in the OpenAI form. What it raises is the turn's parse 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from grpo_async.chat.turn import (
@@ -28,8 +30,7 @@ from grpo_async.chat.turn import (
     joined,
     named_call,
 )
-from grpo_async.chat.vllm_format import VllmFormat, is_vllm_installed
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.records import ToolCall, answer_start
 from grpo_async.user_code.references import resolve_and_check
 from grpo_async.utils.strict_json import UnreadableError, read_json, scan_json
@@ -210,6 +211,55 @@ class Harmony(OwnFormat):
                 calls += explained([named_call(_tool_name(recipient[1]), content)], self.how)
             position = end.end() if end else len(text)
         return ParsedTurn(content=joined(said[True] or said[False]), calls=calls)
+
+
+def is_vllm_installed() -> bool:
+    return find_spec("vllm") is not None
+
+
+class VllmFormat:
+    """Reads turns with the parser `name` of vLLM, which must be installed: that of `vllm serve --tool-call-parser NAME`, so a
+    policy that vLLM serves later makes the calls that it was trained with. The import takes seconds."""
+
+    def __init__(self, name: str, tokenizer: Any, special_tokens: Sequence[str]) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        for noisy in ("vllm.tool_parsers", "vllm.parser"):  # a traceback for each call that cannot be read
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)
+        self.special_tokens = special_tokens
+        self._tokenizer = tokenizer
+        self._request = ChatCompletionRequest
+        try:
+            self._parser = ToolParserManager.get_tool_parser(name)
+            self._parser(tokenizer)
+        except Exception as error:  # its constructors look for their tokens
+            raise ConfigError(f"tool_calling.parser: vLLM's parser {name!r}: {message_of(error)}") from error
+
+    def call_form(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
+
+        if (model := self._parser.structural_tag_model) is None:
+            return None
+        given = self._request(messages=[], tools=[dict(tool) for tool in tools], tool_choice="required").tools
+        tag = get_model_structural_tag(model=model, tools=given, tool_choice="required", reasoning=False)
+        form: dict[str, Any] = tag.format.model_dump()
+        return form
+
+    def read(self, turn: SampledTurn) -> ParsedTurn:
+        text = turn.marked_text
+        start = answer_start(text, is_open=turn.thinking_is_open)
+        request = self._request(messages=[], tools=[dict(tool) for tool in turn.tools] or None)
+        found = self._parser(self._tokenizer, request.tools).extract_tool_calls(text[start:], request)
+        if not found.tools_called:
+            return ParsedTurn(content=turn.text)
+        calls = [
+            # an id that is not the policy's own is random
+            named_call(call.function.name, call.function.arguments, call_id=call.id if call.id in text else "")
+            for call in found.tool_calls
+        ]
+        content = joined([text[:start], found.content or ""])
+        return ParsedTurn(content=content, calls=explained(calls, "write it as the instructions say"))
 
 
 FORMATS: dict[str, type[OwnFormat]] = {

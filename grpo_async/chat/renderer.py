@@ -180,14 +180,9 @@ class ChatRenderer:
         self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage], *, is_ended: bool = True
     ) -> list[int]:
         """Ids that follow the policy's turn: the results of `calls`, in their order, and the next generation prompt. Independent of
-        the conversation so far.
-
-        Args:
-            is_ended: the policy sampled an end-of-turn token. False: a stop string or a limit ended the turn, and the template's
-                own token closes it.
+        the conversation so far. Where a stop string or a limit ended the turn (`is_ended` False), the template's token closes it.
 
         Raises:
-            ConfigError: the tokenizer has no chat template.
             ChatError: the template cannot render these messages, or its tokens do not line up; this rollout cannot go on.
         """
         if is_ended:
@@ -209,11 +204,8 @@ class ChatRenderer:
         opening: str | None = None,
     ) -> PolicyTurn:
         """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it). Never raises
-        for what a model wrote: calls that cannot be read carry an `error`.
-
-        Args:
-            opening: the beginning of a message that the policy continued: part of the calls that are read, not of the content.
-        """
+        for what a model wrote: calls that cannot be read carry an `error`. `opening`, the beginning of a message that the policy
+        continued, is part of the calls that are read, not of the content."""
         text = self.completion_text(token_ids)
         if self._parser.format is None:
             return PolicyTurn(text=text, content=text)

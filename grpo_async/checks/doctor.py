@@ -113,14 +113,15 @@ def check_shared_memory() -> Found:
 
 def check_sandbox() -> Found:
     """The restrictions on code that a model wrote: needed by the Python tool and the code reward only."""
-    from grpo_async.sandbox import SandboxError, startup_notes
+    from grpo_async.sandbox import SandboxError, problem
 
     try:
-        notes = startup_notes(require=())
+        why = problem()
     except SandboxError as error:
-        notes = [f"it cannot run at all ({error})"]
-    lacks = f"{'; '.join(notes)}. The Python tool and the code reward refuse to work without it"
-    return ("warn", lacks) if notes else ("pass", "has Landlock and seccomp")
+        why = f"it cannot run at all ({error})"
+    if why is None:
+        return "pass", "has Landlock and seccomp"
+    return "warn", f"{why}. The Python tool and the code reward refuse to work without it"
 
 
 _CHECKS: dict[str, Callable[[], Found]] = {

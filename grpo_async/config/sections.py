@@ -190,13 +190,6 @@ class JsonlSource(DataSource):
     """The file."""
 
 
-class CsvSource(DataSource):
-    type: Literal["csv"]
-    """Comma-separated values with a header line; every value is text."""
-    path: FilePath
-    """The file."""
-
-
 class ParquetSource(DataSource):
     type: Literal["parquet"]
     """Apache Parquet, read in batches (extra `parquet`: pip install 'grpo-async[parquet]')."""
@@ -240,7 +233,7 @@ class EnvironmentSource(DataSource):
 
 
 Source = Annotated[
-    JsonlSource | CsvSource | ParquetSource | HubSource | GeneratorSource | EnvironmentSource,
+    JsonlSource | ParquetSource | HubSource | GeneratorSource | EnvironmentSource,
     Field(discriminator="type"),
     default_type("jsonl"),
 ]
@@ -439,8 +432,8 @@ class AgentSection(StrictModel):
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """A process for each rollout, without a shell: [node, agent.js]. It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
     ANTHROPIC_API_KEY, and the row as JSON on stdin; the last line of its stdout is its result, as JSON."""
-    environment: Annotated[str, StringConstraints(pattern=r"^(verifiers|openenv):.+")] | None = None
-    """An environment of a library: `verifiers:NAME` or `openenv:URL`."""
+    environment: Annotated[str, StringConstraints(pattern=r"^verifiers:.+")] | None = None
+    """An environment of the library verifiers: `verifiers:NAME`. One of OpenEnv is a class in `environments`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the function, or of the environment."""
     timeout_s: Seconds = 300.0

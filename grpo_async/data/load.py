@@ -35,13 +35,7 @@ def load_data(
     count_tokens: CountTokens | None = None,
     needs_prompt: bool = True,
 ) -> LoadedData:
-    """Read, filter, split and compare.
-
-    Args:
-        data: where prompts come from.
-        evaluation: what is evaluated on, if anything.
-        count_tokens: number of prompt tokens of a Prompt, chat template included; without it `max_prompt_tokens` has no effect.
-        needs_prompt: see `load_rows`.
+    """Read, filter, split and compare; without `count_tokens` (see `load_rows`) `max_prompt_tokens` has no effect.
 
     Raises:
         ConfigError: data cannot be used, or rows to evaluate on are trained on and `evaluation.leak_check` is `error`.

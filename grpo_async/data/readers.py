@@ -1,4 +1,4 @@
-"""Rows as a source has them: of a file (JSON lines, CSV, Parquet), of a dataset of the package `datasets`, of a Python function, or
+"""Rows as a source has them: of a file (JSON lines, Parquet), of a dataset of the package `datasets`, of a Python function, or
 only seeds, for data that belongs to an environment.
 
 Every reader gives (location, row), one after the other, and raises ConfigError with the location where something is wrong.
@@ -6,16 +6,13 @@ Every reader gives (location, row), one after the other, and raises ConfigError 
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from grpo_async.config.sections import (
-    CsvSource,
     EnvironmentSource,
     GeneratorSource,
     HubSource,
@@ -27,7 +24,7 @@ from grpo_async.errors import ConfigError, message_of
 from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
-from grpo_async.utils.text import backticked, duplicates, json_kind
+from grpo_async.utils.text import backticked, json_kind
 
 _BATCH_ROWS = 1024  # rows of a Parquet file that are in memory as columns at once
 
@@ -51,35 +48,6 @@ def read_jsonl(source: JsonlSource) -> LocatedRows:
         yield location, row
 
 
-def read_csv(source: CsvSource) -> LocatedRows:
-    csv.field_size_limit(sys.maxsize)  # a prompt may be longer than csv's own limit of 131,072 characters
-    reader = csv.reader(_lines(source.path), strict=True)
-    begins_at = 1  # a quoted value may span lines; the location is where the row begins
-    try:
-        names = next(reader, [])
-        _check_columns(source.path, names)
-        begins_at = reader.line_num + 1
-        for values in reader:
-            location = f"{source.path}:{begins_at}"
-            if values and len(values) != len(names):
-                raise ConfigError(
-                    f"{location}: this row has not as many values as the header has columns ({backticked(names)}); put values "
-                    "that hold a comma or a line break into double quotes"
-                )
-            if values:  # not a blank line
-                yield location, dict(zip(names, values, strict=True))
-            begins_at = reader.line_num + 1
-    except csv.Error as error:
-        raise ConfigError(
-            f"{source.path}:{begins_at}: this row is not valid CSV ({error}); check its quotes"
-        ) from error
-
-
-def _check_columns(path: Path, names: Sequence[str]) -> None:
-    if twice := duplicates(names):
-        raise ConfigError(f"{path}: {backticked(twice)} names more than one column; give each its own name")
-
-
 def read_parquet(source: ParquetSource) -> LocatedRows:
     try:
         import pyarrow
@@ -90,7 +58,6 @@ def read_parquet(source: ParquetSource) -> LocatedRows:
         number = 0
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                _check_columns(path, file.schema_arrow.names)
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     for row in batch.to_pylist():
                         yield f"{path}, row {number}", _as_written(row, file.schema_arrow)
@@ -138,9 +105,9 @@ def _parquet_files(path: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines of a UTF-8 file with their ends (a CSV value may hold some); a byte order mark is skipped."""
+    """Lines of a UTF-8 file; a byte order mark is skipped."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with path.open(encoding="utf-8-sig") as file:
             yield from file
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -157,7 +124,7 @@ def read_hub(source: HubSource) -> LocatedRows:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{source.name}: reading a dataset (type: hub) {needs('datasets')}; or use a file (type: jsonl, csv or parquet)"
+            f"{source.name}: reading a dataset (type: hub) {needs('datasets')}; or use a file (type: jsonl or parquet)"
         ) from error
     try:
         dataset = _load(datasets, source)

@@ -22,7 +22,6 @@ from itertools import islice
 from typing import Any
 
 from grpo_async.config.sections import (
-    CsvSource,
     EnvironmentSource,
     GeneratorSource,
     HubSource,
@@ -34,7 +33,6 @@ from grpo_async.data.identity import describe_duplicates, task_columns, task_key
 from grpo_async.data.messages import check_prompt
 from grpo_async.data.readers import (
     hub_name,
-    read_csv,
     read_environment,
     read_generator,
     read_hub,
@@ -49,7 +47,6 @@ from grpo_async.utils.text import backticked, did_you_mean, duplicates
 
 _READERS: Mapping[type, Callable[[Any], LocatedRows]] = {
     JsonlSource: read_jsonl,
-    CsvSource: read_csv,
     ParquetSource: read_parquet,
     HubSource: read_hub,
     GeneratorSource: read_generator,

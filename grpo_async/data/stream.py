@@ -74,18 +74,8 @@ class SourceRows:
 
 
 class PromptStream:
-    """Prompts in epoch after epoch.
-
-    Args:
-        sources: at least one.
-        num_prompts: after which the stream is at its end; None: never.
-        sampling: how rows are chosen by what their groups scored (`observe`); None: in the order of epochs.
-        seed: together with the epoch, decides the order.
-        shuffle: False: every epoch goes through the rows in their order.
-        state: what `state()` returned; the stream continues there.
-
-    Raises:
-        ConfigError: the rows are not those of `state`. (launch.prepare refuses another seed or shuffling.)
+    """Prompts in epoch after epoch, or as `sampling` chooses rows by what their groups scored (`observe`). With `state`, what
+    `state()` returned, it continues there; ConfigError if the rows are others. (launch.prepare refuses another seed or shuffling.)
     """
 
     def __init__(

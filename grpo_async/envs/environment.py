@@ -187,10 +187,8 @@ class Environment:
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
         self._running: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()  # held while a call runs
-        # waited for before a tool's time counts; a call that was given up still holds `_lock`
-        tool_lock = asyncio.Lock()
         self.tools = [
-            Tool(getattr(instance, name), spec, self, setting=kind.setting, warn=kind.warn_once, lock=tool_lock)
+            Tool(getattr(instance, name), spec, self, setting=kind.setting, warn=kind.warn_once)
             for name, spec in kind.specs.items()
         ]
 

@@ -17,8 +17,8 @@ from typing import Any
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs.environment import Environment, EnvironmentCallError, EnvironmentKind, close_instance
 from grpo_async.user_code.calls import Raised, UserCall
-from grpo_async.user_code.remote import remote_instance
 from grpo_async.user_code.threads import InstanceThread
+from grpo_async.user_code.workers import remote_instance
 
 # Threads cannot be killed, and each one holds a connection and a stack. It is better to report that an environment keeps
 # hanging than to fill the machine.
@@ -89,13 +89,8 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def lease(self, count: int) -> AsyncIterator[list[Environment]]:
-        """`count` instances, which the caller must reset. The wait for other leases is bounded by the time limits of their
-        rollouts.
-
-        Raises:
-            EnvironmentCallError: an instance could not be made.
-            ValueError: `count` is more than `max_instances`.
-        """
+        """Lend `count` instances, which the caller must reset; EnvironmentCallError if one cannot be made. The time limits of other
+        rollouts bound the wait."""
         await self._take(count)
         environments: list[Environment] = []
         try:

@@ -8,7 +8,6 @@ own win over the section's `arguments`, and those over columns of the data.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,8 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
 from grpo_async.tracking.catalog import describe
-from grpo_async.user_code.calls import NO_SIGNATURE, Parameters, UserCall, read_numbers
-from grpo_async.user_code.copies import own_copy
+from grpo_async.user_code.calls import NO_SIGNATURE, Parameters, UserCall, own_copy, read_numbers
 from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)
@@ -128,13 +126,9 @@ class RewardRequest:
     trainer_state: TrainerState = field(default_factory=TrainerState)
     environments: Sequence[Any] | None = None
     policy: Callable[..., Any] | None = None
-    factory_arguments: Mapping[str, Any] | None = None
-    """For a function that makes the reward: what it makes it of."""
 
     def call(self, function: RewardCallable) -> UserCall[RewardOutcome]:
         """The call of `function` with these arguments; TypeError if its signature cannot be read."""
-        if self.factory_arguments is not None:
-            function = made_reward(function, self.factory_arguments)
         extra_columns: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
 
@@ -161,7 +155,7 @@ class RewardRequest:
             try:
                 numbers = read_numbers(raw, len(self.completions), of="completion")
             except ValueError as error:
-                hint = "; if it makes reward functions, annotate it as `-> Callable`" if callable(raw) else ""
+                hint = "; if it makes reward functions, name in the config what it made" if callable(raw) else ""
                 raise RewardError(self.name, f"{error}{hint}") from error
             means = {name: sum(values) / len(values) for name, values in metrics.items()}
             return RewardOutcome(values=numbers, extra_columns=extra_columns, metrics=means)
@@ -185,25 +179,6 @@ class RewardRequest:
         if self.policy is not None and POLICY in parameters.names and POLICY not in chosen:
             live[POLICY] = self.policy
         return UserCall(function, chosen, finish, live)
-
-
-def is_factory(function: RewardCallable) -> bool:
-    """Whether a function makes a reward, as `trl.rewards:get_soft_overlong_punishment` does: it takes nothing of a rollout, and
-    says that it returns a callable."""
-    parameters = read_parameters(function)
-    takes_rollouts = parameters.takes_any or not parameters.names.isdisjoint(OFFERED | ALIASES.keys())
-    return not takes_rollouts and "Callable" in str(inspect.signature(function).return_annotation)
-
-
-_made: dict[tuple[RewardCallable, str], RewardCallable] = {}
-
-
-def made_reward(factory: RewardCallable, arguments: Mapping[str, Any]) -> RewardCallable:
-    """The reward that `factory` makes of `arguments`; made once in a process."""
-    key = factory, repr(arguments)
-    if key not in _made:
-        _made[key] = factory(**arguments)
-    return _made[key]
 
 
 def read_parameters(function: RewardCallable) -> Parameters:

@@ -31,15 +31,7 @@ from grpo_async.config.base import Count, Seconds
 from grpo_async.rewards.call import shared_slots, with_checked_arguments
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, may_be_nan, names_of, read_row, with_usual_imports
 from grpo_async.rewards.text import last_turns
-from grpo_async.sandbox import (
-    MECHANISMS,
-    Sandbox,
-    SandboxError,
-    SandboxLimits,
-    SandboxStatus,
-    missing,
-    startup_notes,
-)
+from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStatus, problem, startup_notes
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.processes import usable_cpus
 from grpo_async.utils.warn_once import WarnOnce
@@ -73,7 +65,7 @@ _EXAMINER_SPARE_S = 10.0  # time for the examiner to report the verdict after th
 
 def prepare_worker() -> None:
     """Called once in each worker process, so that the sandbox's trial run is not part of a call."""
-    missing()
+    problem()
 
 
 @with_checked_arguments
@@ -92,7 +84,6 @@ async def code_tests(
     memory_mb: Count = 512,
     max_parallel: Count | None = None,
     with_site_packages: bool = False,
-    require: Sequence[str] = MECHANISMS,
     **_: Any,
 ) -> list[float | None]:
     """The fraction of the row's tests that the completion's code passes; None if the row has no tests.
@@ -105,26 +96,21 @@ async def code_tests(
     Example: 2 asserts of which 1 holds -> 0.5, or 0.0 with `all_or_nothing`.
 
     Args:
-        completions: plain text or messages.
-        tests: tests of each row; see the table above.
+        tests: those of each row; see the table above.
         entry_point: name of the function that `check` gets, or that is called (may be a method of `Solution`).
         setup: code that runs before the tests, in their process (MBPP's `test_setup_code`, `test_imports`).
         all_or_nothing: 1.0 when all tests pass, else 0.0.
         max_tests: use only the first N tests of a row (not for scripts).
         wall_s: seconds for all tests of a completion, or for each run if the tests are inputs and outputs.
-        cpu_s: CPU seconds, counted like `wall_s`.
-        memory_mb: memory of the code, in MiB.
         max_parallel: completions judged at once, over all calls; with `run_in: process` in each worker; null = half the CPUs.
         with_site_packages: whether the code may import the packages of this environment.
-        require: the parts of the sandbox's wall without which it refuses; [] = whatever this machine has.
 
     Raises:
         SandboxError: the sandbox failed; this never becomes a score.
-        ValueError: a row's tests cannot be read.
     """
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, max_output_chars=_MAX_OUTPUT_CHARS)
     judge = await asyncio.to_thread(
-        _Judge, limits, require=tuple(require), with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
+        _Judge, limits, with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
     )
     # Concurrent runs that starve each other would miss their time limits.
     slots = shared_slots("code_tests", max_parallel or max(1, usable_cpus() // 2))
@@ -153,12 +139,10 @@ code_tests.startup_notes = startup_notes  # type: ignore[attr-defined]
 class _Judge:
     """Scores one completion at a time."""
 
-    def __init__(
-        self, limits: SandboxLimits, *, require: Sequence[str], with_site_packages: bool, all_or_nothing: bool
-    ) -> None:
-        self._candidate = Sandbox(limits, require=require, with_site_packages=with_site_packages)
+    def __init__(self, limits: SandboxLimits, *, with_site_packages: bool, all_or_nothing: bool) -> None:
+        self._candidate = Sandbox(limits, with_site_packages=with_site_packages)
         spare = dataclasses.replace(limits, wall_s=limits.wall_s + _EXAMINER_SPARE_S)
-        self._examiner = Sandbox(spare, require=require, with_site_packages=with_site_packages)
+        self._examiner = Sandbox(spare, with_site_packages=with_site_packages)
         self._all_or_nothing = all_or_nothing
 
     async def score(self, code: str, row: RowTests) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.config.sections import RewardSection
-from grpo_async.errors import ConfigError, Problems, with_type
+from grpo_async.errors import ConfigError, Problems
 from grpo_async.rewards.call import (
     ALIASES,
     ALWAYS_OFFERED,
@@ -19,14 +19,11 @@ from grpo_async.rewards.call import (
     RewardOutcome,
     RewardRequest,
     TrainerState,
-    is_factory,
-    made_reward,
     read_parameters,
 )
 from grpo_async.user_code.calls import Caller, CallError, own_name, process_hint, unwrap_partial
-from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
-from grpo_async.user_code.threads import ThreadRunner
+from grpo_async.user_code.threads import ThreadRunner, UserLoop
 from grpo_async.user_code.workers import WorkerPool
 from grpo_async.utils.text import duplicates
 
@@ -51,7 +48,6 @@ class RewardFunction:
         timeout_s: float = 60.0,
         reference: str | None = None,  # `module:attribute` of the function; needed for `run_in="process"`
         setting: str = "rewards",  # dotted path of its section in the config, for errors
-        factory_arguments: Mapping[str, Any] | None = None,  # of these `reference` has made the function
         loop: UserLoop | None = None,  # of an async function; `close` ends it
     ) -> None:
         self.name = name or own_name(function)
@@ -60,7 +56,6 @@ class RewardFunction:
         self._parameters = read_parameters(function)
         self._arguments = dict(arguments or {})
         self._setting = setting
-        self._factory_arguments = factory_arguments
         self._loop = loop or UserLoop(f"reward-{self.name}")
         self._caller = Caller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
         self._pool: WorkerPool | None = None
@@ -154,9 +149,7 @@ class RewardFunction:
         try:
             if self._pool is not None:
                 outcome: RewardOutcome = await self._pool.run(
-                    dataclasses.replace(
-                        request, environments=None, policy=None, factory_arguments=self._factory_arguments
-                    ),
+                    dataclasses.replace(request, environments=None, policy=None),
                     self.timeout_s,
                 )
                 return outcome
@@ -227,15 +220,6 @@ def load_reward(
                 f"{path}.arguments.{argument}: {section.reference} takes no `{argument}`; "
                 f"it takes {sorted(parameters.names)}"
             )
-    factory_arguments = section.keywords if is_factory(function) else None
-    if factory_arguments is not None:
-        try:
-            function = made_reward(function, factory_arguments)
-            parameters = read_parameters(function)
-        except Exception as error:
-            raise ConfigError(
-                f"{where}: makes reward functions, but not of {path}.arguments: {with_type(error)}"
-            ) from error
     live = {ENVIRONMENTS, POLICY}.intersection(parameters.missing(section.keywords))
     if section.run_in == "process" and live:
         raise ConfigError(
@@ -255,9 +239,7 @@ def load_reward(
         function,
         name=section.name or name,
         weight=section.weight,
-        arguments=({OPENED: opened_by_template} if OPENED in parameters.names else {})
-        | (section.keywords if factory_arguments is None else {}),
-        factory_arguments=factory_arguments,
+        arguments=({OPENED: opened_by_template} if OPENED in parameters.names else {}) | section.keywords,
         run_in=section.run_in,
         timeout_s=section.timeout_s,
         reference=section.reference,

@@ -72,15 +72,7 @@ def startup_notes(settings: Mapping[str, Any]) -> list[str]:
 
 
 def model_reward(prompts: Sequence[Any], completions: Sequence[Any], *, settings: Mapping[str, Any]) -> list[float]:
-    """The model's output for each completion.
-
-    Args:
-        prompts, completions: plain text or messages. If they are empty, the model is only loaded.
-        settings: fields of RewardModelSettings.
-
-    Raises:
-        RewardModelError: the model cannot be loaded.
-    """
+    """Return the model's output for each completion (text or messages); without any, the model is only loaded."""
     scorer = _scorer(read_arguments(RewardModelSettings, settings).model_dump_json())
     return scorer.score(prompts, completions)
 

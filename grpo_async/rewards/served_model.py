@@ -70,17 +70,10 @@ def _check(arguments: Mapping[str, Any]) -> None:
 async def served_model_reward(
     prompts: Sequence[Any], completions: Sequence[Any], *, settings: Mapping[str, Any]
 ) -> list[float]:
-    """Get scores from a server. The section's `timeout_s` bounds the whole call, retries included.
+    """Get scores of completions (text or messages) from a server. The section's `timeout_s` bounds the call, retries included.
 
     Connection errors, and answers >= 500 or 429 (too many requests), are retried 3 times, and not before the
-    seconds of the server's Retry-After, or 60 s where it is longer; any other answer is final.
-
-    Args:
-        prompts, completions: plain text or messages.
-        settings: fields of ServedModelSettings.
-
-    Raises:
-        ServedModelError: the server cannot be reached, refuses, or sends an unusable answer.
+    seconds of the server's Retry-After, or 60 s where it is longer; any other answer is final (ServedModelError).
     """
     chosen = read_arguments(ServedModelSettings, settings)
     url = f"{chosen.model.rstrip('/').removesuffix('/classify')}/classify"

@@ -21,8 +21,6 @@ _INTEGER = rf"(?:[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NOT_IN_EXPONENT = r"(?<!\^\{)(?<!\^[-−+])(?<!\^\{[-−+])"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]]){_NOT_IN_EXPONENT}([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
-_FRAC = re.compile(r"(?<![.}])\\[cdt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
-_MIXED = re.compile(r"(?<![0-9./^])([0-9]{1,9})\s+([0-9]{1,9})/([0-9]{1,9})(?![0-9]|\.[0-9])")  # 1 1/2
 _MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
 _OPENINGS = tuple(opening for opening, _ in THINKING)
 _MAX_DIGITS = 1000  # Python refuses to parse whole numbers of more than 4300 digits
@@ -78,7 +76,7 @@ def number_match(
     """1.0 if the last number after any thinking equals the last number in the `answer` column; in both, the number in the last
     \\boxed{} or after the last `####` goes before.
 
-    Reads signs, decimals, exponents, simple fractions (LaTeX's, too), thousands separators, and ignores units and currencies:
+    Reads signs, decimals, exponents, fractions such as 3/4, thousands separators, and ignores units and currencies:
     "so it costs $1,250.00 a year." equals "#### 1250". |a - b| <= relative_tolerance x |answer|; None = 1e-6, and whole numbers
     exactly.
     """
@@ -100,7 +98,7 @@ def number_match(
 def _final_number(text: str) -> Fraction | None:
     """The number that an answer marks as its result, or else its last one: "#### 42 (in 3 steps)" -> 42."""
     boxed = last_boxed(text)
-    if boxed is None and (marked := _NUMBER.search(_with_slashes(text.rpartition("####")[2]))) and "####" in text:
+    if boxed is None and (marked := _NUMBER.search(text.rpartition("####")[2])) and "####" in text:
         return _value(marked)
     return last_number(text if boxed is None else boxed)
 
@@ -108,15 +106,9 @@ def _final_number(text: str) -> Fraction | None:
 def last_number(text: str) -> Fraction | None:
     """The last number in `text`; None if there is none."""
     last = None
-    for last in _NUMBER.finditer(_with_slashes(text)):  # noqa: B007 - only the last one is wanted
+    for last in _NUMBER.finditer(text):  # noqa: B007 - only the last one is wanted
         pass
     return None if last is None else _value(last)
-
-
-def _with_slashes(text: str) -> str:
-    r"""Fractions as Python reads them: r"\frac12" -> "1/2"; r"1\frac{1}{2}", "1 1/2" -> "3/2"."""
-    text = _FRAC.sub(r"\1\2/\3\4", re.sub(r"(?<=[0-9])(?=\\[cdt]?frac)", " ", text))
-    return _MIXED.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
 
 
 def _value(found: re.Match[str]) -> Fraction | None:

@@ -26,7 +26,7 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.tracking.timeline import span
-from grpo_async.user_code.copies import own_copy
+from grpo_async.user_code.calls import own_copy
 from grpo_async.utils.seeds import seed_of
 
 _TIMEOUT_MARGIN_S = 5.0  # an agent that enforces the limit itself reports better what it was doing

@@ -34,7 +34,7 @@ from grpo_async.buffer.group import OpenGroup
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer, opening_of
 from grpo_async.envs import Environment, Environments
-from grpo_async.errors import FatalRolloutError, message_of
+from grpo_async.errors import message_of
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import (
@@ -256,9 +256,6 @@ class ConversationProducer:
             group.completions = await asyncio.gather(
                 *(self._rollout(group, index, environment, rendered) for index, environment in enumerate(environments))
             )
-            for tool in [*self._tools, *(tool for each in environments if each is not None for tool in each.tools)]:
-                if (reason := tool.hopeless) is not None:
-                    raise FatalRolloutError(reason)
             yield
 
     async def _rollout(

@@ -36,8 +36,7 @@ from grpo_async.records import (
 )
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from grpo_async.tracking.timeline import span
-from grpo_async.user_code.calls import Caller, CallError, UserCall
-from grpo_async.user_code.copies import own_copy
+from grpo_async.user_code.calls import Caller, CallError, UserCall, own_copy
 from grpo_async.user_code.threads import ThreadRunner
 
 

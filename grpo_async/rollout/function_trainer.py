@@ -23,7 +23,7 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings, listed_stop
 from grpo_async.records import Origin, TaggedMessage, origin_of
 from grpo_async.rewards import TrainerState
-from grpo_async.user_code.copies import own_copy
+from grpo_async.user_code.calls import own_copy
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.loop_thread import result_within
 from grpo_async.utils.seeds import seed_of

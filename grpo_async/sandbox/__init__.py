@@ -5,15 +5,14 @@ The code may always lie about what it did: it chooses its exit code and its outp
 from __future__ import annotations
 
 from grpo_async.sandbox.execution import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
-from grpo_async.sandbox.sandbox import MECHANISMS, Sandbox, missing, startup_notes
+from grpo_async.sandbox.sandbox import Sandbox, problem, startup_notes
 
 __all__ = [
-    "MECHANISMS",
     "Sandbox",
     "SandboxError",
     "SandboxLimits",
     "SandboxResult",
     "SandboxStatus",
-    "missing",
+    "problem",
     "startup_notes",
 ]

@@ -15,14 +15,17 @@ import sys
 import sysconfig
 import tempfile
 import time
+from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, Self
+
+import psutil
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.sandbox.child_process import CHUNK, ChildProcess
 from grpo_async.utils.text import last_line
 
 
@@ -440,3 +443,66 @@ def _remove_tree(path: str) -> None:
         os.rmdir(aside)
     except OSError as error:
         raise SandboxError(f"the directory {path} of a sandbox cannot be removed: {error}") from error
+
+
+# ---------------------------------------------------------------------------------- a process that a loop feeds and reads
+
+CHUNK = 65536
+"""Bytes to read at once."""
+
+
+class ChildProcess(Process):
+    """`start` it, `end` it, and `close` it at last: it has pipes for its streams, and a session of its own. When it was killed,
+    and so could end nothing itself, the rest of the session is killed, too."""
+
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader
+
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
+        super().__init__(transport, protocol, asyncio.get_running_loop())
+        self.exited = protocol.exited
+        """`wait` waits for the streams, too, which an orphan may still hold."""
+        self.close = transport.close
+        """asyncio's own `create_subprocess_exec` leaves that to the garbage collector."""
+
+    @classmethod
+    async def start(cls, *command: str, **options: Any) -> Self:
+        """Start `command` in a session of its own, with pipes; `options` as of subprocess.Popen, and OSError as there."""
+        transport, protocol = await asyncio.get_running_loop().subprocess_exec(
+            _Protocol, *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, **options
+        )
+        return cls(transport, protocol)
+
+    async def end(self, timeout_s: float) -> None:
+        """Send SIGTERM, and SIGKILL if it does not end within `timeout_s`. If it has ended by itself, nothing is sent."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.returncode is None:
+                os.kill(self.pid, signal.SIGTERM)  # not `terminate`, which would take its exit code away from asyncio
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.exited.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            await self.exited.wait()  # killed
+        if self.returncode == -signal.SIGKILL:
+            _kill_session(self.pid)
+
+
+class _Protocol(SubprocessStreamProtocol):
+    def __init__(self) -> None:
+        super().__init__(limit=CHUNK, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+def _kill_session(session: int) -> None:
+    """Kill what is left of a session whose leader is dead."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)

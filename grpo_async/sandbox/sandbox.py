@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from grpo_async.errors import ConfigError
@@ -17,11 +17,6 @@ from grpo_async.sandbox.execution import Job, SandboxError, SandboxLimits, Sandb
 from grpo_async.sandbox.inside import LANDLOCK, SECCOMP
 
 MECHANISMS = (LANDLOCK, SECCOMP)
-CONSEQUENCES = {
-    LANDLOCK: "model-written code can read and change whatever this user can (keys, the repository, results)",
-    SECCOMP: "model-written code can reach the network and every server on this machine, start processes without number, and "
-    "end this user's other processes, the trainer included",
-}
 
 _PROGRAM = """
 import json, os, socket
@@ -41,35 +36,19 @@ print(json.dumps(passed))
 """
 _LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30.0, memory_mb=256)
 
-_lock = threading.Lock()
-_missing: Mapping[str, str] | None = None
 
-
-def missing() -> Mapping[str, str]:
-    """The parts of the wall that do not stand here, each with the system's answer; empty where all do. Tried at the first call (a
-    tenth of a second), then cached.
-    """
-    global _missing
-    with _lock:
-        if _missing is None:
-            _missing = _try()
-        return _missing
-
-
-def _try() -> Mapping[str, str]:
+@functools.cache
+def problem() -> str | None:
+    """Why the wall does not stand on this machine; None where it does. Tried at the first call, a tenth of a second."""
     if sys.platform != "linux":
-        return dict.fromkeys(MECHANISMS, "this is not Linux")
-    refused: dict[str, str] = {}
-    while True:  # each round adds a mechanism, or is the last one
-        mechanisms = frozenset(MECHANISMS) - refused.keys()
-        try:
-            passed = attack(mechanisms) & mechanisms
-        except SandboxError as error:
-            if error.mechanism is None or error.mechanism not in mechanisms:
-                raise
-            refused[error.mechanism] = str(error)
-        else:
-            return refused | dict.fromkeys(passed, "it was set up, and a trial run got through it")
+        return "this is not Linux"
+    try:
+        passed = attack(frozenset(MECHANISMS))
+    except SandboxError as error:
+        if error.mechanism not in MECHANISMS:
+            raise
+        return f"{error.mechanism}: {error}"
+    return f"{', '.join(sorted(passed))}: it was set up, and a trial run got through it" if passed else None
 
 
 def attack(mechanisms: frozenset[str]) -> frozenset[str]:
@@ -106,12 +85,11 @@ class Sandbox:
         self,
         limits: SandboxLimits | None = None,
         *,
-        require: Iterable[str] = MECHANISMS,
         with_site_packages: bool = False,
     ) -> None:
         self.limits = limits or SandboxLimits()
         self._interpreter = find_interpreter(with_site_packages=with_site_packages)
-        _check(require)
+        startup_notes()
 
     async def run(
         self,
@@ -121,18 +99,14 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         pass_descriptors: Sequence[int] = (),
     ) -> SandboxResult:
-        """Run code as the main program of a fresh interpreter. Cancelling it kills the code first.
+        """Run code as the main program of a fresh interpreter. Cancelling it kills the code first. Anything that the code does is a
+        result; SandboxError: the sandbox itself failed.
 
         Example: await Sandbox().run("print(int(input()) + 1)", stdin="41") -> status OK, stdout "42\\n".
 
         Args:
-            code: Python source.
-            stdin: its whole standard input.
             files: content by path relative to the working directory, which is otherwise empty.
             pass_descriptors: further file descriptors that it inherits, under the same numbers.
-
-        Raises:
-            SandboxError: the sandbox failed; anything that the code does is a result.
         """
         contents = {
             _checked_path(name): content.encode("utf-8", "replace") if isinstance(content, str) else content
@@ -144,24 +118,10 @@ class Sandbox:
             files=contents,
             limits=self.limits,
             interpreter=self._interpreter,
-            mechanisms=frozenset(MECHANISMS) - missing().keys(),
+            mechanisms=frozenset(MECHANISMS),
             pass_descriptors=pass_descriptors,
         )
         return await execute(job)
-
-
-def _check(require: Iterable[str]) -> None:
-    wanted = list(require)
-    if unknown := [name for name in wanted if name not in MECHANISMS]:
-        raise ConfigError(f"sandbox: `require` names {unknown}, which do not exist; there are {list(MECHANISMS)}")
-    lacking = {name: why for name, why in missing().items() if name in wanted}
-    if lacking:
-        lines = [f"  {name}: {why}. Without it {CONSEQUENCES[name]}" for name, why in lacking.items()]
-        raise ConfigError(
-            "the sandbox for model-written code needs Landlock and seccomp (Linux 5.13 or later on x86-64 or ARM64, in most "
-            "containers too), and this machine lacks\n" + "\n".join(lines) + "\n"
-            f"Run it on a machine that has them, or at your own risk with `require: {[n for n in wanted if n not in lacking]}`."
-        )
 
 
 def _checked_path(name: str) -> str:
@@ -173,11 +133,11 @@ def _checked_path(name: str) -> str:
     return name
 
 
-def startup_notes(require: Iterable[str] = MECHANISMS) -> list[str]:
-    """Lines for the start of a run: which part of the wall is missing on this machine, and the consequences.
-
-    Raises:
-        ConfigError: a required part is missing on this machine, or there is none of this name.
-    """
-    _check(require)
-    return [f"the sandbox has no {name} here ({why}): {CONSEQUENCES[name]}" for name, why in missing().items()]
+def startup_notes() -> list[str]:
+    """No notes for the start of a run; ConfigError where the wall does not stand."""
+    if (why := problem()) is not None:
+        raise ConfigError(
+            "the sandbox for model-written code needs Landlock and seccomp (Linux 5.13 or later on x86-64 or ARM64, in most "
+            f"containers too), and this machine lacks them: {why}. Run it on a machine that has them"
+        )
+    return []

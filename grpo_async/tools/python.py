@@ -1,24 +1,15 @@
 """A tool that runs Python in the sandbox. In a config: `function: grpo_async.tools.python:run_python`.
 
-The model sees only `code`. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages
-(whether the code may import installed packages) and require (the parts of the sandbox's wall without which it
-refuses). The tool's own `timeout_s` must be above wall_s.
+The model sees only `code`. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars and
+with_site_packages (whether the code may import installed packages). The tool's own `timeout_s` must be above wall_s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable
 
-from grpo_async.sandbox import (
-    MECHANISMS,
-    Sandbox,
-    SandboxLimits,
-    SandboxResult,
-    SandboxStatus,
-    startup_notes,
-)
+from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, startup_notes
 
 
 async def _run_python(
@@ -29,7 +20,6 @@ async def _run_python(
     memory_mb: int,
     max_output_chars: int,
     with_site_packages: bool,
-    require: Iterable[str],
 ) -> str:
     """Runs a Python program and returns what it printed.
 
@@ -43,7 +33,7 @@ async def _run_python(
         What the program printed, and the error message if it failed.
     """
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, max_output_chars=max_output_chars)
-    sandbox = await asyncio.to_thread(Sandbox, limits, require=tuple(require), with_site_packages=with_site_packages)
+    sandbox = await asyncio.to_thread(Sandbox, limits, with_site_packages=with_site_packages)
     return _describe(await sandbox.run(code), limits)
 
 
@@ -56,7 +46,6 @@ run_python = functools.partial(
     memory_mb=512,
     max_output_chars=8192,
     with_site_packages=False,
-    require=MECHANISMS,
 )
 run_python.startup_notes = startup_notes  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.user_code.copies import own_copy
+from grpo_async.user_code.calls import own_copy
 from grpo_async.utils.safe_text import SURROGATE
 from grpo_async.utils.text import text_of_parts
 

@@ -1,7 +1,6 @@
 """A function's JSON schema for the model, which Transformers makes from type hints and docstring, and the strict
-check of a call's arguments by pydantic. Types that Transformers does not know have pydantic's schema, and the tool
-gets instances of them; arguments that a partial or the config fixes are hidden. 3.0 is an integer, because JSON
-has only one kind of number."""
+check of a call's arguments by pydantic. Arguments that a partial or the config fixes are hidden. 3.0 is an integer,
+because JSON has only one kind of number."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ import json
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NotRequired, Required, Union
 
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
@@ -86,19 +85,6 @@ class UnusableError(Exception):
         super().__init__("; ".join(problems))
 
 
-@dataclass(slots=True)
-class ToolHealth:
-    """Whether a tool has ever worked, and how often it has failed with the same error since."""
-
-    has_worked: bool = False
-    problem: str = ""
-    num_failures: int = 0
-
-    def failed(self, problem: str) -> None:
-        self.num_failures = self.num_failures + 1 if problem == self.problem else 1
-        self.problem = problem
-
-
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """The description of one tool; shared by all instances of an environment."""
@@ -106,7 +92,6 @@ class ToolSpec:
     name: str
     schema: Mapping[str, Any]  # {"type": "function", "function": {...}}
     validator: Validator
-    health: ToolHealth = field(default_factory=ToolHealth)
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -150,22 +135,19 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     }
     view = _view(name, _documentation(function), signature.replace(parameters=parameters), hints)
     try:
-        resolved = typing.get_type_hints(view, globalns=names, include_extras=True)
-        own = {key: _pydantic_schema(hint) for key, hint in resolved.items() if not _is_known(hint)}
-        view.__annotations__ = resolved | dict.fromkeys(own, Any) | _return_hint(signature, names)
+        resolved = typing.get_type_hints(view, globalns=names)
+        if unknown := [key for key, hint in resolved.items() if not _is_known(hint)]:
+            raise TypeError(f"the types of {unknown} are none of JSON's; take text, numbers, lists, dicts or a Literal")
+        view.__annotations__ = resolved | _return_hint(signature, names)
         try:
             schema = get_json_schema(view)
         except TypeHintParsingException:  # of what it returns, perhaps, which need not be described
             view.__annotations__.pop("return", None)
             schema = get_json_schema(view)
-        described = schema["function"]["parameters"]["properties"]
-        described.update({key: found | described[key] for key, found in own.items()})
         required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
         validator = validator_of(name, resolved, required)
     except (NameError, AttributeError, SyntaxError) as error:
         raise UnusableError([f"has a type hint that cannot be resolved: {error}"]) from error
-    except PydanticUserError as error:
-        raise UnusableError([f"cannot be described to the model: {error.message.partition('. ')[0]}"]) from error
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise UnusableError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
     if not schema["function"]["description"]:
@@ -231,26 +213,3 @@ def _is_known(hint: Any) -> bool:
     if kind in (Union, types.UnionType, list, dict, tuple):
         return all(map(_is_known, typing.get_args(hint)))
     return kind is typing.Literal or hint in (int, float, str, bool, list, dict, tuple, Any, None, types.NoneType)
-
-
-def _pydantic_schema(hint: Any) -> dict[str, Any]:
-    """The schema of pydantic, with its definitions in their places: chat templates do not look them up."""
-    schema = TypeAdapter(hint).json_schema()
-    return _inlined(schema, schema.pop("$defs", {}), ())
-
-
-def _inlined(schema: dict[str, Any], definitions: Mapping[str, Any], around: tuple[str, ...]) -> dict[str, Any]:
-    found = {key: value for key, value in schema.items() if key not in ("$ref", "title", "discriminator")}
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        if name in around:
-            raise ValueError(f"the type {name} contains itself; use one of limited depth")
-        found = _inlined(definitions[name], definitions, (*around, name)) | found
-    for key, value in found.items():
-        if key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            found[key] = [_inlined(part, definitions, around) for part in value]
-        elif key == "properties":
-            found[key] = {name: _inlined(part, definitions, around) for name, part in value.items()}
-        elif key in ("items", "additionalProperties", "propertyNames") and isinstance(value, dict):
-            found[key] = _inlined(value, definitions, around)
-    return found

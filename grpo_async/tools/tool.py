@@ -7,7 +7,6 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
 from grpo_async.config.sections import ToolSection
@@ -16,11 +15,9 @@ from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools.results import ToolError, ToolResult, error_text, truncate
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec, check_arguments
 from grpo_async.user_code.calls import NO_SIGNATURE, Caller, CallError, Raised, Result, UserCall, process_hint
-from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
-from grpo_async.user_code.remote import remote_function
-from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.user_code.workers import START_TIMEOUT_S, WorkerPool
+from grpo_async.user_code.threads import ThreadRunner, UserLoop
+from grpo_async.user_code.workers import START_TIMEOUT_S, WorkerPool, remote_function
 from grpo_async.utils.text import clipped, did_you_mean, duplicates
 from grpo_async.utils.warn_once import WarnOnce
 
@@ -30,12 +27,6 @@ logger = logging.getLogger(__name__)
 _MAX_THREADS = 64
 ASYNC_LOOP = UserLoop("async tools")
 """One loop for all async tools and async methods of environments: an HTTP client or lock that two share belongs to one loop."""
-
-
-MAX_EQUAL_FAILURES = 64
-"""Calls of a tool that never worked, all with the same error, after which the run ends."""
-
-_NO_LOCK = nullcontext()
 
 
 class _Caller(Protocol):
@@ -58,10 +49,8 @@ class Tool:
         fixed: Mapping[str, Any] | None = None,
         setting: str = "tools",
         warn: WarnOnce | None = None,
-        lock: AbstractAsyncContextManager[None] = _NO_LOCK,
     ) -> None:
         self.function = function
-        self.lock = lock
         self._spec = spec
         self._caller = caller
         self.fixed = dict(fixed or {})
@@ -116,27 +105,12 @@ class Tool:
             raise self._failed(origin, told, f"{raised.summary}\n{raised.traceback.rstrip()}") from origin
         except GrpoAsyncError as error:
             raise self._failed(error, str(error), str(error)) from error
-        self._spec.health.has_worked = True
         return result
 
     def _failed(self, error: BaseException, told: str, logged: str) -> ToolError:
         text = "tool `%s`: %s\n(further failures of this kind are told to the model only)"
-        self._warn((self.name, type(error)), text, self.name, logged)
-        if isinstance(error, ToolError):
-            self._spec.health.has_worked = True  # it teaches the model, on purpose
-        self._spec.health.failed(f"{told}{process_hint(error, self._setting)}")
+        self._warn((self.name, type(error)), text, self.name, f"{logged}{process_hint(error, self._setting)}")
         return ToolError(told)
-
-    @property
-    def hopeless(self) -> str | None:
-        """Why the run should end: every call so far failed, and the last ones all in the same way."""
-        health = self._spec.health
-        if health.has_worked or health.num_failures < MAX_EQUAL_FAILURES:
-            return None
-        return (
-            f"the tool `{self.name}` has never worked, and its last {health.num_failures} calls failed in the same way: "
-            f"{health.problem}. (If only wrong calls of the policy fail so, return a text instead of raising.)"
-        )
 
 
 def tools_of_row(tools: Sequence[Tool], columns: Mapping[str, Any]) -> list[Tool]:
@@ -228,9 +202,7 @@ class ToolExecutor:
         started = time.monotonic()
         try:
             tool = self._tool_for(call)
-            async with tool.lock:  # the previous call has a time limit
-                started = time.monotonic()
-                outcome: ToolResult | ToolError = await tool.call(call.arguments)
+            outcome: ToolResult | ToolError = await tool.call(call.arguments)
         except ToolError as error:
             outcome = error
         return self._record(call, outcome, time.monotonic() - started)

@@ -8,8 +8,12 @@ would end it.
 from __future__ import annotations
 
 import asyncio
+import copy
+import datetime
+import decimal
 import functools
 import inspect
+import logging
 import math
 import os
 import sysconfig
@@ -21,24 +25,18 @@ from typing import Any, Generic, TypeVar
 
 from grpo_async.errors import GrpoAsyncError, with_type
 from grpo_async.records import MAX_REWARD
-from grpo_async.user_code.copies import own_copy
-from grpo_async.user_code.loop import BlockedLoopError, UserLoop
-from grpo_async.user_code.threads import InstanceThread, ThreadRunner, ThreadsExhaustedError
+from grpo_async.user_code.threads import BlockedLoopError, InstanceThread, ThreadRunner, ThreadsExhaustedError, UserLoop
 from grpo_async.utils.safe_text import safe_repr
 from grpo_async.utils.text import clipped
+from grpo_async.utils.warn_once import WarnOnce
 
 Result = TypeVar("Result")
 
 
 class CallError(GrpoAsyncError):
-    """A call of a user's function gave no result.
-
-    Attributes:
-        problem: what happened, as the end of a sentence that begins with the function: "raised KeyError: 'a' (mine.py, line 7)".
-        error: its exception; None if it did not end, could not be called, or raised one that cannot be pickled.
-        is_timeout: it took longer than its time limit.
-        is_lost: it or the start of its process took too long, or its process ended.
-    """
+    """A call of a user's function gave no result. `problem` ends a sentence that begins with the function: "raised KeyError: 'a'
+    (mine.py, line 7)". `error` is None if it did not end, or raised what cannot be pickled; `is_lost`: it or its process ended or
+    took too long."""
 
     def __init__(
         self, problem: str, *, error: BaseException | None = None, is_timeout: bool = False, is_lost: bool = False
@@ -285,3 +283,42 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable  # its thread is abandoned after the limit
+
+
+# ------------------------------------------------------------------------- what a user's code may touch: copies
+
+_warn = WarnOnce(logging.getLogger(__name__))
+_IMMUTABLE = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, decimal.Decimal}
+    | {datetime.date, datetime.datetime, datetime.time, datetime.timedelta}
+)
+
+
+def own_copy(value: Any) -> Any:
+    """Return a copy that shares nothing mutable with `value`, whatever containers it holds.
+
+    Two entries of a list that are one object become two: [row] * 2 -> [copy, copy]. A list of numbers or texts, such as
+    token ids, costs one pass over it. What refuses to be copied (a lock, a connection, a tensor with a graph), which only a
+    user's own code can have made, stays shared, with a warning for each type.
+    """
+    try:
+        return _copied(value)
+    except RecursionError:  # a container that holds itself
+        return copy.deepcopy(value)
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if kind is list or kind is tuple:
+        if _IMMUTABLE.issuperset(map(type, value)):
+            return value[:]
+        return kind([_copied(item) for item in value])
+    if kind is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # noqa: BLE001 - a class may refuse with anything
+        _warn(str(kind), "calls of your code share one %s, which cannot be copied: %s", kind.__qualname__, error)
+        return value

@@ -89,12 +89,8 @@ def resolve_and_check(
     arguments: Mapping[str, Any] | None = None,
     may_be_async: bool = False,
 ) -> Callable[..., Any]:
-    """A user's function that is called as f(*given, **arguments), checked before anything is started.
-
-    Args:
-        setting: path of the setting that names it, such as `loss.function`.
-        given: name and an example of each positional argument.
-        arguments: the setting `arguments` next to it; None if there is none.
+    """Return a user's function that is called as f(*given, **arguments), checked before anything is started. `setting` is the path
+    that names it, such as `loss.function`; `arguments` None: it has no such setting beside it.
 
     Raises:
         ConfigError: it does not exist, is async although it must not be, or does not accept its arguments.

@@ -7,7 +7,6 @@ EXTRAS = {
     "datasets": "hub",
     "math_verify": "math",
     "openai": "agents",
-    "openenv": "openenv",
     "pandas": "pandas",
     "peft": "lora",
     "pyarrow": "parquet",

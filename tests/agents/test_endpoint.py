@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import is_
 from typing import Any
 
 import aiohttp
@@ -60,7 +59,7 @@ def test_chat_completions_with_tools_by_the_real_client(is_stream: bool) -> None
     policy = _policy(THOUGHT, "It is 3.", per_chunk=3)
 
     async def complete(client: openai.AsyncOpenAI, **fields: Any) -> Any:
-        fields = {"model": "any", "tools": [ADD], "logprobs": True, **fields}
+        fields = {"model": "any", "tools": [ADD], **fields}
         if not is_stream:
             return await client.chat.completions.create(**fields)
         async with client.chat.completions.stream(stream_options={"include_usage": True}, **fields) as stream:
@@ -77,8 +76,6 @@ def test_chat_completions_with_tools_by_the_real_client(is_stream: bool) -> None
             assert choice.message.reasoning_content == "1 and 2"
             [call] = choice.message.tool_calls
             assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
-            assert len(choice.logprobs.content) == first.usage.completion_tokens > 0
-            assert sum(token.logprob for token in choice.logprobs.content) < 0
             messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
             second = await complete(client, messages=messages)
             assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 3.")
@@ -216,17 +213,8 @@ def test_settings_of_sampling_come_through_every_api() -> None:
     ("api", "body", "ignored"),
     [
         (ChatCompletion, {"parallel_tool_calls": True, "chat_template_kwargs": {}, "stop_token_ids": None}, []),
-        (
-            ChatCompletion,
-            {"parallel_tool_calls": False, "stop_token_ids": [3]},
-            ["stop_token_ids", "parallel_tool_calls"],
-        ),
+        (ChatCompletion, {"parallel_tool_calls": False, "n": 1}, ["parallel_tool_calls"]),
         (Responses, {"input": "q", "reasoning": {"effort": "low"}}, ["reasoning.effort"]),
-        (
-            Messages,
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            ["tool_choice.disable_parallel_tool_use"],
-        ),
     ],
 )
 def test_settings_that_change_the_answer_and_have_no_effect_are_known_as_ignored(
@@ -257,13 +245,6 @@ def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() ->
     assert [message.content for message in completion.completion_messages()] == ["an answer"]
     assert not completion.branches
     assert completion.num_sampled_tokens == len(policy.served[0].ids)
-
-
-def test_of_a_history_that_grows_only_the_new_messages_are_read() -> None:
-    kept: dict[Any, Any] = {}
-    sent = [[user(text) for text in texts] for texts in ("abc", "abxd")]
-    first, second = (ChatCompletion({"messages": messages}, "m", kept).call.messages for messages in sent)
-    assert list(map(is_, first, second)) == [True, True, False]
 
 
 def test_a_key_is_of_one_rollout_until_it_ends() -> None:
@@ -318,7 +299,6 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "argume
             400,
             "tool_choice",
         ),
-        ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice"),
         ("chat/completions", CHAT | {"response_format": {"type": "grammar"}}, 400, "response_format"),
         ("chat/completions", CHAT | {"continue_final_message": True}, 400, "continue_final_message"),
         ("chat/completions", {"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, 400, "messages"),
@@ -328,12 +308,12 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "argume
             400,
             "messages",
         ),  # one of two is missing
-        ("chat/completions", {"messages": [user("q"), TWO_CALLS, TOOL_RESULT, user("and?")]}, 400, "messages"),
         ("chat/completions", {"messages": [user("q"), TOOL_RESULT]}, 400, "messages"),  # of no call
         ("responses", {"input": [user("q"), FUNCTION_CALL]}, 400, "messages"),
         ("responses", {"input": "q", "conversation": "conv_1"}, 400, "conversation"),
         ("responses", {"input": "q", "include": ["message.output_text.logprobs"]}, 400, "include"),
         ("chat/completions", CHAT | {"n": 2}, 400, "n"),
+        ("chat/completions", CHAT | {"logprobs": True}, 400, "logprobs"),
         ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
         ("completions", {"prompt": "a"}, 404, None),
         ("responses", {"input": [{"type": "image_generation_call"}]}, 400, "input[0]"),
@@ -371,13 +351,8 @@ def _results(*ids: str, before: Sequence[Any] = ()) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools\\[0\\]"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
         ({"extra_body": {"context_management": {"edits": [{}]}}}, "context_management"),
         ({"extra_body": {"thread": {"type": "create"}}}, "thread_unsupported_request"),
-        ({"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, "prefill"),
-        ({"messages": [user("q"), _used("1", "2"), _results("1")]}, "2"),
-        ({"messages": [user("q"), _results("1")]}, "1"),
         ({"messages": [user("q"), _used("1"), _results("1", before=[{"type": "text", "text": "first"}])]}, "before"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "role"),
     ],
@@ -399,8 +374,6 @@ class City(BaseModel):
 
 
 ROME = '{"name": "Rome", "size": 3}'
-ROME_CALL = f'<tool_call>\n{{"name": "City", "arguments": {ROME}}}\n</tool_call>'
-CITY_TOOL = {"name": "City", "input_schema": City.model_json_schema()}
 ASKED: dict[str, Any] = {"model": "m", "messages": [user("q")]}
 
 
@@ -408,64 +381,60 @@ async def _chat_parse(client: openai.AsyncOpenAI, **fields: Any) -> Any:
     return (await client.chat.completions.parse(**ASKED, response_format=City, **fields)).choices[0].message.parsed
 
 
-async def _chat_stream(client: openai.AsyncOpenAI) -> Any:
-    async with client.chat.completions.stream(**ASKED, response_format=City) as stream:
-        return (await stream.get_final_completion()).choices[0].message.parsed
-
-
-async def _chat_forced(client: openai.AsyncOpenAI, choice: Any) -> Any:
-    tools = [openai.pydantic_function_tool(City)]
-    answer = await client.chat.completions.parse(**ASKED, tools=tools, tool_choice=choice)
-    return answer.choices[0].message.tool_calls[0].function.parsed_arguments  # type: ignore[index]
-
-
 async def _responses_parse(client: openai.AsyncOpenAI) -> Any:
     return (await client.responses.parse(model="m", input="q", text_format=City)).output_parsed
-
-
-async def _responses_forced(client: openai.AsyncOpenAI) -> Any:
-    tool: Any = {"type": "function", "name": "City", "parameters": City.model_json_schema(), "strict": False}
-    forced: Any = {"type": "function", "name": "City"}
-    answer = await client.responses.create(model="m", input="q", tools=[tool], tool_choice=forced)
-    return City.model_validate_json(answer.output[-1].arguments)  # type: ignore[union-attr]
 
 
 async def _messages_parse(client: anthropic.AsyncAnthropic) -> Any:
     return (await client.messages.parse(**ASKED, max_tokens=99, output_format=City)).parsed_output
 
 
-async def _messages_forced(client: anthropic.AsyncAnthropic, choice: Any) -> Any:
-    answer = await client.messages.create(**ASKED, max_tokens=99, tools=[CITY_TOOL], tool_choice=choice)  # type: ignore[list-item]
-    return City.model_validate(answer.content[-1].input)  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
-    ("ask", "is_forced"),
+    ("ask", "has_tools"),
     [
         (_chat_parse, False),
-        (partial(_chat_parse, tools=[openai.pydantic_function_tool(City)]), False),
-        (_chat_stream, False),
+        (partial(_chat_parse, tools=[openai.pydantic_function_tool(City)]), True),
         (_responses_parse, False),
         (_messages_parse, False),
-        (partial(_chat_forced, choice="required"), True),
-        (partial(_chat_forced, choice={"type": "function", "function": {"name": "City"}}), True),
-        (_responses_forced, True),
-        (partial(_messages_forced, choice={"type": "any"}), True),
-        (partial(_messages_forced, choice={"type": "tool", "name": "City"}), True),
     ],
 )
-def test_formats_and_forced_calls_by_the_real_clients_are_constraints_of_the_request(ask: Any, is_forced: bool) -> None:
-    policy = _policy(ROME_CALL if is_forced else ROME)
+def test_formats_by_the_real_clients_are_constraints_of_the_request(ask: Any, has_tools: bool) -> None:
+    policy = _policy(ROME)
 
     async def agent(session: AgentSession) -> Any:
-        function = getattr(ask, "func", ask)
-        async with (_anthropic if "messages" in function.__name__ else _openai)(session) as client:
+        async with (_anthropic if ask is _messages_parse else _openai)(session) as client:
             return await ask(client)
 
     assert _run(policy, agent) == City(name="Rome", size=3)
-    constraint = policy.served[0].request.structured_outputs
-    assert constraint is not None
-    assert ("<tool_call>" in str(constraint)) == (is_forced or "tools" in getattr(ask, "keywords", {}))
+    assert ("<tool_call>" in str(policy.served[0].request.structured_outputs)) == has_tools
+
+
+@pytest.mark.parametrize(
+    ("api", "tool", "choice"),
+    [
+        (ChatCompletion, ADD, "required"),
+        (ChatCompletion, ADD, NAMED),
+        (Responses, FLAT, {"type": "function", "name": "add"}),
+        (Messages, TOOL, {"type": "any"}),
+        (Messages, TOOL, {"type": "tool", "name": "add"}),
+    ],
+)
+def test_a_forced_call_of_each_api_is_known(api: type[Exchange], tool: Any, choice: Any) -> None:
+    asked = {"input": "q"} if api is Responses else {"messages": [user("q")]}
+    call = api({**asked, "tools": [tool], "tool_choice": choice}, "m", {}).call
+    assert (call.tool_choice, [each["function"]["name"] for each in call.forced_tools]) == ("required", ["add"])
+
+
+def test_a_forced_call_is_a_constraint_of_the_request() -> None:
+    policy = _policy(calls("add", a=1, b=2))
+
+    async def agent(session: AgentSession) -> str:
+        async with _openai(session) as client:
+            answer = await client.chat.completions.create(**ASKED, tools=[ADD], tool_choice="required")  # type: ignore[list-item]
+            return str(answer.choices[0].message.tool_calls[0].function.name)  # type: ignore[index, union-attr]
+
+    assert _run(policy, agent) == "add"
+    assert "<tool_call>" in str(policy.served[0].request.structured_outputs)
 
 
 @pytest.mark.parametrize("corrects", [False, True])
@@ -487,29 +456,6 @@ def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_co
     lengths = [len(served.ids) for served in policy.served]
     assert completion.num_sampled_tokens == sum(lengths)
     assert completion.completion_mask.sum() == (sum(lengths) if corrects else lengths[0] + lengths[2])
-
-
-def test_anthropics_tool_runner_goes_through_the_whole_history() -> None:
-    @anthropic.beta_async_tool
-    async def add(a: int, b: int) -> str:
-        """Adds.
-
-        Args:
-            a: one
-            b: the other
-        """
-        return str(a + b)
-
-    policy = _policy(calls("add", a=1, b=2), "It is 3.")
-
-    async def agent(session: AgentSession) -> str:
-        async with _anthropic(session) as client:
-            asked: Any = {"model": "m", "max_tokens": 99, "messages": [user("1 + 2?")]}
-            answer = await client.beta.messages.tool_runner(**asked, tools=[add]).until_done()
-            return str(answer.content[0].text)  # type: ignore[union-attr]
-
-    assert _run(policy, agent) == "It is 3."
-    assert len(policy.served) == 2  # no branch: the second call continues the first
 
 
 def test_a_message_that_no_context_holds_is_refused_for_its_characters_before_it_is_tokenized() -> None:

@@ -6,27 +6,19 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from grpo_async.agents.agent import Agent, AgentError
 from grpo_async.agents.environments import load_environment_agent, tasks
-from grpo_async.agents.session import AgentSession
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutCompletion
 from tests.agents.page import FILES, learn, play_in_turn
-from tests.agents.support import FakePolicy, calls, renderer, serving, settings
-from tests.support.waiting import until
+from tests.agents.support import calls
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
 SUM = calls("calculator", expression="12 + 7 - 30")
@@ -93,47 +85,6 @@ class JudgedEnv(vf.Env[JudgedConfig]):
         trace.record_reward("polite", 1.0, 1.0)
 """
 
-TOOLS_SERVER = '''
-from openenv.core.env_server import (
-    CallToolAction, CallToolObservation, Environment, ListToolsAction, ListToolsObservation, Observation, State, Tool, create_app
-)
-
-SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-
-class Greeting(Observation):
-    text: str = ""
-
-class Refusal(Observation):
-    tool_name: str = "shout"
-    error: str = "not so loud"
-
-class Shout(Environment):
-    """Two shouts end it, and each pays 0.5."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def reset(self, seed=None, episode_id=None, greeting="", is_over=False, **columns):
-        self.count = 0
-        return Greeting(text=greeting, done=is_over)
-
-    def step(self, action, timeout_s=None, **options):
-        if isinstance(action, ListToolsAction):
-            return ListToolsObservation(tools=[Tool(name="shout", description="Shouts.", input_schema=SCHEMA)])
-        text = action.arguments["text"].upper()
-        if text == "LOUDER":
-            return Refusal()
-        self.count += 1
-        return CallToolObservation(tool_name="shout", result={"data": text}, reward=0.5, done=self.count == 2)
-
-    @property
-    def state(self):
-        return State(step_count=self.count)
-
-app = create_app(Shout, CallToolAction, CallToolObservation, max_concurrent_envs=1)
-'''
-
 
 def _section(environment: str, **arguments: Any) -> AgentSection:
     return AgentSection(environment=environment, arguments=arguments)
@@ -161,11 +112,9 @@ def _children(part_of_command: str) -> list[psutil.Process]:
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of modules that this process and its children can import."""
-    for name in ("sums_taskset.py", "sums_server.py"):
-        (tmp_path / name).write_text(FILES[name])
+    (tmp_path / "sums_taskset.py").write_text(FILES["sums_taskset.py"])
     (tmp_path / "talk_taskset.py").write_text(TALK)
     (tmp_path / "judged_taskset.py").write_text(JUDGED)
-    (tmp_path / "shout_server.py").write_text(TOOLS_SERVER)
     monkeypatch.syspath_prepend(str(tmp_path))
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -178,36 +127,10 @@ def verifiers(modules: Path) -> None:
     pytest.importorskip("verifiers.v1")
 
 
-@pytest.fixture
-def openenv(modules: Path) -> None:
-    pytest.importorskip("openenv")
-
-
-@contextmanager
-def _serving(app: str) -> Iterator[str]:
-    """The reference of an environment whose server runs while the block does."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(64)
-        options = ["--fd", str(listening.fileno()), "--log-level", "warning"]
-        command = [sys.executable, "-m", "uvicorn", app, *options]
-        with subprocess.Popen(command, pass_fds=[listening.fileno()]) as server:
-            try:
-                url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-                httpx.get(f"{url}/schema", timeout=100.0, trust_env=False)  # answered when it has started
-                yield f"openenv:{url}"
-            finally:
-                server.kill()
-
-
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for environment, extra in (
-        ("verifiers:x", "verifiers"),
-        ("openenv:x", "openenv"),
-    ):
-        with pytest.raises(ConfigError, match=rf"{environment}.*grpo-async\[{extra}\]"):
-            load_environment_agent(_section(environment), max_concurrent=1)
+    with pytest.raises(ConfigError, match=r"verifiers:x.*grpo-async\[verifiers\]"):
+        load_environment_agent(_section("verifiers:x"), max_concurrent=1)
 
 
 @pytest.mark.usefixtures("verifiers")
@@ -289,93 +212,11 @@ def test_what_verifiers_cannot_load_or_play_is_told() -> None:
         _play(_section(TASKSET), ROW)
 
 
-@pytest.mark.usefixtures("openenv")
-def test_an_action_is_the_call_of_a_tool_and_what_an_environment_of_openenv_does_not_take_is_told() -> None:
-    wrong = calls("calculator", expression="1 +")
-    with _serving("sums_server:app") as environment:
-        agent = load_environment_agent(_section(environment, tool="calculator", max_steps=2), max_concurrent=2)
-        first, second, third = _play_in_turn(
-            agent,
-            (ROW, [calls("abacus", beads=3), calls("calculator", beads=3), SUM + "\n" + SUM]),
-            (ROW, [wrong, wrong, SUM]),
-            (ROW, [wrong + "\n" + wrong + "\n" + SUM]),
-        )
-    told = _told(first[1])
-    assert told[0] == "error: there is no tool 'abacus', only 'calculator'"
-    assert told[1].startswith("error: ")
-    assert "VALIDATION_ERROR" in told[1]
-    assert [result.reward for result, _ in (first, second, third)] == [1.0, 0.0, 0.0]
-    assert [result.columns for result, _ in (first, second, third)] == [
-        {"steps": 2, "done": True},  # one that was refused, and the first of two sums
-        {"steps": 2, "done": False},  # the limit
-        {"steps": 2, "done": False},  # the limit, within one answer
-    ]
-    assert "not an arithmetic expression" in _told(second[1])[0]
-    offered = renderer().completion_text(list(first[1].prompt_ids))
-    assert "expression" in offered
-    assert "metadata" not in offered
-
-
-@pytest.mark.usefixtures("openenv")
-def test_tools_that_an_environment_of_openenv_lists_are_offered_and_a_server_without_room_says_what_to_set() -> None:
-    policy = FakePolicy(renderer(), lambda _: calls("shout", text="a"), per_chunk=1)
-
-    async def crowd(environment: str) -> None:
-        agent = load_environment_agent(_section(environment), max_concurrent=2)
-        policy.gate = asyncio.Event()
-        try:
-            async with serving(policy) as (endpoint, session):
-                given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
-                first = asyncio.create_task(agent.run(dict(ROW), session))
-                await until(lambda: bool(policy.served), within_s=60.0)  # it has its session of the environment
-                with pytest.raises(AgentError, match=r"max_concurrent_envs.*rollout\.agent\.max_concurrent"):
-                    await agent.run(dict(ROW), AgentSession(endpoint.sessions, "g7-r1", settings=given, seed=6))
-                policy.gate.set()
-                assert (await first).reward == 1.0
-        finally:
-            await agent.aclose()
-
-    with _serving("shout_server:app") as environment:
-        agent = load_environment_agent(_section(environment), max_concurrent=2)
-        (result, completion), (nothing, _) = _play_in_turn(
-            agent,
-            (ROW | {"greeting": "Hello."}, [calls("shout", text=text) for text in ("a", "louder", "b")]),
-            (ROW | {"is_over": True}, []),
-        )
-        asyncio.run(crowd(environment))
-    assert result.reward == 1.0
-    assert _told(completion) == ["A", "error: not so loud"]
-    assert [message.content for message in completion.prompt_messages or ()] == ["12 + 7 - 30 =\n\nHello."]
-    assert nothing.columns == {"steps": 0, "done": True}
-
-
-@pytest.mark.usefixtures("openenv")
-def test_what_openenv_cannot_serve_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"is not a URL; start the environment's server"):
-        load_environment_agent(_section("openenv:nowhere"), max_concurrent=1)
-    with pytest.raises(
-        ConfigError, match=r"rollout\.agent\.arguments\.max_stepz: there is no such setting; the settings are \['max_st"
-    ):
-        load_environment_agent(_section("openenv:http://127.0.0.1:9", max_stepz=3), max_concurrent=1)
-    with pytest.raises(AgentError, match=r"no server of OpenEnv at http://127.0.0.1:9"):
-        _play(_section("openenv:http://127.0.0.1:9"), ROW)
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("library", ["verifiers", "openenv"])
-def test_a_model_learns_in_an_environment_of_a_library(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip(library)
-    if library == "openenv":
-        (tmp_path / "sums_server.py").write_text(FILES["sums_server.py"])
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        with _serving("sums_server:app") as environment:
-            options = "arguments: {tool: calculator}, max_concurrent: 64"
-            learn(tmp_path, f"rollout.agent={{environment: '{environment}', {options}}}")
-        return
+def test_a_model_learns_in_a_taskset_of_verifiers(tmp_path: Path) -> None:
+    pytest.importorskip("verifiers")
     source = {
         "type": "generator",
         "function": "grpo_async.agents.environments:tasks",

@@ -136,16 +136,6 @@ def test_a_call_that_is_not_closed_does_not_swallow_the_next() -> None:
     assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True)]
 
 
-def test_ids_are_nine_characters_and_differ_within_a_rollout() -> None:
-    renderer = renderer_of("qwen3")
-    ids = tokens("qwen3", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2)
-    made = [call.tool_call_id for turn in range(50) for call in renderer.parse(ids, turn=turn).tool_calls]
-    assert len(set(made)) == 100
-    assert all(len(name) == 9 and name.isalnum() for name in made)
-    assert made[:2] == ["c00000000", "c00000001"]
-    assert made[22:24] == ["c000b0000", "c000b0001"]  # turn 11 = b
-
-
 def test_mistrals_own_ids_are_kept_where_they_can_be() -> None:
     text = '[TOOL_CALLS] [{"name": "f", "id": "VvvODy9mT"}, {"name": "g", "id": "VvvODy9mT"}, {"name": "h", "id": "x"}]</s>'
     turn = renderer_of("mistral").parse(tokens("mistral", text), turn=2)

@@ -138,9 +138,9 @@ def test_a_row_has_its_own_arguments_of_the_template_unless_they_open_its_thinki
     ("name", "old", "new", "error"),
     [
         ("chatml", "", "", r"`search` of the tool `search` is not in the prompt; set model\.chat_template"),
-        ("qwen3", "tool | tojson", "tool.function.name", "`query` of the tool `search` is not in the prompt"),
+        ("qwen3", "tool | tojson", "tool.function.name", "`expression` of the tool `calculate` is not in the prompt"),
         ("no_tool_role", "", "", r"tool results cannot be rendered: .*Only system, user.*set model\.chat_template"),
-        ("qwen3", "message.role == 'tool'", "message.role == 'result'", "it leaves out a message of a tool"),
+        ("qwen3", 'message.role == "tool"', 'message.role == "result"', "it leaves out a message of a tool"),
         # GPT-OSS without <|call|>: the policy would go on and write the tool's result itself
         ("gpt_oss", "", "", r'with <\|call\|>, but generation stops at <\|return\|> only; .*: \["<\|call\|>"\]'),
     ],
@@ -161,10 +161,9 @@ def test_an_unknown_way_of_calling_is_refused_and_a_users_own_parser_helps() -> 
 
 def test_a_template_that_cannot_render_several_calls_is_noted() -> None:
     template = template_source("qwen2_5").replace(
-        "{%- for message in messages %}\n    {%- if message.role == 'user'",
+        "{%- for message in messages %}",
         "{%- for message in messages %}{% if messages | selectattr('role', 'equalto', 'tool') | list | length > 1 or "
-        "'calculate' in (message.tool_calls | string) %}{{ raise_exception('one only') }}{% endif %}\n"
-        "    {%- if message.role == 'user'",
+        "'calculate' in (message.tool_calls | string) %}{{ raise_exception('one only') }}{% endif %}",
     )
     notes = renderer_of("qwen2_5", chat_template=template).check_tools(TOOLS)
     assert any("when a turn makes several calls" in note and "one only" in note for note in notes)

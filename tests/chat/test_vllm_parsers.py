@@ -98,7 +98,7 @@ _TOKENS = {"hermes": "<tool_call></tool_call>", "llama3_json": "<|python_tag|>",
 
 
 def _both(name: str, text: str) -> tuple[ParsedTurn, ParsedTurn]:
-    from grpo_async.chat.vllm_format import VllmFormat
+    from grpo_async.chat.formats import VllmFormat
 
     name, _, is_old = name.partition(", ")
     tokens = "[TOOL_CALLS]" if is_old else _TOKENS[name]

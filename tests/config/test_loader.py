@@ -46,7 +46,7 @@ def test_a_dump_is_read_back_to_an_equal_object(tmp_path: Path) -> None:
         MINIMAL.replace('"a:b"', f'"a:b", arguments: {arguments}')
         + """
 optimizer: {lr: 3e-7, betas: [0.9, 0.95]}
-evaluation: {data: {type: csv, path: held.csv, columns: {on: prompt}}}
+evaluation: {data: {type: parquet, path: held.csv, columns: {on: prompt}}}
 """
     )
     config = load_config(_write(tmp_path, text))
@@ -72,8 +72,8 @@ def test_a_file_extends_others_and_later_ones_win(tmp_path: Path) -> None:
 
 def test_a_section_of_another_type_starts_afresh(tmp_path: Path) -> None:
     _write(tmp_path, MINIMAL.replace("{type: jsonl, path: t}", "{type: hub, name: x, split: y}"), "base.yaml")
-    path = _write(tmp_path, "extends: base.yaml\ndata: {train: {type: csv, path: t.csv}}\n")
-    assert load_config(path).data.train.type == "csv"
+    path = _write(tmp_path, "extends: base.yaml\ndata: {train: {type: parquet, path: t.csv}}\n")
+    assert load_config(path).data.train.type == "parquet"
 
 
 def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) -> None:
@@ -148,14 +148,14 @@ def test_a_variable_of_a_base_that_is_replaced_need_not_be_set(tmp_path: Path, m
 
 def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
     overrides = [
-        *("optimizer.lr=1e-5", "rewards.0.weight=2", "evaluation.data={type: csv, path: e.csv}"),
+        *("optimizer.lr=1e-5", "rewards.0.weight=2", "evaluation.data={type: parquet, path: e.csv}"),
         *("optimizer.betas=[0.8, 0.9]", "model.path=a=b", "optimizer.lr=2e-5"),
     ]
     config = load_config(_write(tmp_path, MINIMAL + "optimizer: {lr: 1}\n"), overrides)
     assert config.optimizer.lr == 2e-5
     assert config.rewards[0].weight == 2.0
     assert config.evaluation is not None
-    assert config.evaluation.data.type == "csv"
+    assert config.evaluation.data.type == "parquet"
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.model.path == "a=b"
 
@@ -214,7 +214,7 @@ def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> N
         ("optimizer: {betas: [0.9]}", "optimizer.betas.1: this key is required"),
         (
             "evaluation: {data: {type: jsnl, path: x}}",
-            "evaluation.data.type: input should be one of 'jsonl', 'csv', 'parquet', 'hub', 'generator', "
+            "evaluation.data.type: input should be one of 'jsonl', 'parquet', 'hub', 'generator', "
             "'environment' (got 'jsnl'); did you mean 'jsonl'?",
         ),
         ("evaluation: {data: {path: x, limt: 3}}", "unknown key 'evaluation.data.limt'; did you mean 'limit'?"),

@@ -27,10 +27,10 @@ def _load(kind: str, **settings: Any) -> Rows:
 
 
 def _file(folder: Path, text: str, **settings: Any) -> Rows:
-    """Rows of a file of JSON lines, or of a CSV file with `type`."""
+    """Rows of a file of JSON lines."""
     path = folder / "rows.txt"
     path.write_text(text, encoding="utf-8")
-    return _load(settings.pop("type", "jsonl"), path=path, **settings)
+    return _load("jsonl", path=path, **settings)
 
 
 def _characters(prompt: Prompt) -> int:
@@ -83,13 +83,6 @@ def test_a_system_prompt_before_a_system_message_of_the_data_is_noted(tmp_path: 
     assert _file(tmp_path, text).notes == []
 
 
-def test_csv_values_are_text_and_may_hold_commas_and_line_breaks(tmp_path: Path) -> None:
-    text = '\ufeffprompt,answer\n"a, b\nc",1\nd,2\n'  # with the byte order mark that spreadsheets write
-    assert _file(tmp_path, text, type="csv") == [{"prompt": "a, b\nc", "answer": "1"}, {"prompt": "d", "answer": "2"}]
-    long = "word " * 50_000
-    assert _prompts(_file(tmp_path, f"prompt\n{long}\n", type="csv")) == [long]
-
-
 def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_path: Path) -> None:
     text = '{"prompt": "a"}\n{"prompt": "b"}\n{broken'
     assert _prompts(_file(tmp_path, text, limit=2)) == ["a", "b"]
@@ -106,14 +99,6 @@ def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_pa
         ("jsonl", '{"prompt": "a\\ud83d"}', "rows.txt:1: `prompt` holds '\\ud83d', half a character"),
         ("jsonl", b'{"prompt": "\xfc"}', "is not UTF-8 text"),
         ("jsonl", None, "No such file or directory (looked in "),
-        # line 1 header, lines 2-3 one row with a line break in quotes, line 4 a row that lacks a value
-        (
-            "csv",
-            'prompt,answer\n"a\nb",1\nc\n',
-            "rows.txt:4: this row has not as many values as the header has columns",
-        ),
-        ("csv", 'prompt,answer\n"a,1\n', "rows.txt:2: this row is not valid CSV"),
-        ("csv", "prompt,prompt\na,b\n", "`prompt` names more than one column"),
         ("parquet", '{"prompt": "a"}\n', "cannot be read as Parquet"),
     ],
 )

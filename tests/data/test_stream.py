@@ -89,16 +89,6 @@ def test_any_prompt_can_be_made_again_without_moving_the_stream() -> None:
         stream.prompt(-1)
 
 
-def test_a_restored_stream_goes_on_where_the_other_stopped() -> None:
-    whole = _take(_stream(_rows(5), seed=0, shuffle=True), 20)
-    first = _stream(_rows(5), seed=0, shuffle=True)
-    head = _take(first, 8)
-    state = json.loads(json.dumps(first.state()))
-    tail = _take(_stream(_rows(5), seed=0, shuffle=True, state=state), 12)
-    assert head + tail == whole
-    assert state["next_prompt_id"] == 8
-
-
 @pytest.mark.parametrize(
     "changed",
     [_rows(6), [*_rows(4), {"prompt": "question 4", "answer": 99}], list(reversed(_rows(5)))],

@@ -12,6 +12,7 @@ from grpo_async import Run, load_config, train
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline import read_spans
 from tests.e2e.support import REPOSITORY, SMALL, assert_on_policy, make_run
+from tests.support.chat_families import template_path
 from tests.support.stored import read_groups
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ SHORT = (*SMALL, "evaluation.num_prompts=8", "rollout.zero_variance=train", "tra
 ENDS = "model.end_of_turn_tokens=['</think>', '1', '2', '3', '4', '5', '6', '7', '8']"
 TRL = "tests.envs.trl_style_environment"
 TOOLS = (
-    f"model.chat_template={REPOSITORY / 'tests/chat/templates/qwen2_5.jinja'}",
+    f"model.chat_template={template_path('qwen2_5')}",
     ENDS,
     "optimizer.lr=1.0e-6",  # what it is rewarded for here is no use to it
     "rollout.max_completion_tokens=300",

@@ -157,18 +157,6 @@ class Database:
         self.connection.close()
 
 
-class AsyncClose:
-    def reset(self) -> None: ...
-
-    def nod(self) -> str:
-        """Nods."""
-        return "nodded"
-
-    async def close(self) -> None:
-        await asyncio.sleep(0)
-        events.append("closed")
-
-
 class NoReset:
     def nod(self) -> str:
         return "nodded"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_async.envs import Environment, EnvironmentCallError, EnvironmentPool
+from grpo_async.envs import Environment, EnvironmentCallError
 from grpo_async.envs.environment import MAX_RESET_CHARS
-from grpo_async.records import ToolCall
-from grpo_async.tools import ToolExecutor
 from tests.envs import sample_environments as samples
-from tests.envs.helpers import call, pool_of, with_one
+from tests.envs.helpers import call, with_one
 from tests.support.waiting import until
 
 
@@ -56,20 +53,6 @@ def test_an_is_done_that_raises_fails_that_rollout_and_spares_the_instance() -> 
         assert await environment.is_done() is False
 
     with_one("Full", use)
-
-
-def test_schemas_are_built_once_and_shared_by_all_instances() -> None:
-    """R3.4"""
-
-    async def run(pool: EnvironmentPool) -> None:
-        async with pool.lease(3) as environments:
-            first = {tool.name: tool.schema for tool in environments[0].tools}
-            for environment in environments:
-                assert all(tool.schema is first[tool.name] for tool in environment.tools)
-                assert (await call(environment, "move", direction="up")).result == "moved up"
-
-    with pool_of("Full") as pool:
-        asyncio.run(run(pool))
 
 
 def test_attributes_and_properties_are_never_touched_and_other_methods_work() -> None:
@@ -179,19 +162,6 @@ def test_after_a_time_out_the_instance_is_broken_and_refuses_every_call(method: 
         assert "can no longer be used" in (await call(environment, "wait")).result
 
     with_one("Gated", use, timeout_s=0.3)
-
-
-def test_the_wait_for_the_call_before_is_no_part_of_a_calls_duration(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(monotonic=lambda: sum(event.startswith("end") for event in samples.events))
-    monkeypatch.setattr("grpo_async.tools.tool.time", clock)
-
-    async def use(environment: Environment) -> None:
-        samples.gate.set()
-        calls = [ToolCall(tool_call_id="", name="wait", arguments={"number": n}) for n in range(3)]
-        records = await ToolExecutor(environment.tools, max_result_chars=200).execute(calls)
-        assert [record.duration_s for record in records] == [1, 1, 1]
-
-    with_one("Gated", use)
 
 
 @pytest.mark.parametrize("second", ["wait", "wait_async"])

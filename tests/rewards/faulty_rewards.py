@@ -92,15 +92,6 @@ def burns(completions: list[str], seconds: float) -> list[float]:
     return [1.0] * len(completions)
 
 
-async def swallows_cancellation(completions: list[str]) -> list[float]:
-    for _ in range(2):
-        try:
-            await asyncio.sleep(5.0)
-        except asyncio.CancelledError:
-            continue
-    return [0.0] * len(completions)
-
-
 def logs_something_odd(completions: list[str], log_extra: Any) -> list[float]:
     log_extra("odd", [lambda: None for _ in completions])
     return [1.0] * len(completions)

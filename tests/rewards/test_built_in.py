@@ -72,9 +72,6 @@ def test_last_boxed_takes_time_in_proportion_to_the_text(part: str) -> None:
         (".5", Fraction(1, 2)),
         ("3/4 of it", Fraction(3, 4)),
         ("1{,}234 people", 1234),
-        (r"\frac12", Fraction(1, 2)),
-        (r"-1\frac{1}{2}", Fraction(-3, 2)),
-        ("1 1/2", Fraction(3, 2)),
         ("72 g of H2O", 72),
         ("72 m^2", 72),
         ("1e999999999", None),
@@ -105,8 +102,6 @@ def test_number_match_compares_the_last_numbers() -> None:
     assert number_match(["1500001"], ["1500000"], relative_tolerance=1e-6) == [1.0]
     marked = ["#### 42\nin 3 steps", "#### 42 (3 steps)", r"\boxed{42} in 3 steps", "#### 41\n42"]
     assert number_match(marked, ["42", "#### 42\n7", 42, "42"]) == [1.0, 1.0, 1.0, 0.0]
-    fractions = [r"\boxed{\frac{3}{2}}", r"$x = -\dfrac{1}{2}$", r"\frac{\sqrt{3}}{2}"]
-    assert number_match(fractions, ["2", "-1/2", "7"]) == [0.0, 1.0, 0.0]
 
 
 def test_number_match_allows_the_tolerance_and_no_more() -> None:

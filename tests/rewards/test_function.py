@@ -33,11 +33,11 @@ async def _blocks(completions: list[Any]) -> list[float]:
 def test_a_reward_that_names_it_learns_whether_the_template_began_the_thinking(
     arguments: dict[str, Any], value: float
 ) -> None:
-    think, match = (
-        RewardSection(function=f"grpo_async.rewards.{name}", arguments=given)
-        for name, given in (("format:think_format", arguments), ("text:regex_match", {"pattern": "x"}))
-    )
-    rewards = load_rewards([think, match], opened_by_template=True)
+    sections = [
+        RewardSection(function="grpo_async.rewards.format:think_format", arguments=arguments),
+        RewardSection(function=f"{TRL}:length_in_tokens"),
+    ]
+    rewards = load_rewards(sections, opened_by_template=True)
     outcomes = [asyncio.run(score(reward, ["so</think>x"])) for reward in rewards]
     assert [outcome.values for outcome in outcomes] == [[value], [1.0]]
 
@@ -101,7 +101,7 @@ def test_numbers_of_every_kind_are_taken() -> None:
         (1.0, "returned 1.0 (float); it must return a list"),
         (None, "returned None (NoneType); it must return a list"),
         (np.zeros((2, 2)), "returned for completion 0: [0.0, 0.0]"),
-        (lambda: 1.0, "annotate it as `-> Callable`"),
+        (lambda: 1.0, "name in the config what it made"),
     ],
 )
 def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, text: str) -> None:

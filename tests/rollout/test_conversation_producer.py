@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,12 +12,11 @@ import pytest
 from grpo_async.buffer.group import OpenGroup
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
-from grpo_async.errors import FatalRolloutError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import ConversationProducer, with_environment_text
 from grpo_async.rollout.group import ErrorLog
-from grpo_async.tools import Tool, ToolError
+from grpo_async.tools import Tool
 from tests.chat.helpers import renderer_of, tokens, user
 from tests.envs.helpers import taken_and_free
 from tests.rollout import some_environments
@@ -128,72 +126,6 @@ def test_a_message_that_the_prompt_opens_is_continued_and_its_call_made() -> Non
     assert renderer.tokenizer.decode(first).endswith(f"assistant\n{content}")
     assert second[: len(first) + len(sampled[0])] == [*first, *sampled[0]]
     assert [message.content for message in completion.completion_messages()] == ["", "42", "42"]
-
-
-def _needs_main_thread(a: int) -> int:
-    """
-    Add within a time limit.
-
-    Args:
-        a: how much
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    return a
-
-
-def _picky(a: int) -> int:
-    """
-    Add to three only.
-
-    Args:
-        a: to what
-    """
-    if a != 3:
-        raise ValueError("only three")
-    return a
-
-
-def _teaches(a: int) -> int:
-    """
-    Tell the model what to do.
-
-    Args:
-        a: anything
-    """
-    raise ToolError("use the other one")
-
-
-def _shows(a: int) -> list[Any]:
-    """
-    Show it, as VLM environments do.
-
-    Args:
-        a: anything
-    """
-    return [{"type": "image", "image": object()}, {"type": "text", "text": "see"}]
-
-
-@pytest.mark.parametrize(
-    ("function", "ends"),
-    [
-        (_needs_main_thread, "main thread.*set `tools.0.run_in: process`"),
-        (_shows, "part 0 is of type 'image'; only text"),
-        (_picky, ""),
-        (_teaches, ""),
-        (add, ""),
-    ],
-)
-def test_a_tool_that_always_fails_in_one_way_ends_the_run_by_its_name(function: Any, ends: str) -> None:
-    """16 calls in each of 2 x 2 rollouts. One that worked once, or that says on purpose what was wrong, may fail for ever."""
-    function.__name__ = "add"  # the tool that FakeRenderer calls
-    tool = Tool.from_function(function, setting="tools.0")
-    setup = _Setup(stop(*[CALL] * 16, EOS), stop(6, EOS), tools=[tool])
-    setup.make(make_prompt())
-    if not ends:
-        setup.make(make_prompt(1))
-        return
-    with pytest.raises(FatalRolloutError, match=rf"`add` has never worked.*{ends}"):
-        setup.make(make_prompt(1))
 
 
 def test_the_text_of_reset_reaches_the_prompt_and_the_reward_the_record() -> None:

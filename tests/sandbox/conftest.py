@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.sandbox import missing
+from grpo_async.sandbox import problem
 
 
 @pytest.fixture(autouse=True, scope="session")
 def wall() -> None:
-    if lacking := missing():
-        pytest.skip(f"this machine has no wall: {dict(lacking)}")
+    if (why := problem()) is not None:
+        pytest.skip(f"this machine has no wall: {why}")
 
 
 @pytest.fixture

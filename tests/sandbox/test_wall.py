@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.sandbox import MECHANISMS, Sandbox, missing, startup_notes
+from grpo_async.sandbox import Sandbox, problem, startup_notes
 from grpo_async.sandbox.inside import seccomp
-from grpo_async.sandbox.sandbox import attack
-
-
-@pytest.fixture
-def no_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.sandbox._missing", {"landlock": "landlock: Function not implemented"})
+from grpo_async.sandbox.sandbox import MECHANISMS, attack
 
 
 def test_what_a_part_of_the_wall_does_not_hold_gets_through_without_it() -> None:
@@ -25,12 +21,25 @@ def test_what_a_part_of_the_wall_does_not_hold_gets_through_without_it() -> None
     assert attack(frozenset(MECHANISMS)) == frozenset()
 
 
-def test_a_part_that_cannot_be_set_up_is_missing_with_the_systems_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_async.sandbox import sandbox as wall
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    problem.cache_clear()
+    yield
+    problem.cache_clear()
 
-    monkeypatch.setattr(wall, "_missing", None)
+
+@pytest.mark.usefixtures("fresh")
+def test_a_wall_that_cannot_be_set_up_is_refused_with_the_systems_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_async.sandbox.execution.BOOT", _WITHOUT_LANDLOCK)
-    assert dict(missing()) == {"landlock": "the sandbox cannot start: Function not implemented"}
+    with pytest.raises(ConfigError, match="lacks them: landlock: the sandbox cannot start: Function not implemented"):
+        Sandbox()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_wall_that_a_trial_run_gets_through_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.sandbox.sandbox.attack", lambda mechanisms: frozenset({"seccomp"}))
+    with pytest.raises(ConfigError, match="lacks them: seccomp: it was set up, and a trial run got through it"):
+        startup_notes()
 
 
 _WITHOUT_LANDLOCK = """
@@ -45,23 +54,6 @@ def restrict(*_):
 landlock.restrict = restrict
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
-
-
-def test_what_is_missing_is_refused_with_what_to_do(no_landlock: None) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Sandbox()
-    assert "\n  landlock: landlock: Function not implemented. Without it model-written code can read" in str(
-        caught.value
-    )
-    assert "`require: ['seccomp']`" in str(caught.value)
-    with pytest.raises(ConfigError, match="which do not exist"):
-        Sandbox(require=["levitation"])
-
-
-def test_who_does_without_is_told_what_it_means(no_landlock: None) -> None:
-    Sandbox(require=["seccomp"])
-    (note,) = startup_notes(require=["seccomp"])
-    assert note.startswith("the sandbox has no landlock here (landlock: Function not implemented): ")
 
 
 def _verdict(program: bytes, machine: int, number: int, argument: int = 0) -> int:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
+
+_OF_TRL = {"qwen2_5": "qwen2_5", "qwen3": "qwen3", "llama3": "llama3_1", "gpt_oss": "gptoss"}
 
 _TEXT = (
     "hello world, hello tool. what is the weather in Paris? it is sunny, 21 degrees. the answer is 42.",
@@ -99,8 +102,18 @@ def family(name: str) -> Any:
     return tokenizer
 
 
+def template_path(name: str) -> Path:
+    """The model's own template, which TRL ships, or one of ours."""
+    if name not in _OF_TRL:
+        return TEMPLATES / f"{name}.jinja"
+    spec = find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "chat_templates" / f"{_OF_TRL[name]}.jinja"
+
+
 def template_source(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return template_path(name).read_text(encoding="utf-8")
 
 
 def _byte_level(made: Family) -> Any:

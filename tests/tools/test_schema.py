@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel, Field
-from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
 from grpo_async.tools.schema import UnusableError, build_spec, check_arguments
@@ -102,41 +97,6 @@ def tool(
 SPEC = build_spec(tool)
 
 
-class Color(enum.Enum):
-    RED = "red"
-
-
-class Place(BaseModel):
-    street: str
-    colors: list[Color] = []
-
-
-@dataclass
-class Point:
-    x: int
-
-
-class Movie(TypedDict):
-    year: NotRequired[int]
-
-
-class Node(BaseModel):
-    below: list[Node] = []
-
-
-class Pair(NamedTuple):
-    a: int
-    b: str
-
-
-_COLOR = {"enum": ["red"], "type": "string"}
-_PLACE = {
-    "type": "object",
-    "required": ["street"],
-    "properties": {"street": {"type": "string"}, "colors": {"type": "array", "default": [], "items": _COLOR}},
-}
-
-
 def _taking(hint: Any) -> Any:
     def take(thing: Any) -> None:
         """Takes a thing.
@@ -149,33 +109,9 @@ def _taking(hint: Any) -> Any:
     return take
 
 
-@pytest.mark.parametrize(
-    ("hint", "schema", "given", "value"),
-    [
-        (Color, _COLOR, "red", Color.RED),
-        (Place, _PLACE, {"street": "s", "colors": ["red"]}, Place(street="s", colors=[Color.RED])),
-        (Place | str, {"anyOf": [_PLACE, {"type": "string"}]}, {"street": "s"}, Place(street="s")),
-        (Point, {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, {"x": 1.0}, Point(1)),
-        (Movie, {"type": "object", "properties": {"year": {"type": "integer"}}}, {"year": 1999}, {"year": 1999}),
-        (Pair, None, [1, "b"], Pair(1, "b")),
-        (datetime, {"type": "string", "format": "date-time"}, "2024-01-02T03:04:05", datetime(2024, 1, 2, 3, 4, 5)),
-        (Annotated[int, Field(ge=0)], {"type": "integer", "minimum": 0}, 3, 3),
-    ],
-)
-def test_richer_types_have_the_schema_of_pydantic_and_reach_the_tool_as_instances(
-    hint: Any, schema: Any, given: Any, value: Any
-) -> None:
-    spec = build_spec(_taking(hint))
-    described = dict(spec.parameters["properties"]["thing"])
-    assert described.pop("description") == "The thing."
-    assert schema is None or described == schema
-    assert "$" not in json.dumps(described)  # chat templates do not look definitions up
-    assert check_arguments(spec.validator, spec.parameters, {"thing": given}) == {"thing": value}
-
-
-@pytest.mark.parametrize("hint", [Node, Callable[[int], int], list[sample_tools.Greeter]], ids=str)
-def test_a_type_that_json_cannot_hold_is_refused_with_its_reason(hint: Any) -> None:
-    with pytest.raises(UnusableError, match=r"cannot be described to the model: .*(Node|Callable|Greeter)"):
+@pytest.mark.parametrize("hint", [Callable[[int], int], list[sample_tools.Greeter], datetime], ids=str)
+def test_a_type_that_json_has_not_is_refused_with_the_argument(hint: Any) -> None:
+    with pytest.raises(UnusableError, match=r"cannot be described to the model: the types of \['thing'\]"):
         build_spec(_taking(hint))
 
 

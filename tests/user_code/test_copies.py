@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_async.user_code.calls import UserCall
-from grpo_async.user_code.copies import own_copy
+from grpo_async.user_code.calls import UserCall, own_copy
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Agents that are a library's environment, `rollout.agent.environment`: it runs in this process, on a separate event
-loop, and calls the model at the endpoint like any agent. `tasks` makes rows of an environment's own tasks, for
-`data.train.type: generator`."""
+"""Agents that are an environment of the library verifiers, `rollout.agent.environment`: it runs in this process, on a
+separate event loop, and calls the model at the endpoint like any agent. `tasks` makes rows of an environment's own
+tasks, for `data.train.type: generator`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from grpo_async.user_code.references import make_working_directory_importable
 from grpo_async.utils.extras import needs
 
 if TYPE_CHECKING:
-    from grpo_async.agents.environments.openenv_client import OpenEnvEnvironment
     from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment
-
-    Adapter = OpenEnvEnvironment | VerifiersEnvironment
 
 SETTING = "rollout.agent.environment"
 _CLOSE_TIMEOUT_S = 30.0
@@ -28,7 +25,7 @@ _CLOSE_TIMEOUT_S = 30.0
 class EnvironmentAgent(FunctionAgent):
     """Runs an environment like an agent's function: with the same loop, time limit, errors and results."""
 
-    def __init__(self, environment: Adapter, section: AgentSection, *, max_concurrent: int) -> None:
+    def __init__(self, environment: VerifiersEnvironment, section: AgentSection, *, max_concurrent: int) -> None:
         super().__init__(environment.run, section.model_copy(update={"arguments": {}}), max_concurrent=max_concurrent)
         self._environment = environment
 
@@ -63,19 +60,14 @@ def tasks(environment: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     return make_environment(environment, arguments).tasks()
 
 
-def make_environment(reference: str, arguments: Mapping[str, Any]) -> Adapter:
-    """Build the environment of `verifiers:NAME` or `openenv:URL`."""
+def make_environment(reference: str, arguments: Mapping[str, Any]) -> VerifiersEnvironment:
+    """Build the environment of `verifiers:NAME`."""
     library, _, name = reference.partition(":")
-    if library not in ("verifiers", "openenv") or not name:
-        raise ConfigError(f"{reference!r} is neither `verifiers:NAME` nor `openenv:URL`")
+    if library != "verifiers" or not name:
+        raise ConfigError(f"{reference!r} is not `verifiers:NAME`")
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"it {needs(library)}")
     make_working_directory_importable()
-    # imported here, because the libraries take seconds to import
-    if library == "openenv":
-        from grpo_async.agents.environments.openenv_client import OpenEnvEnvironment
-
-        return OpenEnvEnvironment(name, arguments)
-    from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment
+    from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment  # takes seconds to import
 
     return VerifiersEnvironment(name, arguments)
