@@ -96,17 +96,21 @@ async def code_tests(
     Example: 2 asserts of which 1 holds -> 0.5, or 0.0 with `all_or_nothing`.
 
     Args:
-        tests: those of each row; see the table above.
+        completions: plain text or messages.
+        tests: tests of each row; see the table above.
         entry_point: name of the function that `check` gets, or that is called (may be a method of `Solution`).
         setup: code that runs before the tests, in their process (MBPP's `test_setup_code`, `test_imports`).
         all_or_nothing: 1.0 when all tests pass, else 0.0.
         max_tests: use only the first N tests of a row (not for scripts).
         wall_s: seconds for all tests of a completion, or for each run if the tests are inputs and outputs.
+        cpu_s: CPU seconds, counted like `wall_s`.
+        memory_mb: memory of the code, in MiB.
         max_parallel: completions judged at once, over all calls; with `run_in: process` in each worker; null = half the CPUs.
         with_site_packages: whether the code may import the packages of this environment.
 
     Raises:
         SandboxError: the sandbox failed; this never becomes a score.
+        ValueError: a row's tests cannot be read.
     """
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, max_output_chars=_MAX_OUTPUT_CHARS)
     judge = await asyncio.to_thread(

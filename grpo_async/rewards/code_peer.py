@@ -549,10 +549,16 @@ def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def _finish(result: Any) -> None:
-    """Refuse an async test or a generator, which would have tested nothing."""
+    """Run an async test; refuse a generator, which would have tested nothing."""
     kind = type(result)
-    if kind is not Handle and any(hasattr(kind, name) for name in ("__await__", "__next__", "__anext__")):
-        raise TypeError("a test that is async or yields tests nothing")
+    if kind is Handle:
+        return
+    if hasattr(kind, "__await__"):
+        import asyncio  # here, because it adds to the start of every run
+
+        asyncio.run(result)
+    elif hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
+        raise TypeError("a test that yields tests nothing")
 
 
 def _run_text(text: str, names: dict[str, Any]) -> None:
@@ -568,18 +574,24 @@ def _run_script(script: str, names: dict[str, Any], entry_point: str | None) -> 
 
 
 def _tests_defined_by(names: dict[str, Any]) -> list[Callable[[], Any]]:
-    """Functions `test_...`, and the methods of classes of unittest."""
+    """Functions `test_...`, and the methods of classes of unittest and of classes `Test...`."""
     steps: list[Callable[[], Any]] = [
         value for name, value in names.items() if name.startswith("test_") and isinstance(value, _FUNCTION)
     ]
     unittest = sys.modules.get("unittest")
-    if unittest is None:
-        return steps
-    for value in names.values():
-        if isinstance(value, type) and value.__module__ == TESTS_MODULE and issubclass(value, unittest.TestCase):
+    for name, value in list(names.items()):
+        if not isinstance(value, type) or value.__module__ != TESTS_MODULE:
+            continue
+        if unittest is not None and issubclass(value, unittest.TestCase):
             cases = unittest.defaultTestLoader.loadTestsFromTestCase(value)
             steps += [_bound(_run_case, case) for case in cases]
+        elif name.startswith("Test"):
+            steps += [_bound(_run_method, value, test) for test in vars(value) if test.startswith("test_")]
     return steps
+
+
+def _run_method(kind: type, name: str) -> Any:
+    return getattr(kind(), name)()
 
 
 def _run_case(case: Any) -> None:

@@ -66,6 +66,15 @@ class Cases(unittest.TestCase):
         with self.assertRaises(TypeError):
             add(1, "a")
 
+class TestSum:
+    def test_right(self):
+        assert add(1, 2) == 3
+    def test_wrong(self):
+        assert add(1, 2) == 4
+
+async def test_async():
+    assert add(1, 2) == 4
+
 class WithFixture(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -73,7 +82,7 @@ class WithFixture(unittest.TestCase):
     def test_given(self):
         self.assertEqual(self.given, 2)
 """
-    assert _score(ADD, script) == 0.8  # 4 of 5: all but test_wrong
+    assert _score(ADD, script) == 0.625  # 5 of 8: all but test_wrong, twice, and test_async
 
 
 def test_programs_are_run_with_stdin() -> None:
