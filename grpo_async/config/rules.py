@@ -337,7 +337,7 @@ def _lora_rules(config: ExperimentConfig) -> Iterator[Rule]:
         return
     in_4_bits = lora.load_in_4bit and config.training.cpu_offload
     yield in_4_bits, "model.lora.load_in_4bit >< training.cpu_offload: a base in 4 bits stays on the device"
-    if lora.push == "merged":
+    if lora.push in ("merged", None):
         return
     yield (
         lora.modules_to_save,

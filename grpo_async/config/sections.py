@@ -87,11 +87,12 @@ class LoraSection(StrictModel):
     load_in_4bit: bool = False
     """Keep the frozen base in 4 bits (QLoRA, arXiv 2305.14314; extra `qlora`), whole on every rank; experts and the head stay as
     they are. Servers get the same weights, unpacked, with the adapters merged."""
-    push: Literal["merged", "adapter", "adapter_swap"] = "merged"
+    push: Literal["merged", "adapter", "adapter_swap"] | None = None
     """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
     a server's disk; each server adds them to the weights that it has loaded itself from `model.path`. adapter_swap (vLLM): the
     adapters alone, which vLLM keeps beside its weights (`--enable-lora`). Nothing pauses: requests in flight end on the version
-    that they began with, new ones take the new one; `weights.mode` does not apply. Every token takes longer to generate."""
+    that they began with, new ones take the new one; `weights.mode` does not apply. Every token takes longer to generate. null:
+    adapter_swap where the run starts vLLM on GPUs and the model's family is known to work so, else merged."""
 
 
 class ModelSection(StrictModel):

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 from grpo_async.checks.memory import ADVICE, ModelSize, bytes_beside_vllm, describe, server_memory, trainer_memory
+from grpo_async.checks.model_files import text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import TransportKind
+from grpo_async.config.rules import conflicts
+from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.servers.vllm.command import CPU_CACHE_MB, OWN_GPU_FRACTION
+from grpo_async.training.families import swaps_adapters
 from grpo_async.utils.text import count, format_bytes
 
 
@@ -39,11 +45,38 @@ class GpuShares:
 
 
 def fill_in_for_devices(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
-    """Fill in the dtypes that `config` leaves open; servers that run already get that of the device of the trainer."""
+    """Fill in what `config` leaves open and devices decide; servers that run already get the dtype of the trainer's device."""
     on_gpu = trains_on_gpu(config, gpus)
-    return config.for_devices(
+    config = config.for_devices(
         trains_on_gpu=on_gpu, serves_on_gpu=on_gpu if engine.engine == "external" else engine.on_gpu
     )
+    if (lora := config.model.lora) is None or lora.push is not None:
+        return config
+    push = "adapter_swap" if engine.engine == "vllm" and engine.on_gpu and _can_swap(config, lora) else "merged"
+    model = config.model.model_copy(update={"lora": lora.model_copy(update={"push": push})})
+    return config.model_copy(update={"model": model})
+
+
+def _can_swap(config: ExperimentConfig, lora: LoraSection) -> bool:
+    """Whether vLLM can keep these adapters beside the weights of the model's files, and is known to compute them rightly."""
+    swapped = lora.model_copy(update={"push": "adapter_swap"})
+    as_if = config.model_copy(update={"model": config.model.model_copy(update={"lora": swapped})})
+    is_rounded = config.model.dtype != "float32" and config.inference.resolved_dtype == "float32"
+    if is_rounded or config.inference.vllm.sleep_while_training or conflicts(as_if):
+        return False
+    return swaps_adapters(text_config(_folder(config.model)))
+
+
+def _folder(model: ModelSection) -> Path:
+    """A folder with the model's config.json, fetched from the hub if need be; without one where it cannot be had."""
+    folder = Path(model.path)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import hf_hub_download  # slow import
+
+    with suppress(OSError, ValueError):  # no network, no such model; who loads it says more
+        return Path(hf_hub_download(model.path, "config.json", revision=model.revision)).parent
+    return folder
 
 
 def gpus_of_lead(config: ExperimentConfig, gpus: tuple[str, ...]) -> tuple[str, ...]:

@@ -17,6 +17,16 @@ _STATEFUL = {"linear_attention", "conv", "hybrid", "mamba", "mamba2", "recurrent
 _PACKED_BY_KERNELS = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"}
 """Families whose layers hand `cu_seq_lens_q` to flash-linear-attention and `seq_idx` to causal-conv1d, in transformers 5.19."""
 
+_SWAPPED = {
+    "gemma2", "gemma3_text", "lfm2", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text",
+}  # fmt: skip
+"""Families with which vLLM was seen to compute adapters as the trainer does (tests/vllm/test_families.py, nightly)."""
+
+
+def swaps_adapters(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM's own adapters serve this family, by the text part of its config.json."""
+    return config.get("model_type") in _SWAPPED
+
 
 def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
     """Check the text part of a config.json: ConfigError if the trainer's log-probabilities would differ from the server's, or

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.support import SMALL, Run, finish, make_run
+from tests.support.network_namespaces import SUBNET, inside, network
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -29,25 +32,41 @@ SETTINGS = (
 )
 
 
+class Nodes:
+    """A head without room for any process, and nodes with room for one each."""
+
+    def __init__(self, cluster: Any, address: str, namespaces: list[tuple[str, str]]) -> None:
+        self._cluster, self._address, self._namespaces = cluster, address, namespaces
+
+    def join(self) -> None:
+        """Start another node: in the next network namespace, where there are some."""
+        name, address = self._namespaces.pop(0) if self._namespaces else (None, self._address)
+        with inside(name):
+            self._cluster.add_node(**NODE, node_ip_address=address)
+
+
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head and four nodes with room for one process each."""
+def nodes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """Four nodes: with the address of this machine, or ("namespaces") each with a network of its own."""
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
     monkeypatch.setenv("RAY_worker_niceness", "0")
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    address = ray.util.get_node_ip_address()
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "node_ip_address": address}, shutdown_at_exit=False
-    )
-    try:
+    with ExitStack() as stack:
+        address, namespaces = ray.util.get_node_ip_address(), []
+        if request.param == "namespaces":
+            if os.geteuid() != 0 or shutil.which("ip") is None:
+                pytest.skip("network namespaces need root and the command `ip` (iproute2)")
+            namespaces, address = stack.enter_context(network(6)), f"{SUBNET}.1"
+        head = {**NODE, "num_cpus": 0, "node_ip_address": address}
+        cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+        stack.callback(cluster.shutdown)
+        joining = Nodes(cluster, address, namespaces)
         for _ in range(4):
-            cluster.add_node(**NODE, node_ip_address=address)
+            joining.join()
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        yield cluster
-    finally:
-        cluster.shutdown()
+        yield joining
 
 
 def _processes(run: Run, part: str) -> list[psutil.Process]:
@@ -80,23 +99,34 @@ def _nothing_is_left(run: Run) -> bool:
     return eventually(lambda: not _processes(run, ""), 60.0)
 
 
-@pytest.mark.timeout(1500)
-def test_nodes_are_lost_and_join_and_the_run_goes_on_until_it_is_stopped(cluster: Any, tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", SETTINGS)
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("nodes", "file", "server"),
+    [
+        ("one network", "quickstart.yaml", "serve-embedded"),
+        ("namespaces", "quickstart.yaml", "serve-embedded"),
+        pytest.param("namespaces", "quickstart-vllm.yaml", "vllm.entrypoints.", marks=pytest.mark.vllm),
+    ],
+    indirect=["nodes"],
+)
+def test_nodes_are_lost_and_join_and_the_run_goes_on_until_it_is_stopped(
+    nodes: Nodes, file: str, server: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, file, SETTINGS)
     command = run.start()
     run.wait_for_servers(command, serving=2, timeout_s=LIMIT_S)
     run.wait_for_step(2, command, timeout_s=LIMIT_S)
     assert set(_ranks(run)) == {"0", "1"}
 
-    _kill_node_of(_processes(run, "serve-embedded")[0])
+    _kill_node_of(_processes(run, server)[0])
     run.wait_for_servers(command, serving=1, timeout_s=LIMIT_S)
     run.wait_for_step(len(run.metrics()) + 2, command, timeout_s=LIMIT_S)
-    cluster.add_node(**NODE, node_ip_address=cluster.head_node.node_ip_address)
+    nodes.join()
     run.wait_for_servers(command, serving=2, timeout_s=LIMIT_S)
-    assert len(_processes(run, "serve-embedded")) == 2
+    assert len({process.ppid() for process in _processes(run, server)}) == 2
 
     _kill_node_of(_ranks(run)["1"])
-    cluster.add_node(**NODE, node_ip_address=cluster.head_node.node_ip_address)
+    nodes.join()
     assert eventually(lambda: (run.folder / "logs" / "attempt_2" / "trainer.log").exists(), LIMIT_S)
     run.wait_for_step(len(run.metrics()) + 4, command, timeout_s=LIMIT_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from itertools import pairwise
@@ -89,6 +90,28 @@ def test_dtypes_that_are_left_open_are_those_of_the_devices(tmp_path: Path) -> N
         config = fill_in_for_devices(make_config(tmp_path, **sections), VLLM_ON_GPU, ("0",))
         assert config.precision == precision
         assert None not in (config.model.compute_dtype, config.inference.dtype, config.training.logprob_chunk_tokens)
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "sections", "push"),
+    [
+        (VLLM_ON_GPU, "qwen3", {}, "adapter_swap"),
+        (VLLM_ON_CPU, "qwen3", {}, "merged"),
+        (VLLM_ON_GPU, "qwen3_moe", {}, "merged"),
+        (VLLM_ON_GPU, "qwen3", {"weights": {"mode": "abort"}}, "merged"),
+        (VLLM_ON_GPU, "qwen3", {"model": {"lora": {"modules_to_save": ["lm_head"]}}}, "merged"),
+        (VLLM_ON_GPU, "qwen3", {"model": {"lora": {"push": "adapter"}}}, "adapter"),
+    ],
+)
+def test_adapters_are_swapped_by_default_where_that_is_known_to_work(
+    tmp_path: Path, engine: EngineChoice, family: str, sections: dict[str, Any], push: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    lora = {"rank": 8, **sections.pop("model", {}).get("lora", {})}
+    config = make_config(tmp_path, model={"path": str(tmp_path), "lora": lora}, **sections)
+    filled = fill_in_for_devices(config, engine, ("0",)).model.lora
+    assert filled is not None
+    assert filled.push == push
 
 
 @pytest.mark.parametrize(("threads", "is_said"), [(1, True), (8, False)])

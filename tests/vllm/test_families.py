@@ -61,6 +61,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "lfm2-moe": {**_LFM2, **_EXPERTS},
 }
 
+_SWAP = {"lora": {"rank": 8, "push": "adapter_swap"}}
+
 
 def build(family: str, folder: Path, *, has_tower: bool) -> Path:
     """A random checkpoint with a tokenizer. `has_tower`: one for images, too, which nobody trains."""
@@ -97,10 +99,9 @@ def build(family: str, folder: Path, *, has_tower: bool) -> Path:
         *((each, False, {}) for each in SERVED),
         ("qwen3.5", True, {}),
         ("qwen3.5-moe", True, {}),
-        *(
-            (each, False, {"lora": {"rank": 8, "push": "adapter_swap"}})
-            for each in ("llama", "gemma2", "phi3", "lfm2", "opt")
-        ),
+        *((each, False, _SWAP) for each in ("llama", "mistral", "phi3", "opt", "gemma2", "gemma3", "lfm2")),
+        *((each, False, _SWAP) for each in ("qwen2", "qwen3", "qwen3.5")),
+        ("qwen3.5", True, _SWAP),
     ],
 )
 def test_a_run_trains_and_serves_the_family(tmp_path: Path, family: str, has_tower: bool, more: dict[str, Any]) -> None:
