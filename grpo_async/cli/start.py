@@ -16,12 +16,6 @@ from grpo_async.errors import ConfigError
 from grpo_async.quickstart import CONFIGS, DEFAULT_TASK
 from grpo_async.utils.files import shipped
 
-_STARTERS = {  # folder of grpo_async/starters: title of its config
-    "reward": "Questions with short answers, and your own reward.",
-    "tools": "A model that can call your own Python function.",
-    "env": "An environment: a game of several turns, rewarded at the end.",
-    "agent": "An agent: your own program, which calls the model over HTTP.",
-}
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
 
@@ -29,28 +23,20 @@ def init(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where to write; created if it does not exist.")
     ] = Path("."),
-    tools: Annotated[bool, typer.Option("--tools", help=_STARTERS["tools"])] = False,
-    env: Annotated[bool, typer.Option("--env", help=_STARTERS["env"])] = False,
-    agent: Annotated[bool, typer.Option("--agent", help=_STARTERS["agent"])] = False,
     model: Annotated[
         str, typer.Option("--model", metavar="PATH", help="The policy: a name on the Hugging Face hub, or a folder.")
     ] = _DEFAULT_MODEL,
 ) -> None:
-    """Write a config with comments, a reward (or tool, environment, agent), ten rows of data and a test of the reward.
+    """Write a config with comments, your own reward function, ten rows of data and a test of the reward.
 
-    Never overwrites a file. Without a flag: your own reward function.
+    Never overwrites a file.
 
     \b
     Examples:
       grpo-async init my-run
-      grpo-async init my-run --tools --model Qwen/Qwen3-4B
+      grpo-async init my-run --model Qwen/Qwen3-4B
     """
-    flags = {"tools": tools, "env": env, "agent": agent}
-    chosen = [name for name, wanted in flags.items() if wanted]
-    if len(chosen) > 1:
-        raise ConfigError(f"--{' and --'.join(chosen)}: choose one; a config can be extended later")
-    starter = chosen[0] if chosen else "reward"
-    files = _files(starter, name=_run_name(folder), model=model)
+    files = _files(name=_run_name(folder), model=model)
     if present := sorted(name for name in files if (folder / name).exists()):
         raise ConfigError(f"{folder} already contains {', '.join(present)}; choose another folder; nothing was written")
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,22 +46,19 @@ def init(
     typer.echo("Next:")
     if folder != Path("."):
         typer.echo(f"  cd {shlex.quote(str(folder))}")
-    check = "train train.yaml --dry-run" if starter in ("env", "agent") else "check-reward train.yaml"
-    for command in ("python -m pytest", f"grpo-async {check}", "grpo-async train train.yaml"):
+    for command in ("python -m pytest", "grpo-async check-reward train.yaml", "grpo-async train train.yaml"):
         typer.echo(f"  {command}")
     typer.echo(f"Documentation: {shipped('docs')}; examples: {shipped('configs')}")
 
 
-def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
+def _files(*, name: str, model: str) -> dict[str, str]:
     """Text by file name."""
-    root = resources.files("grpo_async") / "starters"
-    texts = {entry.name: entry.read_text(encoding="utf-8") for entry in (root / starter).iterdir() if entry.is_file()}
-    config = Template((root / "train.yaml").read_text(encoding="utf-8")).substitute(
-        title=_STARTERS[starter],
+    folder = resources.files("grpo_async") / "starters"
+    texts = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.is_file()}
+    config = Template(texts.pop("train.yaml")).substitute(
         schema=shipped("configs/schema.json").resolve(),
         name=name,  # the file has the quotes; no character of a run's name needs an escape
         model=json.dumps(model),  # in quotes: a loader need not agree on what is a number
-        sections=texts.pop("sections.yaml"),
     )
     return {"train.yaml": config, **dict(sorted(texts.items()))}
 
