@@ -41,13 +41,10 @@ SAMPLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightContext:
-    """All that the checks look at."""
-
     config: ExperimentConfig
     run_dir: RunDir
     renderer: ChatRenderer
     servers: Sequence[Server]
-    """The servers that are up."""
     prompts: Sequence[Prompt]
     """A few of data.train."""
     probes: Sequence[Sequence[int]]

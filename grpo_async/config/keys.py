@@ -72,26 +72,18 @@ def keys_at(path: KeyPath) -> list[Key]:
 
 
 def find_keys(word: str) -> list[Key]:
-    """The key with this path; else those whose path, or whose old or other trainers' name, is this word or ends in it; else those
-    that contain all the words, in path, meaning or other names."""
+    """The key with this path, with those within it; else those whose path, or whose old or other trainers' name, is this word or
+    ends in it; else those that contain all the words, in path, meaning or other names."""
     path = [part for part in word.replace("[]", "").split(".") if not part.isdecimal()]
     named = {other.here for other in OTHER_NAMES if f".{other.name}".endswith(f".{word.lstrip('-')}")}
     plain = {key: [part for part in key.parts if part != "0"] for key in all_keys()}
-    if exact := [key for key, parts in plain.items() if _fits(parts, path)]:
+    if exact := [key for key, parts in plain.items() if _fits(parts[: len(path)], path)]:
         return exact
     if ends := [key for key, parts in plain.items() if parts[-len(path) :] == path or key.path in named]:
         return ends
     words = word.lower().split()
     texts = {key: f"{key.path} {key.meaning} {key.elsewhere}".lower() for key in all_keys()}
     return [key for key, text in texts.items() if all(part in text for part in words)]
-
-
-def siblings(key: Key) -> list[Key]:
-    """The other keys of its section, or those within it."""
-    above = key.parts if key.is_section else key.parts[:-1]
-    return [
-        other for other in all_keys() if other.parts[:-1] in (above, [*above, "0"], [*above, "NAME"]) and other != key
-    ]
 
 
 def _fits(known: Sequence[str], parts: Sequence[str]) -> bool:
