@@ -56,7 +56,7 @@ def schema(
       grpo-async schema
       grpo-async schema --out configs/schema.json
     """
-    from grpo_async.config.schema import schema_text
+    from grpo_async.config.keys import schema_text
     from grpo_async.utils.files import write_atomically
 
     if out is None:

@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.keys import all_keys, find_keys, keys_at
+from grpo_async.config.keys import all_keys, find_keys, keys_at, schema_text
 from grpo_async.config.names import OTHER_NAMES
 from grpo_async.config.public import public_config
-from grpo_async.config.schema import schema_text
 from tests.support.configs import small_config
 
 COMMITTED = Path(__file__).parents[2] / "configs" / "schema.json"
