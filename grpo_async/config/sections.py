@@ -317,7 +317,6 @@ class DataSection(StrictModel):
 
     @property
     def sources(self) -> dict[str, Source]:
-        """The sources to train on, by dotted path."""
         return sources_at("data.train", self.train)
 
 
@@ -458,7 +457,6 @@ class AgentSection(StrictModel):
 
     @property
     def kind(self) -> Literal["function", "command", "environment"]:
-        """Which of the three it is."""
         return "function" if self.function is not None else "command" if self.command is not None else "environment"
 
     @model_validator(mode="after")
@@ -510,7 +508,6 @@ class RewardSection(StrictModel):
 
     @property
     def reference(self) -> str:
-        """Reference of the reward function."""
         if self.function is not None:
             return self.function
         if self.has_address:
@@ -519,7 +516,6 @@ class RewardSection(StrictModel):
 
     @property
     def has_address(self) -> bool:
-        """Whether `model` is the address of a server."""
         return self.model is not None and self.model.startswith(("http://", "https://"))
 
     @property
@@ -690,8 +686,6 @@ class ImportanceSamplingSection(StrictModel):
 
 
 class BaseLoss(StrictModel):
-    """The settings that all losses have."""
-
     own_reduction: ClassVar[Reduction] = "dapo"
     has_sequence_ratio: ClassVar[bool] = False
     """Whether the ratio of the loss is that of whole samples."""
@@ -753,17 +747,14 @@ class BaseLoss(StrictModel):
 
     @property
     def masks_samples(self) -> bool:
-        """Whether samples that are far off policy are left out."""
         return self.off_policy_mask is not None or self.geometric_mask is not None
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a KL term."""
         return self.beta > 0.0
 
     @property
     def resolved_reduction(self) -> Reduction:
-        """`reduction`, or that of the type."""
         return self.reduction or self.own_reduction
 
 
@@ -1078,12 +1069,10 @@ class InferenceSection(StrictModel):
 
     @property
     def min_replicas(self) -> int:
-        """Servers without which a run does not begin."""
         return self.replicas.min if isinstance(self.replicas, ReplicaRange) else self.replicas
 
     @property
     def max_replicas(self) -> int:
-        """Servers that are started at most."""
         return self.replicas.max if isinstance(self.replicas, ReplicaRange) else self.replicas
 
     @property
@@ -1242,11 +1231,6 @@ class LaunchSection(StrictModel):
     heartbeat_timeout_s: float = Field(default=300.0, gt=0.0)
     """Longest time without a sign of life from a trainer process; none comes while it is stopped, or some code holds the GIL. Then
     its stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
-
-    def on_one_machine(self, *, colocate: bool) -> LaunchSection:
-        """This section without the settings of several machines."""
-        alone = {"ray": None, "trainer_nodes": 1, "sharding": "full", "colocate": colocate}
-        return self.model_copy(update=alone)
 
     @property
     def world_size(self) -> int:

@@ -151,7 +151,6 @@ class Children:
                 self._warn(f"processes of the {child.name} survived SIGKILL (they are stuck in the kernel)")
 
     async def spawn(self, spec: ProcessSpec, *, num_restarts: int = 0) -> Child:
-        """Start `spec`."""
         log = log_file(self._folder, spec.log_name, num_restarts)
         own = {name: value for name, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(name)}
         with log.open("wb") as output:

@@ -176,11 +176,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShares, gpu_bytes: int | None) -> MemoryPlan:
-    """Estimate what each process takes.
-
-    Args:
-        gpu_bytes: of the smallest GPU; None: there is none, or its size is not known.
-    """
+    """Estimate what each process takes. `gpu_bytes`: of the smallest GPU; None: there is none, or its size is not known."""
     options, model = config.inference.vllm, ModelSize.read(config.model.path)
     num_sharing = shares.most_servers_on_a_gpu if shares.shared and engine.engine == "vllm" else 0
     cache_mb = options.kv_cache_mb if engine.on_gpu else options.kv_cache_mb or CPU_CACHE_MB

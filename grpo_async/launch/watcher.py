@@ -46,7 +46,7 @@ class _Process:
 
 
 class Watcher:
-    """See the module's docstring.
+    """Judges processes by their signs of life.
 
     Args:
         log: of the processes, into which they write their stacks.

@@ -39,8 +39,6 @@ _HANG_UP_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
-ServerEventListener = Callable[[Mapping[str, Any]], None]
-
 
 def encode(kind: str, content: Mapping[str, Any]) -> bytes:
     """A message as one line. Raises TypeError: `content` is not JSON."""
@@ -71,7 +69,7 @@ class ControlClient:
             self._writer.start()
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
 
-    def listen(self, listener: ServerEventListener) -> None:
+    def listen(self, listener: Callable[[Mapping[str, Any]], None]) -> None:
         """Call `listener` with each `server_event`, in order, those that came before included."""
         threading.Thread(target=self._deliver, args=(listener,), name="server-events", daemon=True).start()
 
@@ -127,7 +125,7 @@ class ControlClient:
         if not self._closed:
             self.stop_requested.set()
 
-    def _deliver(self, listener: ServerEventListener) -> None:
+    def _deliver(self, listener: Callable[[Mapping[str, Any]], None]) -> None:
         while True:  # a daemon thread
             message = self._server_events.get()
             self._num_restarts[int(message["index"])] = int(message.get("num_restarts", 0))

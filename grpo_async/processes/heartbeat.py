@@ -62,7 +62,6 @@ class RankEnd:
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> RankEnd:
-        """The end of a rank that `error` ends now."""
         message = clipped(message_of(error), _MAX_CHARS)
         lines = [f"trainer rank {rank} failed: {message}"]
         if not isinstance(error, GrpoAsyncError):
@@ -75,5 +74,4 @@ class RankEnd:
         return cls(rank=rank, time=at, text=f"trainer rank {rank} (pid {pid}) {describe_exit(status)}", status=status)
 
     def report(self, control: ControlClient) -> None:
-        """Tell the launcher."""
         control.send("end", end=asdict(self))
