@@ -18,7 +18,7 @@ from benchmarks._models import SHAPES
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.checks.memory import ModelSize
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.loader import dump_config, load_config
+from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.launch.children import private_folder
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
@@ -52,15 +52,6 @@ def _make_checkpoint(run_dir: RunDir, step: int) -> None:
 def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
     with pytest.raises(ConfigError, match=".*".join(map(re.escape, words))):
         check_start(config, resume=resume, clean=clean)
-
-
-def test_a_restart_reads_the_configuration_that_the_attempt_began_with(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    run_dir = RunDir(config.run_path)
-    run_dir.create(dump_config(config))
-    attempt = run_dir.new_attempt()
-    run_dir.config.write_text("edited: for the next resume")
-    assert load_config(attempt_config(attempt)) == config
 
 
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
