@@ -11,10 +11,10 @@ from typing import Any
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.launch.children import Child, Children
-from grpo_async.launch.control import ControlServer
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
-from grpo_async.launch.watcher import Watcher
 from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlServer
+from grpo_async.processes.heartbeat import Watcher
 from grpo_async.processes.machine import free_ports
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.concurrency import in_background

@@ -1,7 +1,7 @@
 """Runs a plan to its end: starts the children, shows what they report, and leaves no process behind however it ends.
 
     waits for   the first of: trainer exit, loss of the servers (launch.servers restarts them), a process without a sign of life
-                (launch.watcher), a run without progress (trainer.progress), a run directory that is gone, a signal
+                (processes.heartbeat), a run without progress (trainer.progress), a run directory that is gone, a signal
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
                 SIGINT -> 130, SIGTERM, SIGHUP, SIGQUIT -> 143, after a checkpoint when the trainer manages in time
 

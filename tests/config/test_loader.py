@@ -140,6 +140,20 @@ def test_bad_references_are_problems_and_say_nothing_else_about_the_value(
     ]
 
 
+def test_a_variable_of_a_base_that_is_replaced_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MISSING", raising=False)
+    _write(tmp_path, MINIMAL.replace("path: m}", 'path: "${MISSING}"}'), "base.yaml")
+    assert load_config(_write(tmp_path, "extends: base.yaml\nmodel: {path: own}\n")).model.path == "own"
+
+
+def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = ["run.dir=~/runs", "model.path=~/m", "loss.reference=~/r", "loss.beta=1"]
+    config = load_config(_write(tmp_path, MINIMAL), overrides)
+    assert config.run.dir == Path("/home/me/runs")
+    assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
+
+
 def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
     overrides = [
         *("optimizer.lr=1e-5", "rewards.0.weight=2", "evaluation.data={type: csv, path: e.csv}"),
@@ -180,6 +194,14 @@ model: {path: n}
         "x.yaml:12: inference.vllm.gpu_memory_utilization: input should be less than or equal to 1 (got 1.4)",
         "x.yaml:13: 'model' is given twice (first at x.yaml:4)",
         "--set optim.lrr=3: unknown key 'optim.lrr'; did you mean 'optimizer.lr'?",
+    ]
+
+
+def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> None:
+    assert _problems(_write(tmp_path, "\nrun:\n  seed: 1\ndata:\n  train: {type: hub}\n")) == [
+        "x.yaml: model: this key is required",
+        "x.yaml:2: run.name: this key is required",
+        "x.yaml:5: data.train.name: this key is required",
     ]
 
 
