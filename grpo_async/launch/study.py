@@ -9,16 +9,15 @@ finished.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from signal import Signals
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from rich.console import Console
@@ -73,7 +72,7 @@ def run_study(
         todo = [run for run in plan.runs() if not _has_finished(RunDir(out / run[0]))]
         output.say(f"{out}: {count(len(list(plan.runs())), 'run')}, {len(todo)} of them to do")
         with handling(runner.stop, *ENDING):
-            asyncio.run(runner.run_all(todo))
+            runner.run_all(todo)
         study = Study.read(out)
         assert study is not None
         has_failed = any(setting.errors for setting in study.settings)
@@ -183,7 +182,7 @@ class _Runner:
         self._overrides = overrides
         self._out = out
         self._output = output
-        self._running: Process | None = None
+        self._running: Popen[bytes] | None = None
 
     def stop(self, number: Signals) -> None:
         """Pass a signal on: the run saves a checkpoint, from which the study goes on."""
@@ -191,47 +190,43 @@ class _Runner:
         if self._running is not None:
             self._running.send_signal(number)
 
-    async def run_all(self, todo: Sequence[tuple[str, Sequence[str], int]]) -> None:
+    def run_all(self, todo: Sequence[tuple[str, Sequence[str], int]]) -> None:
         """Raises ConfigError: `train` refuses the configuration for what only it can see (files, models, memory)."""
         began = time.monotonic()
         for number, (name, changes, seed) in enumerate(todo, 1):
             if self.stopped_by is not None:
                 break
-            how = await self._run(name, [*changes, f"run.seed={seed}"])
+            how = self._run(name, [*changes, f"run.seed={seed}"])
             left_s = (time.monotonic() - began) / number * (len(todo) - number)
             left = f"; about {duration(round(left_s))} left" if left_s else ""
             self._output.say(f"{number} of {len(todo)}: {name}: {how}{left}")
 
-    async def _run(self, name: str, changes: Sequence[str]) -> str:
+    def _run(self, name: str, changes: Sequence[str]) -> str:
         """Do one run, from its checkpoint if it has one; return how it ended."""
         run = RunDir(self._out / name)
         words = set_options([*self._overrides, *changes, f"run.name={name}", f"run.dir={self._out}"])
         begin = ["--resume", "latest"] if run.checkpoint_steps() else ["--clean"]
-        self._running = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "grpo_async", "train", str(self._config), *words, *begin, "--quiet"),
+        with Popen(
+            [sys.executable, "-m", "grpo_async", "train", str(self._config), *words, *begin, "--quiet"],
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,
             preexec_fn=die_with_parent,  # the kill of a study leaves no run behind
             start_new_session=True,  # a Ctrl-C is for this process, which passes it on once
-        )
-        if self.stopped_by is not None:  # while the process was being started
-            process.send_signal(self.stopped_by)
-        try:
+        ) as process:
+            self._running = process
+            if self.stopped_by is not None:  # while the process was being started
+                process.send_signal(self.stopped_by)
             assert process.stderr is not None
-            errors = await process.stderr.read()  # a run takes as long as it takes, and has deadlines of its own
-            await process.wait()
-        finally:
-            self._running = None
-            if process.returncode is None:
-                process.terminate()
+            errors = process.stderr.read().decode(errors="replace")  # a run takes as long as it takes
+        self._running = None
         if process.returncode == USER_ERROR:
-            raise ConfigError(f"{name}: {errors.decode(errors='replace').strip()}")
+            raise ConfigError(f"{name}: {errors.strip()}")
         setting = Setting.of_runs([name], {0: run})
         if setting.errors:
             return f"failed: {setting.errors[0].splitlines()[0]}"
         if process.returncode:
-            return last_line(errors.decode(errors="replace")) or f"exit code {process.returncode}"
+            return last_line(errors) or f"exit code {process.returncode}"
         if not setting.rewards:
             return "finished, without a held-out reward"
         seconds = "" if setting.seconds is None else f", {setting.seconds:.0f} s of training"
