@@ -203,15 +203,12 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"rollout": {"top_p": 0.95}, "loss": {"type": "custom", "function": "a:b"}},
         {"evaluation": {"repetition_penalty": 1.1, "structured_outputs": {"json_schema": {"type": "object"}}}},
         {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}, "loss": TOKEN_WEIGHTS},
-        {"loss": {"delta": 1.29}},
         {
             "weights": {"host": "10.0.0.1"},
             "inference": {"urls": ["https://a:1", "http://b:2"]},
         },
         {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
-        {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
         {"rollout": {"agent": {"function": "a:b", "arguments": {"x": 1}}}, "rewards": []},
-        {"rollout": {"agent": {"command": ["x"], "memory_mb": 64}}},
     ],
 )
 def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:

@@ -216,11 +216,9 @@ def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_varia
         ("0", 1, 1, VLLM_ON_CPU, "auto", ("gloo", "the server is on the CPU")),
         ("01", 1, 1, VLLM_ON_GPU, "auto", ("nccl", "trainer and servers have separate GPUs")),
         ("0", 1, 1, VLLM_ON_GPU, "auto", ("ipc", "every server shares its GPUs with ranks of the trainer")),
-        ("01", 2, 2, VLLM_ON_GPU, "auto", ("ipc", "every server shares its GPUs with ranks of the trainer")),
         ("01", 1, 2, VLLM_ON_GPU, "auto", ("ipc", "some servers share GPUs with ranks of the trainer; the others")),
         ("01", 1, 2, VLLM_ON_GPU, "nccl", None),
         ("01", 1, 1, VLLM_ON_GPU, "ipc", None),
-        ("", 1, 1, VLLM_ON_CPU, "nccl", None),
         (
             "01",
             1,
