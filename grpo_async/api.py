@@ -86,7 +86,11 @@ def _launch_in_child(config: ExperimentConfig, resume: str | None, clean: bool) 
 
 
 class Run:
-    """A run, also while it runs: everything is read again at each call. `run`: its folder, or its name in `runs/`."""
+    """A run, also while it runs: everything is read again at each call. `run`: its folder, or its name in `runs/`.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
 
     def __init__(self, run: str | Path) -> None:
         self._dir = find_run(str(run))

@@ -106,8 +106,9 @@ class _Place(NamedTuple):
     def check_like(self, lead: _Place) -> None:
         """Raise ConfigError where this node has other versions than that of rank 0."""
         if self.versions != lead.versions:
+            here, there = (", ".join(map(" ".join, place.versions.items())) for place in (self, lead))
             raise ConfigError(
-                f"other versions are installed on {self.host} ({self.versions}) than on the node with rank 0 ({lead.versions})"
+                f"{self.host} has {here}, and the node with rank 0 {there}: install the same versions on both"
             )
 
 
