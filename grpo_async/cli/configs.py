@@ -94,7 +94,7 @@ def explain(
     if not found and not reasons:
         raise ConfigError(f"no key or description contains {word!r}; `grpo-async explain` lists all keys")
     for each in found:
-        if len(found) > 5:
+        if len(found) > 5 and each.path != word:
             typer.echo(f"{each.path:44} {each.summary}")
         else:
             _print_key(each)

@@ -58,6 +58,7 @@ def test_the_names_in_the_tables_of_the_migration_page_are_known() -> None:
         (["inference.tls"], "inference.tls (earlier versions) is gone: "),
         (["data.train.type"], 'default "jsonl"\n  jsonl: One JSON object per line.\n'),
         (["rewards"], "rewards[].function "),
+        (["tracking"], "held-out completions and the\n  diagnosis of learning after each evaluation.\n"),
         ([], "training.max_steps "),
     ],
 )
