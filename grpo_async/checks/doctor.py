@@ -20,7 +20,6 @@ _NEEDED_OPEN_FILES = 4096
 
 
 def run_doctor() -> list[Check]:
-    """Look at this machine."""
     return [run_check(name, look) for name, look in _CHECKS.items()]
 
 

@@ -85,7 +85,6 @@ def run_preflight(context: PreflightContext) -> list[Check]:
 
 
 def check_disk(context: PreflightContext) -> Found:
-    """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
     size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
     return disk_room(context.config, context.run_dir, size)
 

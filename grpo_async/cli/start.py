@@ -52,7 +52,6 @@ def init(
 
 
 def _files(*, name: str, model: str) -> dict[str, str]:
-    """Text by file name."""
     folder = resources.files("grpo_async") / "starters"
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.is_file()}
     config = Template(texts.pop("train.yaml")).substitute(

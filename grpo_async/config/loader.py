@@ -101,7 +101,6 @@ def dump_config(config: ExperimentConfig) -> str:
 
 
 def dump_values(values: Mapping[str, Any]) -> str:
-    """A configuration, or a part of one, as YAML that `load_config` reads back."""
     return yaml.dump(
         _escaped(dict(values)),
         Dumper=_Dumper,

@@ -1234,5 +1234,4 @@ class LaunchSection(StrictModel):
 
     @property
     def world_size(self) -> int:
-        """Trainer processes of all machines: trainer_nodes x num_trainer_ranks."""
         return self.trainer_nodes * self.num_trainer_ranks

@@ -72,7 +72,6 @@ class Child:
         return describe_exit(self.exited.result())
 
     def describe_end(self, end: str | None = None) -> str:
-        """How it ended, and the last lines of its log."""
         lines = [f"  {line}" for line in tail(self.log)]
         last_lines = ["its last lines:", *lines] if lines else ["its log is empty"]
         return "\n".join([f"{self.name} {end or self.end}", *last_lines, f"log: {self.log}"])

@@ -155,7 +155,6 @@ def _fitting_transport(trainer: Sequence[str], workers: Sequence[str]) -> tuple[
 
 
 def gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:
-    """GPUs that one server takes: none on the CPU."""
     return config.inference.gpus_of_a_server(engine.engine) if engine.on_gpu else 0
 
 

@@ -82,7 +82,6 @@ class ProcessPlan:
         return (*self.servers, *([] if self.trainer is None else [self.trainer]))
 
     def describe(self) -> str:
-        """The plan for humans; also the content of plan.txt."""
         assignment = self.assignment
         start = {
             "evaluation": "evaluation only",

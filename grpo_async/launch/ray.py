@@ -280,7 +280,6 @@ class Cluster:
     # ---- actors ----
 
     def _start(self, name: str, *, trains: bool, **options: Any) -> _RemoteChild:
-        """Ask Ray for a place for an actor."""
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
         actor = ray.remote(NodeActor).options(**options).remote(os.getcwd(), variables)
         self._actors.append(actor)
@@ -374,7 +373,6 @@ def _resources(resources: Mapping[str, float]) -> str:
 
 
 def _wait_for(references: Sequence[Any], number: int, what: str, timeout_s: float) -> None:
-    """Wait until `number` of Ray's references are there."""
     ends_at = time.monotonic() + timeout_s
     while len(ray.wait(list(references), num_returns=number, timeout=_POLL_S)[0]) < number:
         if time.monotonic() > ends_at:

@@ -234,7 +234,6 @@ class _Runner:
 
 
 def print_study(console: Console, study: Study, out: Path) -> None:
-    """Print the table, why runs failed, and the advice."""
     head, rows = study.table()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for at, name in enumerate(head):

@@ -130,7 +130,6 @@ class Watcher:
         self._processes: dict[int, _Process] = {}
 
     def see(self, message: Mapping[str, Any]) -> None:
-        """Take a sign of life."""
         self._processes[message["pid"]] = _Process(message["name"], message["pid"], time.monotonic())
 
     async def watch(self) -> None:
